@@ -1,0 +1,68 @@
+# Everything runs in .venv with the versions of constraints.txt; only Python 3.11+ and pip are needed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# what tests, lint and types need
+EXTRAS := asr,train,media,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint types gpu bench clean
+
+help:
+	@echo "make demo      transcribe shipped speech with a shipped model"
+	@echo "make test      default tests, notebooks included"
+	@echo "make test-all  the slow tests too"
+	@echo "make lint      ruff"
+	@echo "make types     mypy"
+	@echo "make bench     speed on this machine's CPU"
+	@echo "make gpu       tests and speed on CUDA, with the packages of $(PYTHON), installs nothing"
+	@echo "make clean     remove caches and build outputs, keep $(VENV)"
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: '$(PYTHON)' is $$($(PYTHON) --version 2>&1), mmdecode needs Python 3.11 or newer;" \
+	       "install one and run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# the build backend goes in first, so that its version is pinned as well
+$(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(PY)
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation -e '.[asr]'
+	@touch $@
+
+demo:
+	@test -e $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.demo
+	$(VENV)/bin/mmdecode demo
+
+# one torch thread per test process: two processes on two cores must not fight
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu"
+
+lint: $(VENV)/.installed
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: $(VENV)/.installed
+	$(PY) -m mypy
+
+bench: $(VENV)/.installed
+	$(PY) benchmarks/asr_speed.py --device cpu
+
+# the machine with the GPU may lack pytest-timeout, whose option is then unknown to pytest
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W "ignore::pytest.PytestConfigWarning"
+	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

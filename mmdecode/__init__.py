@@ -1,0 +1,54 @@
+"""mmdecode: faster and truer decoding for speech and vision-language models.
+
+One decoding loop with three exchangeable parts: who drafts (``mmdecode.draft``), which law the
+tokens follow (``mmdecode.guide``) and which rule accepts (``mmdecode.accept``).
+
+Importing this package imports neither torch nor transformers: names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmdecode import accept, adapters, asr, draft, engine, errors, guide, zoo
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.frontdoor import generate
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Decoder",
+    "__version__",
+    "accept",
+    "adapters",
+    "asr",
+    "draft",
+    "engine",
+    "errors",
+    "generate",
+    "guide",
+    "zoo",
+]
+
+_HOME = {
+    "Decoder": "mmdecode.engine.decoder",
+    "generate": "mmdecode.frontdoor",
+}
+_PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"mmdecode.{name}")
+    else:
+        raise AttributeError(f"module 'mmdecode' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

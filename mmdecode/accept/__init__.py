@@ -1,0 +1,1 @@
+"""Acceptance rules, one family a file: how much of a proposal is kept, and the token after it."""

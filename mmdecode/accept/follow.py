@@ -1,0 +1,128 @@
+"""What the rules share: walking a tree along chosen tokens, and finishing an outcome.
+
+Not a rule itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.proposal import Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
+    """The longest path of accepted nodes; the first of equals.
+
+    Args:
+        accepted: Nodes that pass on their own, ``(B, N)``; a path needs all its nodes to pass.
+        proposal: The tree.
+
+    Returns:
+        ``path (B, D)`` -1 padded, ``num_accepted (B,)``, and the score row of its end, ``(B,)``.
+    """
+    _, depths, ancestors = proposal.structure()
+    batch, nodes = accepted.shape
+    deepest = proposal.tree.depth if proposal.tree is not None else nodes
+    if nodes == 0:
+        none = accepted.new_zeros(batch, dtype=torch.long)
+        return accepted.new_zeros((batch, 0), dtype=torch.long), none, none
+    above = ancestors[:, 1:, 1:]
+    whole = ~(above & ~accepted[:, None]).any(-1)
+    count, end = (whole * depths).max(1)
+    end_row = torch.where(count > 0, end + 1, 0)
+    on_path = ancestors.expand(batch, -1, -1).gather(
+        1, end_row[:, None, None].expand(-1, 1, nodes + 1)
+    )[:, 0, 1:]
+    order = torch.arange(nodes, device=accepted.device).expand(batch, -1)
+    place = torch.where(on_path, depths - 1, deepest)
+    path = order.new_full((batch, deepest + 1), -1).scatter_(1, place, order)[:, :deepest]
+    return path, count, end_row
+
+
+def follow(
+    proposal: Proposal, law: LawView, ctx: Context, choose: Callable[[Tensor, Tensor], Tensor]
+) -> Outcome:
+    """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
+    if not law.vectorised:
+        return _follow_lazily(proposal, law, ctx, choose)
+    parents, depths, _ = proposal.structure()
+    choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
+    wanted = choices.gather(1, (parents + 1).expand(ctx.batch, -1))
+    path, count, end = deepest_path(proposal.tokens == wanted, proposal)
+    return Outcome(path=path, num_accepted=count, next_token=choices.gather(1, end[:, None])[:, 0])
+
+
+def _follow_lazily(
+    proposal: Proposal, law: LawView, ctx: Context, choose: Callable[[Tensor, Tensor], Tensor]
+) -> Outcome:
+    parents, _, _ = proposal.structure()
+    parents = parents.expand(ctx.batch, -1)
+    node = torch.full_like(ctx.length, -1)  # the root
+    going = ctx.open.clone()
+    next_token, steps = torch.full_like(node, -1), []
+    for depth in range(proposal.size + 1):
+        scores = law.at(torch.where(going, node + 1, -1))
+        choice = choose(scores[:, None], torch.full_like(node, depth)[:1, None])[:, 0]
+        next_token = torch.where(going, choice, next_token)
+        child = (parents == node[:, None]) & (proposal.tokens == choice[:, None])
+        going = going & child.any(1)
+        if not bool(going.any()):
+            break
+        node = torch.where(going, child.long().argmax(1) if child.shape[1] else node, node)
+        steps.append(torch.where(going, node, -1))
+    path = torch.stack(steps, 1) if steps else node.new_zeros((ctx.batch, 0))
+    return Outcome(path=path, num_accepted=(path >= 0).sum(1), next_token=next_token)
+
+
+def finish(
+    outcome: Outcome, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+) -> Outcome:
+    """Silences closed rows, and refills the rest of the window where a Jacobi draft asks for it."""
+    outcome = replace(
+        outcome,
+        num_accepted=torch.where(ctx.open, outcome.num_accepted, 0),
+        next_token=torch.where(ctx.open, outcome.next_token, -1),
+        path=outcome.path.masked_fill(~ctx.open[:, None], -1),
+    )
+    return outcome if ctx.tail is None else _with_tail(outcome, proposal, law, noise, ctx)
+
+
+def _with_tail(
+    outcome: Outcome, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+) -> Outcome:
+    """Tokens for the positions behind ``next_token``, from the law along the drafted chain.
+
+    ``"coupled"`` uses the noise that the positions will be decided with, ``"redraw"`` fresh noise;
+    greedy generation uses none. Processors of unknown type are left out of this law, since they may
+    not run past the first rejection; a draft may have any recorded law.
+    """
+    rows = law.all() if law.vectorised else law.raw()  # (B, N + 1, V)
+    nodes, vocab = proposal.size, rows.shape[-1]
+    order = torch.arange(nodes + 1, device=rows.device)
+    scores = rows
+    if ctx.do_sample:
+        positions = ctx.length[:, None] + order
+        if ctx.tail == "coupled":
+            scores = rows + noise.gumbel(positions, Role.TARGET, vocab)
+        else:
+            scores = rows + noise.gumbel(positions, Role.TAIL, vocab, trial=ctx.rounds)
+    drawn = scores.argmax(-1)
+    used = torch.nn.functional.pad(proposal.tokens >= 0, (1, 0), value=True)
+    source = outcome.num_accepted[:, None] + 1 + order[:nodes]  # left-align
+    real = (source <= nodes) & ctx.open[:, None]
+    source = source.clamp_max(nodes)
+    real &= used.gather(1, source)
+    return replace(
+        outcome,
+        tail_tokens=drawn.gather(1, source).masked_fill(~real, -1),
+        tail_law=rows.gather(1, source[..., None].expand(-1, -1, vocab)),
+    )

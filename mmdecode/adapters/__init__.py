@@ -1,0 +1,1 @@
+"""One file per model family: what a branch needs to run it."""

@@ -1,0 +1,95 @@
+"""Whisper: a decoder with learned positions that reads the audio through cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from transformers import WhisperForConditionalGeneration
+
+    from mmdecode.engine.cache import RaggedCache
+
+
+class WhisperAdapter:
+    """Runs the decoder alone; the encoder's states arrive with the prompt."""
+
+    model_types = ("whisper",)
+
+    def __init__(self, model: WhisperForConditionalGeneration) -> None:
+        config = model.config
+        self.model = model
+        self.vocab = config.vocab_size
+        self.num_layers = config.decoder_layers
+        self.max_positions: int | None = config.max_target_positions
+        self._decoder = model.get_decoder()
+        self._head = model.get_output_embeddings()
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The caller's decoder prompt with the audio it came with."""
+        if spec.view is not None or isinstance(spec.prompt, Tensor):
+            raise IncompatibleError.between(
+                f"branch {spec.name!r}",
+                "WhisperAdapter",
+                "it offers no views and no foreign prompts yet",
+                "use prompt='same' or prompt='last_token'",
+            )
+        ids, mask = ctx.prompt_ids, ctx.prompt_mask
+        if spec.prompt == "last_token":
+            ids, mask = ids[:, -1:], mask[:, -1:]
+        audio = ctx.model_inputs["encoder_outputs"][0]
+        if len(audio) != len(ids):
+            raise IncompatibleError(
+                f"{len(audio)} encoder rows for {len(ids)} decoder rows; expected one each: pass "
+                "features or encoder outputs for every row"
+            )
+        return Prompt(ids=ids, mask=mask, inputs={"audio": audio})
+
+    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Rows of all prompts, branch by branch."""
+        return Prompt(
+            ids=torch.cat([p.ids for p in prompts]),
+            mask=torch.cat([p.mask for p in prompts]),
+            inputs={"audio": torch.cat([p.inputs["audio"] for p in prompts])},
+        )
+
+    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
+        """Ragged self-attention beside a cross-attention cache that is filled once."""
+        return _WhisperPast(cache, prompt.inputs["audio"])
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
+        """States after the decoder's final norm."""
+        return self._decoder(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            encoder_hidden_states=past.audio,
+            past_key_values=past.caches,
+            use_cache=True,
+        ).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        return self._head(hidden)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The decoder's layers."""
+        return self._decoder.layers
+
+
+class _WhisperPast:
+    """The two caches, and the encoder's states, which must be given although they are cached."""
+
+    def __init__(self, cache: RaggedCache, audio: Tensor) -> None:
+        self.caches, self.audio = EncoderDecoderCache(cache, DynamicCache()), audio
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self.caches.reorder_cache(rows)
+        self.audio = self.audio[rows]

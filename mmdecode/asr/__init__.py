@@ -1,0 +1,1 @@
+"""Speech: audio files in, transcripts out."""

@@ -1,0 +1,1 @@
+"""The command line; one file per sub-command, ``app`` is the entry."""

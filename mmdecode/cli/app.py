@@ -1,0 +1,113 @@
+"""The ``mmdecode`` command: a table of sub-commands, each imported only when it runs.
+
+A sub-command lives in ``mmdecode/cli/<module>.py`` and offers one of two things:
+
+* ``def command(...)`` with typer annotations, or
+* ``app = typer.Typer(...)``, for a command that has sub-commands of its own.
+
+Its line in ``COMMANDS`` gives the help shown by ``mmdecode --help``, so that this needs no import
+of torch; a command whose file does not exist is not listed. Every command takes ``--json``
+(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set. Errors are raised as
+classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. Code 1 is for a command
+that finished with failures among its items (``raise typer.Exit(1)``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import mmdecode
+from mmdecode.cli.output import console
+from mmdecode.errors import MMDecodeError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    "demo": "Transcribe shipped speech with a shipped model, plain and drafted.",
+    "transcribe": "Transcribe audio files.",
+    "train": "Train heads or zoo models.",
+    "bench": "Measure speed against plain decoding.",
+    "zoo": "List the tiny models that ship with the package.",
+    "methods": "List drafters, acceptance rules, guides and adapters.",
+    "env": "Show versions and devices, for bug reports.",
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows its commands' names and help, and imports one when it is chosen."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name, text in COMMANDS.items():
+            if importlib.util.find_spec(_module(name)) is not None:
+                self.commands[name] = TyperCommand(name, help=text)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command as usual, then puts the real one in the place of the stub."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            command = _load(name)
+        return name, command, rest
+
+
+def _module(name: str) -> str:
+    return f"mmdecode.cli.{name.replace('-', '_')}"
+
+
+def _load(name: str) -> Any:
+    module = importlib.import_module(_module(name))
+    if hasattr(module, "app"):
+        loaded = typer.main.get_command(module.app)
+    else:
+        single = typer.Typer(add_completion=False)
+        single.command(name)(module.command)
+        loaded = typer.main.get_command(single)
+    loaded.name = name
+    return loaded
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"mmdecode {mmdecode.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="mmdecode",
+    cls=LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Faster and truer decoding for speech and vision-language models."""
+
+
+def main() -> None:
+    """Runs the command line; errors of ours become one line on stderr and exit code 2."""
+    try:
+        app(prog_name="mmdecode")
+    except MMDecodeError as error:
+        if os.environ.get("MMDECODE_DEBUG") == "1":
+            raise
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""``mmdecode env``: versions and devices, for bug reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from rich.table import Table
+
+import mmdecode
+from mmdecode.cli.output import JsonFlag, emit_json, out
+
+# distribution -> the extras that install it; empty for what is always needed
+PACKAGES = {
+    "torch": "",
+    "transformers": "",
+    "tokenizers": "",
+    "safetensors": "",
+    "numpy": "",
+    "rich": "",
+    "typer": "",
+    "torchaudio": "asr",
+    "librosa": "asr",
+    "soundfile": "asr",
+    "jiwer": "asr",
+    "pillow": "vlm, image",
+    "torchvision": "vlm, image",
+    "timm": "vlm, image",
+    "accelerate": "train",
+    "peft": "train",
+    "scipy": "eval",
+    "scikit-learn": "eval",
+    "matplotlib": "eval",
+    "pandas": "eval",
+    "kaldialign": "eval",
+    "silero-vad": "vad",
+    "av": "media",
+}
+
+
+def command(json: JsonFlag = False) -> None:
+    """Show versions and devices, for bug reports."""
+    found = _collect()
+    if json:
+        emit_json(found)
+        return
+    table = Table("item", "value", title=f"mmdecode {found['mmdecode']}", title_justify="left")
+    for item in ("python", "platform", "cpus", "torch_threads", "cuda"):
+        table.add_row(item, str(found[item]))
+    for device in found["cuda_devices"]:
+        table.add_row("device", device)
+    for name, package in found["packages"].items():
+        missing = f"missing (extra: {package['extra']})" if package["extra"] else "missing"
+        table.add_row(name, package["version"] or missing)
+    out.print(table)
+
+
+def _collect() -> dict[str, Any]:
+    import torch
+
+    available = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "mmdecode": mmdecode.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if available else None,
+        "cuda_devices": devices if available else [],
+        "packages": {
+            name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
+        },
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

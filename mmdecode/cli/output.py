@@ -1,0 +1,52 @@
+"""Where commands write: people read the consoles, programs read one JSON line.
+
+Results for people go to ``out`` (stdout); progress, warnings and errors go to ``console`` (stderr).
+With ``--json`` a command writes nothing to stdout but the line of ``emit_json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+__all__ = ["JsonFlag", "console", "emit_json", "out"]
+
+console = Console(stderr=True)
+out = Console()
+
+JsonFlag = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object as the last line of stdout."),
+]
+
+
+def emit_json(obj: Any) -> None:
+    """Prints one JSON object on one line of stdout.
+
+    Dataclasses, paths, arrays and scalars of numpy and torch are written as plain values; numbers
+    that JSON cannot hold (NaN, infinities) as null.
+    """
+    print(json.dumps(_plain(obj), allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return value

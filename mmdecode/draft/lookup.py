@@ -1,0 +1,77 @@
+"""Prompt lookup: propose what followed the last tokens where they occurred before.
+
+No parameters and no model pass; gains where the output repeats its prompt or itself. Padding is
+never matched. Differs from transformers' prompt lookup, which takes the leftmost match: here the
+longest match wins, and among equals the most recent.
+
+Source: Saxena 2023, prompt lookup decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import OptionError
+
+
+class PromptLookup:
+    """Copies ``length`` tokens from behind the longest earlier match of at most ``ngram`` tokens.
+
+    Args:
+        length: Most tokens proposed per round.
+        ngram: Longest suffix that is looked up; shorter ones are tried down to one token.
+
+    Lossless under every exact rule. Neutral: ``length=0`` proposes nothing.
+    """
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    needs = Needs()
+
+    def __init__(self, length: int = 10, ngram: int = 3) -> None:
+        if length < 0 or ngram < 1:
+            raise OptionError(
+                f"length={length}, ngram={ngram}; expected length >= 0 and ngram >= 1"
+            )
+        self.length, self.ngram = length, ngram
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """A chain per row, or nothing where nothing matches."""
+        length = min(self.length, budget)
+        if length <= 0:
+            return Proposal.empty(ctx.batch, ctx.device)
+        ids, end = ctx.ids, ctx.end()[:, None]
+        columns = torch.arange(ids.shape[1], device=ctx.device)
+        padded = torch.nn.functional.pad(
+            ~ctx.prompt_mask, (0, ids.shape[1] - ctx.prompt_length), value=False
+        )
+        # longest[b, j]: how many tokens before column j equal the row's last tokens
+        longest = torch.zeros_like(ids)
+        alive = torch.ones_like(padded)
+        tail = ctx.last(self.ngram)
+        for back in range(1, self.ngram + 1):
+            before = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]]
+            hidden = torch.nn.functional.pad(padded, (back, 0), value=True)[:, : ids.shape[1]]
+            alive = alive & (before == tail[:, self.ngram - back, None]) & ~hidden
+            longest = longest + alive
+        usable = (columns < end) & (longest > 0)
+        rank = torch.where(usable, longest * ids.shape[1] + columns, -1)
+        best = rank.argmax(1, keepdim=True)
+        found = rank.gather(1, best) >= 0
+        source = best + torch.arange(length, device=ctx.device)
+        real = found & (source < end)
+        tokens = ids.gather(1, source.clamp_max(ids.shape[1] - 1)).masked_fill(~real, -1)
+        return Proposal(tokens=tokens, kind="deterministic")
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Nothing to learn: the context holds the history."""
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""

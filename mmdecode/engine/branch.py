@@ -1,0 +1,175 @@
+"""Branches: one model under one or more conditionings, scored together.
+
+All branches of one model and stage are stacked as batch rows, branch by branch, so that a contrast
+costs rows, not launches. Each row has its own write position, padding and position offset; the tree
+mask is additive (a boolean one is silently wrong under eager attention) and positions are explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Prompt, Scores
+from mmdecode.engine.proposal import Proposal
+
+MAIN = BranchSpec(name="main")
+
+
+class ModelBranches:
+    """One model, M branches, M * B rows: see `mmdecode.engine.contracts.Scorer`.
+
+    Args:
+        adapter: How the model is run.
+        specs: Its branches, in row order.
+        needs: Internals wanted beside logits.
+    """
+
+    def __init__(
+        self, adapter: Adapter, specs: Sequence[BranchSpec], needs: Needs | None = None
+    ) -> None:
+        self.adapter, self.specs, self.needs = adapter, list(specs), needs or Needs()
+        self.stage = self.specs[0].stage
+        self.cache: RaggedCache
+        self.pads: Tensor
+        self._past: Any = None
+        self.width = 0  # slots of the prompt
+        self._longest = 0  # host bound on the committed slots of any row
+
+    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+        """Reads the prompts of all branches in one pass; row 0 is their last position."""
+        prompts = [self.adapter.prompt(ctx, spec) for spec in self.specs]
+        prompt = prompts[0] if len(prompts) == 1 else self.adapter.stack(_left_pad(prompts))
+        rows, width = prompt.ids.shape
+        device = prompt.ids.device
+        self.cache = RaggedCache(self.adapter.num_layers, rows, device)
+        self.pads = width - prompt.mask.sum(1)
+        self.width = self._longest = width
+        self._past = self.adapter.open(self.cache, prompt)
+        depths, ancestors = triangle(width, device)
+        states = self.run(prompt.ids, depths, ancestors, visible=bucket(width))
+        self.cache.set_start(torch.full_like(self.pads, width))
+        last = {key: value[:, -1:] for key, value in states.items()}
+        return self._split(last, states if self.needs.prompt_hidden else {})
+
+    def score(
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
+    ) -> dict[str, Scores]:
+        """Root and nodes behind the committed slots."""
+        _, depths, ancestors = proposal.structure()
+        tokens = torch.cat([ctx.last(1), proposal.tokens], 1)
+        repeat = len(self.specs)
+        if repeat > 1:
+            tokens = tokens.repeat(repeat, 1)
+            if len(depths) > 1:
+                depths, ancestors = depths.repeat(repeat, 1), ancestors.repeat(repeat, 1, 1)
+        depths = torch.nn.functional.pad(depths, (1, 0))
+        visible = bucket(self._longest + tokens.shape[1])
+        return self._split(self.run(tokens, depths, ancestors, visible=visible), {})
+
+    def run(
+        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, *, visible: int, offset: int = 0
+    ) -> dict[int | str, Tensor]:
+        """One forward pass that writes behind ``start + offset`` and commits nothing.
+
+        Args:
+            tokens: ``(R, Q)``, -1 where unused.
+            depths: Distance from the first of them, ``(1 or R, Q)``.
+            ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included.
+            visible: Slots that attention covers; at least every row's ``start + offset + Q``.
+            offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
+
+        Returns:
+            States by layer as in `Scores.hidden`, ``(R, Q, H)``.
+        """
+        cache, adapter = self.cache, self.adapter
+        begin = cache.start + offset
+        slots = torch.arange(visible, device=tokens.device)
+        relative = slots - begin[:, None]  # (R, K)
+        inside = (relative >= 0) & (relative < tokens.shape[1])
+        rows = ancestors.expand(len(begin), -1, -1)
+        column = relative.clamp(0, tokens.shape[1] - 1)[:, None].expand(-1, tokens.shape[1], -1)
+        in_block = rows.gather(2, column) & inside[:, None]
+        real = slots >= self.pads[:, None]
+        seen = (real & (relative < 0))[:, None] | (in_block & real[:, None])
+        # a padding query would see nothing; let it see itself
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        seen = seen | (relative[:, None] == order[:, None])
+        dtype = adapter.model.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        top = None if adapter.max_positions is None else adapter.max_positions - 1
+        positions = ((begin - self.pads)[:, None] + depths).clamp(min=0, max=top)
+        cache.open(visible, offset)
+        states: dict[int | str, Tensor] = {}
+        with ExitStack() as hooks:
+            for index in self.needs.hidden:
+                if isinstance(index, int):
+                    hooks.enter_context(_capture(adapter.layers()[index], states, index))
+            states["last"] = adapter.forward(tokens.clamp_min(0), mask, positions, self._past)
+        return states
+
+    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+        """Commits root and accepted nodes of the last pass in every branch."""
+        repeat = len(self.specs)
+        if repeat > 1:
+            path, count = path.repeat(repeat, 1), count.repeat(repeat)
+        self.cache.commit(count, None if chain else path)
+
+    def extend(self, longest: int) -> None:
+        """Tells the host bound on any row's committed slots, known from the round's transfer."""
+        self._longest = longest
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows`` of every branch; repeated rows are forks."""
+        batch = len(self.pads) // len(self.specs)
+        rows = torch.cat([rows + branch * batch for branch in range(len(self.specs))])
+        self._past.reorder_cache(rows)
+        self.pads = self.pads[rows]
+
+    def _split(
+        self, states: Mapping[int | str, Tensor], prompt: Mapping[int | str, Tensor]
+    ) -> dict[str, Scores]:
+        logits = self.adapter.head(states["last"]).float()
+        batch = len(logits) // len(self.specs)
+        result = {}
+        for index, spec in enumerate(self.specs):
+            rows = slice(index * batch, (index + 1) * batch)
+            result[spec.name] = Scores(
+                logits=logits[rows],
+                hidden={key: value[rows] for key, value in states.items()},
+                prompt_hidden={key: value[rows] for key, value in prompt.items()},
+            )
+        return result
+
+
+def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:
+    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        into[key] = args[0] if args else kwargs["hidden_states"]
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+@lru_cache(maxsize=64)
+def triangle(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depths ``(1, Q)`` and ancestors ``(1, Q, Q)`` of a chain."""
+    ancestors = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return torch.arange(width, device=device)[None], ancestors[None]
+
+
+def _left_pad(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """All prompts as wide as the widest."""
+    width = max(p.ids.shape[1] for p in prompts)
+    padded = []
+    for prompt in prompts:
+        missing = (width - prompt.ids.shape[1], 0)
+        ids = torch.nn.functional.pad(prompt.ids, missing)
+        mask = torch.nn.functional.pad(prompt.mask, missing)
+        padded.append(Prompt(ids=ids, mask=mask, inputs=prompt.inputs))
+    return padded

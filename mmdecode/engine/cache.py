@@ -1,0 +1,149 @@
+"""A key-value cache whose rows grow independently.
+
+transformers' caches crop the same suffix from every row; here each row has its own write position
+(``start``). A pass writes its tokens behind ``start`` and may be overwritten by the next pass;
+``commit`` moves ``start`` forward, and moves accepted tree nodes into place first. Keys are stored
+after rotary embedding, so a slot says nothing about a position.
+
+Storage grows in buckets, and attention sees the bucket in use, not the capacity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BUCKET = 32
+
+
+def bucket(length: int) -> int:
+    """``length`` rounded up, so that few distinct shapes occur: steps of 32, later an eighth."""
+    step = BUCKET
+    while step * 16 < length:
+        step *= 2
+    return -(-length // step) * step
+
+
+class _Rows:
+    """Write positions of all layers of one cache, and what the pass at hand may see."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.start = torch.zeros(batch, dtype=torch.long, device=device)
+        self.offset = 0  # a pass may write ahead of start
+        self.visible = 0  # slots attention sees in this pass
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, ``(B, H, slots, D)``."""
+
+    is_compileable = True  # with False, a one-token prompt is given no mask and sees empty slots
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, rows: _Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates what the first pass sees; later passes grow it."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch = len(self.rows.start)
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (batch, states.shape[1], self.rows.visible, states.shape[-1])
+            setattr(self, name, states.new_zeros(shape))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes behind each row's start and returns the visible slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = self.rows
+        grown = rows.visible - self.keys.shape[2]
+        if grown > 0:
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
+        keys, values, start = self.keys, self.values, rows.start
+        count = key_states.shape[2]
+        slots = start[:, None] + (rows.offset + torch.arange(count, device=start.device))
+        index = slots[:, None, :, None]
+        keys.scatter_(2, index.expand_as(key_states), key_states)
+        values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys[:, :, : rows.visible], values[:, :, : rows.visible]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps the rows ``beam_idx``; the stock method asks for a length and does nothing."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
+
+    def get_seq_length(self) -> int:
+        """Zero: positions are always given, and asking the device would be a synchronisation."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Attention sees ``visible`` slots from slot 0."""
+        return self.rows.visible, 0
+
+    def get_max_length(self) -> int:
+        """The storage in use."""
+        return self.rows.visible
+
+    get_max_cache_shape = get_max_length
+
+
+class RaggedCache(Cache):
+    """One `RaggedLayer` per layer, with shared write positions.
+
+    Args:
+        layers: Number of layers.
+        batch: Rows.
+        device: Where the write positions live.
+    """
+
+    def __init__(self, layers: int, batch: int, device: torch.device) -> None:
+        self.rows = _Rows(batch, device)
+        super().__init__(layers=[RaggedLayer(self.rows) for _ in range(layers)])
+
+    @property
+    def start(self) -> Tensor:
+        """Committed slots per row, ``(B,)``."""
+        return self.rows.start
+
+    def open(self, visible: int, offset: int = 0) -> None:
+        """Prepares a pass: ``visible`` slots are attended, writes begin at ``start + offset``."""
+        self.rows.visible, self.rows.offset = visible, offset
+
+    def commit(self, count: Tensor, path: Tensor | None = None) -> None:
+        """Keeps the root of the last pass and ``count - 1`` of its nodes.
+
+        Args:
+            count: Slots to keep per row, root included; 0 for rows that stand still, ``(B,)``.
+            path: Node indices in order, ``(B, D)``, -1 padded; ``None``: the nodes are a chain.
+        """
+        if path is not None and path.shape[1]:
+            base = self.rows.start[:, None] + 1
+            target = torch.arange(path.shape[1], device=path.device)
+            source = base + torch.where(path >= 0, path, target)  # padding moves nothing
+            target = base + target
+            for layer in self.layers:
+                for states in (layer.keys, layer.values):
+                    moved = source[:, None, :, None].expand(
+                        -1, states.shape[1], -1, states.shape[-1]
+                    )
+                    place = target[:, None, :, None].expand_as(moved)
+                    states.scatter_(2, place, states.gather(2, moved))
+        self.rows.start = self.rows.start + count
+
+    def set_start(self, start: Tensor) -> None:
+        """Moves the write positions without touching the slots."""
+        self.rows.start = start
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps the rows ``beam_idx``, in that order; a row may occur several times."""
+        self.rows.start = self.rows.start[beam_idx]
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)

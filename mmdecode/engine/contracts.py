@@ -1,0 +1,319 @@
+"""What a drafter, a guide, a rule and a branch promise each other; `mmdecode.engine.decoder` is the
+loop that holds them to it.
+
+Conventions: B rows, N nodes, V vocabulary. Row 0 of every score tensor is the root (the last
+committed token, not yet in the cache); row u + 1 is the law of the token after node u. At round 0
+there is no root: the last prompt row takes its place, with N = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Kind, Proposal
+
+
+@dataclass(kw_only=True)
+class Context:
+    """The rows of one call, as every part may read them; only the loop writes.
+
+    Attributes:
+        prompt_ids: ``(B, P)``.
+        prompt_mask: True where the prompt is not padding, ``(B, P)``; padding is on the left.
+        ids: Prompt, then generated ids, then padding, ``(B, P + capacity)``.
+        length: Generated tokens per row, ``(B,)``; the last of them is the root.
+        open: Rows that go on, ``(B,)``.
+        rounds: Rounds each row has been through, ``(B,)``.
+        noise: Keyed noise of the rows.
+        mm_inputs: Raw inputs by name (pixels, audio, texts), one entry per row.
+        model_inputs: What ``generate`` prepared for the model.
+        limit: Most tokens any row may generate.
+        do_sample: Whether the caller samples.
+        tail: How a rule refills a rejected chain, see `Needs.tail`.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    ids: Tensor
+    length: Tensor
+    open: Tensor
+    rounds: Tensor
+    noise: Noise
+    limit: int
+    do_sample: bool = False
+    tail: Literal["redraw", "coupled"] | None = None
+    mm_inputs: Mapping[str, Any] = field(default_factory=dict)
+    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows, B."""
+        return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids live."""
+        return self.ids.device
+
+    @property
+    def prompt_length(self) -> int:
+        """Columns of the prompt, padding included."""
+        return self.prompt_ids.shape[1]
+
+    def end(self) -> Tensor:
+        """Columns of `ids` in use per row, ``(B,)``."""
+        return self.length + self.prompt_length
+
+    def last(self, count: int) -> Tensor:
+        """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
+        columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
+        return self.ids.gather(1, columns.clamp_min(0))
+
+    def reorder(self, rows: Tensor) -> Context:
+        """The rows ``rows``, in that order."""
+        return Context(
+            prompt_ids=self.prompt_ids[rows],
+            prompt_mask=self.prompt_mask[rows],
+            ids=self.ids[rows],
+            length=self.length[rows],
+            open=self.open[rows],
+            rounds=self.rounds[rows],
+            noise=self.noise.reorder(rows),
+            limit=self.limit,
+            do_sample=self.do_sample,
+            tail=self.tail,
+            mm_inputs={k: _take(v, rows) for k, v in self.mm_inputs.items()},
+            model_inputs=self.model_inputs,
+        )
+
+
+def _take(values: Any, rows: Tensor) -> Any:
+    return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows.tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What one branch says about the root and every node.
+
+    Attributes:
+        logits: float32, ``(B, N + 1, V)``; ``(B, N + 1, K)`` beside ``candidates``.
+        candidates: Ids of the main vocabulary that were scored, ``(B, N + 1, K)``, -1 unused.
+        hidden: Layer to ``(B, N + 1, H)``: ``hidden[i]`` is the input of layer i,
+            ``hidden["last"]`` the state after the final norm.
+        prompt_hidden: At prefill, the same for the whole prompt, ``(B, P, H)``, where asked for.
+    """
+
+    logits: Tensor
+    candidates: Tensor | None = None
+    hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
+    prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a part wants from the scoring passes.
+
+    Attributes:
+        hidden: Layers whose states are wanted: indices, or ``"last"``.
+        prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
+        tail: How the rest of a rejected chain is refilled for a Jacobi drafter: ``"redraw"`` with
+            fresh noise, ``"coupled"`` with the noise of the positions; ``None``: not wanted.
+    """
+
+    hidden: frozenset[int | str] = frozenset()
+    prompt_hidden: bool = False
+    tail: Literal["redraw", "coupled"] | None = None
+
+    def union(self, other: Needs) -> Needs:
+        """Both."""
+        return Needs(
+            hidden=self.hidden | other.hidden,
+            prompt_hidden=self.prompt_hidden or other.prompt_hidden,
+            tail=self.tail or other.tail,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rule decided; the loop may cut it short where a row ends.
+
+    Attributes:
+        path: Accepted nodes from the root down, ``(B, D)``, -1 padded.
+        num_accepted: Nodes on the path, ``(B,)``; excludes ``next_token``.
+        next_token: The token after the path, ``(B,)``; -1 for closed rows.
+        tail_tokens: What a Jacobi drafter keeps: tokens from the position after ``next_token`` on,
+            ``(B, N)``, left-aligned, -1 padded.
+        tail_law: The unnormalised log-law each of them was drawn from, ``(B, N, V)``.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    tail_tokens: Tensor | None = None
+    tail_law: Tensor | None = None
+
+
+class LawView(Protocol):
+    """The law at the nodes, as a rule may ask for it."""
+
+    vectorised: bool
+    """Whether `all` is available: every processor of the caller is known."""
+
+    def all(self) -> Tensor:
+        """Unnormalised log-probabilities at the root and all nodes, ``(B, N + 1, V)``."""
+
+    def at(self, rows: Tensor) -> Tensor:
+        """The same at one score row per batch row, ``(B,)`` to ``(B, V)``."""
+
+    def raw(self) -> Tensor:
+        """Before the caller's processors, ``(B, N + 1, V)``."""
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """Proposes tokens. Owns its cache; never reads acceptance noise."""
+
+    kinds: tuple[Kind, ...]
+    """What it can propose; `begin` is told which."""
+    needs: Needs
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Called once per call, after the prompt was read and before round 0 is decided."""
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """Up to ``budget`` levels of tokens after the root; may be empty."""
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Called after every commit, round 0 included, with the main branch's scores."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the rows ``rows``, in that order."""
+
+    def reset(self) -> None:
+        """Forget the call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchSpec:
+    """One more conditioning that a guide wants scored.
+
+    Attributes:
+        name: How the guide finds its scores; ``"main"`` is the model as called.
+        prompt: ``"same"``; ``"last_token"`` keeps the last prompt token alone; or ids ``(B, P')``.
+        prompt_mask: Beside ids.
+        view: What the adapter is asked to change in the inputs, for example ``"noise"``.
+        view_options: Arguments of the view.
+        model: Another model with the same vocabulary; ``None``: the called one.
+        stage: Branches of a later stage see the scores of earlier ones.
+        build: Makes a `Scorer` of one's own instead (another tokenizer, sparse answers); called
+            with the context.
+    """
+
+    name: str
+    prompt: Literal["same", "last_token"] | Tensor = "same"
+    prompt_mask: Tensor | None = None
+    view: str | None = None
+    view_options: Mapping[str, Any] = field(default_factory=dict)
+    model: Any = None
+    stage: int = 1
+    build: Callable[[Context], Scorer] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What one branch reads before the first token.
+
+    Attributes:
+        ids: ``(B, P)``, padded on the left.
+        mask: True where not padding, ``(B, P)``.
+        inputs: What else the model's forward takes, by name, rows first.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """What a branch needs to run one model family; `mmdecode.adapters` holds them."""
+
+    model: Any
+    vocab: int
+    num_layers: int
+    max_positions: int | None
+    """Size of a learned position table; ``None`` where positions are unbounded."""
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The whole prompt of a branch."""
+
+    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Several prompts as one batch, branch by branch."""
+
+    def open(self, cache: Any, prompt: Prompt) -> Any:
+        """What the model is given as ``past_key_values``, around the engine's ragged cache."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
+        """States after the final norm, ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of ``(..., H)``."""
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The decoder's layers, first to last."""
+
+
+class Scorer(Protocol):
+    """One or more branches that are scored in one go."""
+
+    stage: int
+
+    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+        """Reads the whole prompt."""
+
+    def score(
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
+    ) -> dict[str, Scores]:
+        """Scores root and nodes, behind what was kept."""
+
+    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+        """Keeps root and accepted nodes: ``path (B, D)``, ``count (B,)`` slots, root included."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the rows ``rows``, in that order; repeating them is a fork."""
+
+
+class Guide(Protocol):
+    """The law the tokens follow, as a pure function of constants, prefix and scores."""
+
+    needs: Needs
+    branches: Sequence[BranchSpec]
+    neutral: bool
+    """Whether the settings leave the main branch's law untouched; then nothing is run."""
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Any:
+        """Per-row constants, computed once."""
+
+    def apply(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """Unnormalised log-law at root and nodes, ``(B, N + 1, V)``."""
+
+
+class Accept(Protocol):
+    """Decides how much of a proposal is kept."""
+
+    law: ClassVar[Literal["exact", "exact for v", "heuristic"]]
+    kinds: tuple[Kind, ...]
+    """What it takes, best first."""
+    modes: frozenset[str]
+    """Of ``greedy`` and ``sample``."""
+    needs_all_nodes: bool
+
+    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+        """The path, and the token after it."""

@@ -1,0 +1,388 @@
+"""START HERE: `Decoder`, and the one decoding loop of this library.
+
+A `Decoder` joins three exchangeable parts: a *draft* that proposes tokens, a *guide* that sets the
+law the tokens must follow, and an *accept* rule that decides how much of a proposal is kept. It is
+a callable for ``model.generate(..., custom_generate=decoder)``: transformers prepares inputs,
+processors and stopping criteria, and `Decoder.__call__` is the loop.
+
+Read on: `contracts` (what the parts promise), `proposal` (trees of tokens), `branch` (one forward
+pass over root and nodes), `law` (the caller's processors at every node), `stop` (where a block is
+cut), `noise` (why a seed gives the same tokens with and without a draft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode import registry
+from mmdecode.engine import setup
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import (
+    Accept,
+    BranchSpec,
+    Context,
+    Draft,
+    Guide,
+    Needs,
+    Outcome,
+    Scorer,
+    Scores,
+)
+from mmdecode.engine.law import Law, Processors
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.stats import Stats
+from mmdecode.engine.stop import Stopping
+from mmdecode.errors import IncompatibleError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+MODES = ("auto", "fastest")
+
+
+@dataclass
+class Status:
+    """What the host knows of a round: the one transfer."""
+
+    open: int
+    longest: int
+    shortest: int
+    width: int
+
+
+class Decoder:
+    """A draft, a guide and an acceptance rule, as a callable for ``generate``.
+
+    Args:
+        draft: A `Draft`, or its name with options (``"lookup:length=8"``); ``None`` drafts nothing.
+        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None`` keeps the model's law.
+        accept: A rule, its name, ``"auto"`` or ``"fastest"``. ``auto`` resolves per call: greedy
+            generation keeps exact matches, sampling uses the coupled rule, whose tokens for one
+            seed are the same with any draft and in any batch. ``fastest`` samples with the exact
+            rule that accepts most of what the draft proposes.
+        seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
+
+    Attributes:
+        stats: Counters; they accumulate over calls until ``stats.reset()``.
+
+    Raises:
+        UnknownNameError: A name is not registered.
+        IncompatibleError: The rule cannot judge what the draft proposes.
+    """
+
+    def __init__(
+        self,
+        draft: Draft | str | None = None,
+        guide: Guide | str | None = None,
+        accept: Accept | str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        self.draft: Draft = (
+            registry.create("draft", draft) if isinstance(draft, str) else draft or NoDraft()
+        )
+        self.guide: Guide | None = (
+            registry.create("guide", guide) if isinstance(guide, str) else guide
+        )
+        self.accept: Accept | str = (
+            registry.create("accept", accept)
+            if isinstance(accept, str) and accept not in MODES
+            else accept
+        )
+        if not isinstance(self.accept, str):
+            self._kind(self.accept)
+        self.seed = seed
+        self.stats = Stats()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        mm_inputs: Mapping[str, Any] | None = None,
+        mm_request: Any = None,
+        mm_streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
+
+        Args:
+            model: The model that ``generate`` was called on.
+            input_ids: Prompt, padded on the left, ``(B, P)``.
+            logits_processor: The caller's processors and warpers.
+            stopping_criteria: The caller's.
+            generation_config: The call's.
+            mm_inputs: Raw inputs for guides and drafts, by name, one entry per row.
+            mm_request: Names of the rows for keyed noise; default: a hash of their content.
+            mm_streamer: A streamer for the one row of the batch.
+            **model_kwargs: What ``generate`` prepared.
+
+        Returns:
+            Ids ``(B, P + new)``, or an output object where ``return_dict_in_generate`` is set.
+
+        Raises:
+            IncompatibleError: Beams, or other requests a drafted loop cannot honour.
+        """
+        config = generation_config
+        setup.refuse(config, input_ids, model_kwargs)
+        processors, guide = setup.take_over_guidance(logits_processor, self.guide)
+        rule, kind = self._resolve(bool(config.do_sample))
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+        ctx = setup.open_context(
+            input_ids,
+            config,
+            model_kwargs,
+            seed=seed,
+            mm_inputs=mm_inputs,
+            mm_request=mm_request,
+            spare=MAX_NODES + 1,
+        )
+        if guide is not None and guide.neutral:
+            guide = None
+        ctx.tail = self.draft.needs.tail
+        adapter = registry.adapter_for(model)
+        run = Run(
+            ctx=ctx,
+            draft=self.draft,
+            guide=guide,
+            rule=rule,
+            kind=kind,
+            scorers=_scorers(adapter, guide, self.draft.needs, ctx),
+            processors=Processors(processors),
+            stopping=Stopping(
+                stopping_criteria,
+                setup.token_ids(config.eos_token_id),
+                ctx.limit,
+                ctx.device,
+            ),
+            stats=self.stats,
+            recorder=setup.Recorder(
+                bool(config.output_scores), bool(config.output_logits), ctx.batch
+            ),
+            streamer=mm_streamer,
+        )
+        try:
+            longest = run.decode()
+        finally:
+            self.draft.reset()
+            if mm_streamer is not None:
+                mm_streamer.end()
+        return setup.output(
+            ctx, config, run.recorder, longest, bool(getattr(model.config, "is_encoder_decoder", 0))
+        )
+
+    def _resolve(self, do_sample: bool) -> tuple[Accept, Kind]:
+        """The rule of this call and the kind of proposal it gets."""
+        if not isinstance(self.accept, str):
+            mode = "sample" if do_sample else "greedy"
+            if mode not in self.accept.modes:
+                raise IncompatibleError.between(
+                    f"accept {type(self.accept).__name__}",
+                    f"do_sample={do_sample}",
+                    f"the rule works in mode {' and '.join(sorted(self.accept.modes))} only",
+                    "use accept='auto', which follows do_sample",
+                )
+            return self.accept, self._kind(self.accept)
+        if not do_sample:
+            names = ["greedy"]
+        elif self.accept == "auto":
+            names = ["coupled"]
+        else:
+            names = ["rejection", "membership"]
+        for name in names:
+            rule: Accept = registry.create("accept", name)
+            if set(rule.kinds) & set(self.draft.kinds):
+                return rule, self._kind(rule)
+        raise IncompatibleError.between(
+            f"accept={self.accept!r}",
+            f"draft {type(self.draft).__name__}",
+            f"no exact rule takes proposals of kind {', '.join(self.draft.kinds)}",
+            "use accept='auto'",
+        )
+
+    def _kind(self, rule: Accept) -> Kind:
+        for kind in rule.kinds:  # in the rule's order of preference
+            if kind in self.draft.kinds:
+                return kind
+        raise IncompatibleError.between(
+            f"accept {type(rule).__name__}",
+            f"draft {type(self.draft).__name__}",
+            f"the rule takes proposals of kind {', '.join(rule.kinds)}, the draft makes "
+            f"{', '.join(self.draft.kinds)}",
+            "use accept='auto', or another draft",
+        )
+
+
+MAX_NODES = 256
+"""Most nodes of a proposal."""
+
+
+@dataclass
+class Run:
+    """One call: the loop and what it moves."""
+
+    ctx: Context
+    draft: Draft
+    guide: Guide | None
+    rule: Accept
+    kind: Kind
+    scorers: list[Scorer]
+    processors: Processors
+    stopping: Stopping
+    stats: Stats
+    recorder: setup.Recorder
+    streamer: Any = None
+
+    def decode(self) -> int:
+        """Runs to the end of every row; returns the length of the longest."""
+        ctx, draft, guide = self.ctx, self.draft, self.guide
+        scores: dict[str, Scores] = {}
+        for scorer in self.scorers:
+            scores |= scorer.prefill(ctx, scores)
+        constants = guide.begin(ctx, scores) if guide else None
+        draft.begin(ctx, scores["main"], self.kind)
+        if self.streamer is not None:
+            self.streamer.put(ctx.prompt_ids.cpu())
+        self.stats.calls += 1
+
+        proposal = Proposal.empty(ctx.batch, ctx.device)
+        status = Status(open=ctx.batch, longest=0, shortest=0, width=0)
+        while True:
+            logits = (
+                guide.apply(constants, ctx, proposal, scores) if guide else scores["main"].logits
+            )
+            law = Law(logits, ctx, proposal, self.processors)
+            outcome = self.rule(proposal, law, ctx.noise, ctx)
+            first = status.longest == 0
+            self.commit(proposal, scores["main"], law, outcome, first)
+            draft.observe(ctx, proposal, scores["main"], outcome)
+
+            proposal = draft.propose(ctx, ctx.limit - status.shortest - 1)
+            proposal = proposal.masked(self.useful(proposal))
+            status = self.transfer(proposal)
+            if not status.open:
+                return status.longest
+            proposal = proposal.narrow(status.width)
+            scores = {}
+            for scorer in self.scorers:
+                if isinstance(scorer, ModelBranches):
+                    scorer.extend(scorer.width + status.longest - 1)
+                scores |= scorer.score(ctx, proposal, scores)
+
+    def commit(
+        self, proposal: Proposal, main: Scores, law: Law, outcome: Outcome, first: bool
+    ) -> None:
+        """Cuts the block where a row ends, writes it, and moves caches and counters."""
+        ctx = self.ctx
+        path, accepted = outcome.path, outcome.num_accepted
+        order = torch.arange(path.shape[1] + 1, device=ctx.device)
+        tokens = proposal.tokens.gather(1, path.clamp_min(0))
+        block = torch.nn.functional.pad(tokens, (0, 1))
+        block = torch.where(order == accepted[:, None], outcome.next_token[:, None], block)
+        count = torch.where(ctx.open, accepted + 1, 0)
+        count, ended = self.stopping.cut(ctx, block, count)
+        kept = order < count[:, None]
+        for name in self.recorder.rows:
+            along = law.along(path) if name == "scores" else _raw_along(main.logits, path)
+            self.recorder.add(name, along, count)
+        if self.streamer is not None:
+            self.streamer.put(block[0, : int(count[0])].cpu())
+        columns = ctx.end()[:, None] + order
+        ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
+        if first:
+            self.stats.prefilled(count)
+        else:
+            drafted = (proposal.tokens >= 0).sum(1) * ctx.open
+            self.stats.scored(ctx.open, drafted, accepted, count)
+            for scorer in self.scorers:
+                scorer.keep(path, count, proposal.is_chain)
+        ctx.length = ctx.length + count
+        ctx.rounds = ctx.rounds + ctx.open
+        ctx.open = ctx.open & ~ended
+
+    def useful(self, proposal: Proposal) -> Tensor:
+        """Nodes that could still be committed: of open rows, and with room for a token after."""
+        _, depths, _ = proposal.structure()
+        room = (self.ctx.limit - self.ctx.length)[:, None]
+        return (depths < room) & self.ctx.open[:, None] & (proposal.tokens >= 0)
+
+    def transfer(self, proposal: Proposal) -> Status:
+        """The one synchronisation of a round."""
+        ctx = self.ctx
+        order = torch.arange(1, proposal.size + 1, device=ctx.device)
+        width = (
+            (order * (proposal.tokens >= 0)).amax() if proposal.size else ctx.length.new_zeros(())
+        )
+        shortest = torch.where(ctx.open, ctx.length, ctx.limit).amin()
+        numbers = torch.stack([ctx.open.sum(), ctx.length.amax(), shortest, width])
+        is_open, longest, shortest_host, width_host = numbers.tolist()
+        return Status(is_open, longest, shortest_host, width_bucket(width_host, proposal.size))
+
+
+class NoDraft:
+    """Proposes nothing: one token per row and round."""
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    needs = Needs()
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The empty proposal."""
+        return Proposal.empty(ctx.batch, ctx.device)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+def width_bucket(width: int, size: int) -> int:
+    """Nodes to score when the widest row uses ``width`` of ``size``: 0, powers of two, or all."""
+    if width == 0:
+        return 0
+    return min(size, 1 << (width - 1).bit_length())
+
+
+def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> list[Scorer]:
+    """The main model's branches first, then other models, then later stages."""
+    specs = list(guide.branches) if guide else []
+    if guide:
+        needs = needs.union(guide.needs)
+    groups: dict[tuple[int, int], list[BranchSpec]] = {(1, 0): [MAIN]}
+    built: list[Scorer] = []
+    for spec in specs:
+        if spec.build is not None:
+            built.append(spec.build(ctx))
+        else:
+            groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
+    scorers: list[Scorer] = list(built)
+    for (_, other), members in groups.items():
+        part = registry.adapter_for(members[0].model) if other else adapter
+        if other and part.vocab != adapter.vocab:
+            raise OptionError(
+                f"branch {members[0].name!r} has a vocabulary of {part.vocab}, the main model one "
+                f"of {adapter.vocab}; expected the same tokenizer"
+            )
+        scorers.append(ModelBranches(part, members, Needs() if other else needs))
+    return sorted(scorers, key=lambda scorer: scorer.stage)
+
+
+def _raw_along(logits: Tensor, path: Tensor) -> Tensor:
+    rows = torch.nn.functional.pad(path + 1, (1, 0))
+    return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))

@@ -1,0 +1,192 @@
+"""What a drafter hands to the loop: tokens in a tree, and how they came to be.
+
+Row b proposes nodes ``0..N-1``. ``parents`` holds -1 for children of the root (the last committed
+token), else the index of an earlier node. Unused nodes hold token -1, never 0, because 0 is an
+ordinary token. Siblings carry different tokens and stand in the order in which they were drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import OptionError, ShapeError
+
+Kind = Literal["deterministic", "iid", "without_replacement", "coupled"]
+KINDS: tuple[Kind, ...] = ("deterministic", "iid", "without_replacement", "coupled")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A shape shared by all rows: parents as host integers, and what follows from them.
+
+    Attributes:
+        parents: ``parents[u] < u``; -1 is the root.
+        depths: 1 for children of the root.
+        is_chain: Whether node u hangs below node u - 1, for all u.
+    """
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...] = field(init=False)
+    is_chain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ShapeError(
+                    f"node {node} names parent {parent}; a parent is -1 or an earlier node"
+                )
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
+        object.__setattr__(self, "is_chain", self.parents == tuple(range(-1, len(depths) - 1)))
+
+    @classmethod
+    def chain(cls, length: int) -> Tree:
+        """One node below the other."""
+        return cls(tuple(range(-1, length - 1)))
+
+    @classmethod
+    def from_paths(cls, paths: list[tuple[int, ...]]) -> tuple[Tree, list[tuple[int, ...]]]:
+        """The tree of Medusa's rank paths: ``(0,), (0, 1), (1,)`` ...; missing prefixes are added.
+
+        Returns:
+            The tree, and for each node its rank path, by depth and then by rank.
+        """
+        closed = {path[:i] for path in paths for i in range(1, len(path) + 1)}
+        order = sorted(closed, key=lambda path: (len(path), path))
+        index = {path: node for node, path in enumerate(order)}
+        return cls(tuple(index.get(path[:-1], -1) for path in order)), order
+
+    def narrow(self, nodes: int) -> Tree:
+        """The first ``nodes`` nodes."""
+        return self if nodes == len(self.parents) else Tree(self.parents[:nodes])
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """The longest path."""
+        return max(self.depths, default=0)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """``parents (N,)``, ``depths (N,)`` and ``ancestors (N+1, N+1)`` (self included, row 0 is
+        the root), cached per device."""
+        return _tree_tensors(self, device)
+
+
+@lru_cache(maxsize=256)
+def _tree_tensors(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    size = len(tree) + 1
+    ancestors = torch.zeros(size, size, dtype=torch.bool)
+    ancestors[:, 0] = True
+    for node, parent in enumerate(tree.parents):
+        ancestors[node + 1] |= ancestors[parent + 1]
+        ancestors[node + 1, node + 1] = True
+    parents = torch.tensor(tree.parents, dtype=torch.long)
+    depths = torch.tensor(tree.depths, dtype=torch.long)
+    return parents.to(device), depths.to(device), ancestors.to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Nodes to be scored in one pass.
+
+    Attributes:
+        tokens: ``(B, N)`` int64, -1 where unused.
+        kind: How the tokens came to be: a function of the committed prefix (``deterministic``),
+            independent draws from ``log_q`` (``iid``), Gumbel-top-k order (``without_replacement``),
+            or argmax of log q plus the target's own Gumbel noise (``coupled``). Which acceptance
+            rules are exact depends on it, so there is no default.
+        tree: Shape shared by all rows; a chain when neither ``tree`` nor ``parents`` is given.
+        parents: ``(B, N)``, when rows have shapes of their own.
+        log_q: ``(B, N, V)``, the law each node was drawn from before siblings were removed.
+    """
+
+    tokens: Tensor
+    kind: Kind
+    tree: Tree | None = None
+    parents: Tensor | None = None
+    log_q: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise OptionError(f"kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.tokens.ndim != 2 or self.tokens.dtype != torch.long:
+            raise ShapeError(
+                f"tokens are {self.tokens.dtype} of shape {tuple(self.tokens.shape)}; "
+                "expected int64 (B, N)"
+            )
+        if self.tree is None and self.parents is None:
+            object.__setattr__(self, "tree", Tree.chain(self.tokens.shape[1]))
+        if self.tree is not None and len(self.tree) != self.tokens.shape[1]:
+            raise ShapeError(
+                f"the tree has {len(self.tree)} nodes, tokens have {self.tokens.shape[1]}"
+            )
+        if self.parents is not None and self.parents.shape != self.tokens.shape:
+            raise ShapeError(
+                f"parents {tuple(self.parents.shape)} and tokens {tuple(self.tokens.shape)} differ"
+            )
+        if self.kind in ("iid", "without_replacement") and self.log_q is None:
+            raise OptionError(f"a proposal of kind {self.kind!r} needs log_q, the law of its draws")
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device) -> Proposal:
+        """No node: the round decides one token per row."""
+        tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
+        return cls(tokens=tokens, kind="deterministic")
+
+    @property
+    def size(self) -> int:
+        """Nodes per row, N."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row is a chain, known without looking at the device."""
+        return self.tree is not None and self.tree.is_chain
+
+    def narrow(self, nodes: int) -> Proposal:
+        """The first ``nodes`` nodes of every row; the caller knows that the others are unused."""
+        if nodes == self.size:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:, :nodes],
+            tree=None if self.tree is None else self.tree.narrow(nodes),
+            parents=None if self.parents is None else self.parents[:, :nodes],
+            log_q=None if self.log_q is None else self.log_q[:, :nodes],
+        )
+
+    def masked(self, keep: Tensor) -> Proposal:
+        """Nodes where ``keep (B, N)`` is false become unused; descendants must be dropped too."""
+        return replace(self, tokens=self.tokens.masked_fill(~keep, -1))
+
+    def structure(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``parents``, ``depths`` and ``ancestors`` with a batch axis (size 1 when shared)."""
+        device = self.tokens.device
+        if self.tree is not None:
+            parents, depths, ancestors = self.tree.tensors(device)
+            return parents[None], depths[None], ancestors[None]
+        assert self.parents is not None
+        return _structure(self.parents)
+
+
+def _structure(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ancestor closure by repeated squaring: no host loop over nodes."""
+    batch, nodes = parents.shape
+    size = nodes + 1
+    up = torch.zeros(batch, size, size, device=parents.device)
+    up.scatter_(2, torch.cat([parents.new_full((batch, 1), -1), parents], 1)[..., None] + 1, 1.0)
+    closure = up + torch.eye(size, device=parents.device)
+    reach = 1
+    while reach < size:
+        closure = (closure @ closure).clamp_max(1.0)
+        reach *= 2
+    ancestors = closure > 0
+    return parents, ancestors.sum(-1)[:, 1:] - 1, ancestors

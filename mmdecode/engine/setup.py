@@ -1,0 +1,218 @@
+"""From a call of ``generate`` to the rows and parts of one run, and back to its output.
+
+Everything that must be refused is refused here, before any model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from mmdecode import registry
+from mmdecode.engine.contracts import Context, Guide
+from mmdecode.engine.noise import Noise, request_key
+from mmdecode.errors import IncompatibleError, OptionError
+
+
+def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Raises for what a drafted loop cannot honour."""
+    if (config.num_beams or 1) > 1:
+        raise IncompatibleError(
+            f"num_beams={config.num_beams} does not fit a mmdecode decoder, which decodes single "
+            "sequences; pass num_beams=1 (the transformers ASR pipeline sets 5: give "
+            "generate_kwargs={'num_beams': 1, ...}), or drop custom_generate to search with beams"
+        )
+    if config.use_cache is False:
+        raise IncompatibleError(
+            "use_cache=False does not fit a mmdecode decoder, which keeps a cache of its own; "
+            "leave use_cache out"
+        )
+    if config.output_attentions or config.output_hidden_states:
+        raise IncompatibleError(
+            "output_attentions and output_hidden_states are not recorded by a drafted loop; ask "
+            "for output_scores or output_logits, or run a forward pass over the result"
+        )
+    past = inputs.get("past_key_values")
+    if past is not None and not callable(getattr(past, "get_seq_length", None)):
+        raise IncompatibleError(f"past_key_values of type {type(past).__name__} are not supported")
+    if past is not None and int(past.get_seq_length()) > 0:
+        raise IncompatibleError(
+            "past_key_values already hold tokens; a mmdecode decoder reads the whole prompt itself: "
+            "leave past_key_values out"
+        )
+    if input_ids.shape[1] == 0:
+        raise IncompatibleError(
+            "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
+        )
+
+
+def token_ids(value: Any) -> list[int]:
+    """An id, a list of ids, a tensor or None, as a list."""
+    if value is None:
+        return []
+    if isinstance(value, Tensor):
+        return [int(v) for v in value.reshape(-1).tolist()]
+    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def take_over_guidance(
+    processors: LogitsProcessorList, guide: Guide | None
+) -> tuple[LogitsProcessorList, Guide | None]:
+    """Replaces the stateful guidance processor of transformers by a branch.
+
+    It keeps a cache that advances by one token per call and cannot be rolled back, so under
+    drafting it silently changes the text; as a branch it is a pure function of each node's prefix.
+    """
+    kept = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+            raise IncompatibleError(
+                "the SynthID watermark keeps state from token to token and cannot be evaluated at "
+                "drafted nodes; drop watermarking_config or custom_generate"
+            )
+        if not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            kept.append(processor)
+            continue
+        if guide is not None and not guide.neutral:
+            raise IncompatibleError.between(
+                f"guidance_scale={processor.guidance_scale}",
+                f"guide {type(guide).__name__}",
+                "both want to set the law",
+                "drop one of them",
+            )
+        context = processor.unconditional_context
+        guide = registry.create(
+            "guide",
+            "cfg",
+            scale=processor.guidance_scale,
+            negative_ids=context["input_ids"],
+            negative_mask=context["attention_mask"],
+        )
+    return kept, guide
+
+
+def open_context(
+    input_ids: Tensor,
+    config: GenerationConfig,
+    inputs: Mapping[str, Any],
+    *,
+    seed: int,
+    mm_inputs: Mapping[str, Any] | None,
+    mm_request: Any,
+    spare: int,
+) -> Context:
+    """The rows of a call before their first token; ``spare`` columns are scratch for blocks."""
+    batch, width = input_ids.shape
+    limit = int(config.max_length) - width
+    if limit < 1:
+        raise OptionError(
+            f"max_length={config.max_length} leaves no room behind a prompt of {width} tokens; "
+            "raise max_length or set max_new_tokens"
+        )
+    mask = inputs.get("decoder_attention_mask")
+    if mask is None and "encoder_outputs" not in inputs:
+        mask = inputs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    ids = input_ids.new_full((batch, width + limit + spare), _pad_id(config))
+    ids[:, :width] = input_ids
+    zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
+    do_sample = bool(config.do_sample)
+    mm_inputs = dict(mm_inputs or {})
+    keys = _requests(input_ids, mask, config, mm_inputs, mm_request) if do_sample else [0] * batch
+    return Context(
+        prompt_ids=input_ids,
+        prompt_mask=mask.bool(),
+        ids=ids,
+        length=zeros,
+        open=torch.ones_like(zeros, dtype=torch.bool),
+        rounds=zeros.clone(),
+        noise=Noise.of(seed, keys, input_ids.device),
+        limit=limit,
+        do_sample=do_sample,
+        mm_inputs=mm_inputs,
+        model_inputs=inputs,
+    )
+
+
+def _pad_id(config: GenerationConfig) -> int:
+    pad = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
+    return pad[0] if pad else 0
+
+
+def _requests(
+    ids: Tensor, mask: Tensor, config: GenerationConfig, mm_inputs: dict[str, Any], given: Any
+) -> list[int]:
+    """One key per row: the caller's names, else the row's content and its ordinal among copies."""
+    copies = int(config.num_return_sequences or 1)
+    if given is not None:
+        names = [given] if isinstance(given, (str, int, bytes)) else list(given)
+        if len(names) * copies == len(ids):
+            names = [name for name in names for _ in range(copies)]
+        if len(names) != len(ids):
+            raise OptionError(
+                f"mm_request names {len(names)} requests for {len(ids)} rows; give one per row"
+            )
+        return [request_key(name, row % copies) for row, name in enumerate(names)]
+    keys = []
+    rows, masks = ids.tolist(), mask.bool().tolist()
+    for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):
+        parts: list[Any] = [t for t, r in zip(tokens, real, strict=True) if r]
+        for name in sorted(mm_inputs):
+            value = mm_inputs[name]
+            item = value[row * len(value) // len(ids)]
+            parts += [name, item.cpu().numpy().tobytes() if isinstance(item, Tensor) else str(item)]
+        keys.append(request_key(*parts, row % copies))
+    return keys
+
+
+class Recorder:
+    """Scores and raw logits of the committed tokens, where the caller asked for them."""
+
+    def __init__(self, scores: bool, logits: bool, batch: int) -> None:
+        self.wants = {"scores": scores, "logits": logits}
+        self.rows: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in range(batch)] for name, wanted in self.wants.items() if wanted
+        }
+
+    def add(self, name: str, along: Tensor, count: Tensor) -> None:
+        """``along (B, D + 1, V)`` of which ``count (B,)`` rows belong to committed tokens."""
+        for row, kept in enumerate(count.tolist()):
+            self.rows[name][row].extend(along[row, :kept])
+
+    def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
+        """One ``(B, V)`` tensor per generated position; zeros behind a row's end."""
+        if name not in self.rows:
+            return None
+        rows = self.rows[name]
+        longest = max(len(r) for r in rows)
+        zero = torch.zeros_like(rows[0][0])
+        return tuple(
+            torch.stack([r[i] if i < len(r) else zero for r in rows]) for i in range(longest)
+        )
+
+
+def output(
+    ctx: Context, config: GenerationConfig, recorder: Recorder, longest: int, encoder_decoder: bool
+) -> Any:
+    """Ids ``(B, P + longest)``, or the output class of transformers with what was recorded."""
+    sequences = ctx.ids[:, : ctx.prompt_length + longest]
+    columns = torch.arange(sequences.shape[1], device=ctx.device)
+    sequences = sequences.masked_fill(columns >= ctx.end()[:, None], _pad_id(config))
+    if not config.return_dict_in_generate:
+        return sequences
+    cls: Any = GenerateEncoderDecoderOutput if encoder_decoder else GenerateDecoderOnlyOutput
+    return cls(
+        sequences=sequences, scores=recorder.tuple_of("scores"), logits=recorder.tuple_of("logits")
+    )

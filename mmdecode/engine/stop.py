@@ -1,0 +1,78 @@
+"""Where a committed block must be cut: end-of-sequence, length, and the caller's own criteria.
+
+Rules see what the plain loop would have shown them: each prefix of the block, in order. Known ones
+are vectorised by exact type; others are called prefix by prefix, in full batch shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+
+from mmdecode.engine.contracts import Context
+
+
+class Stopping:
+    """The stop rules of one call.
+
+    Args:
+        criteria: As ``generate`` built them.
+        eos: End-of-sequence ids.
+        limit: Most generated tokens per row.
+        device: Of the rows.
+    """
+
+    def __init__(
+        self, criteria: StoppingCriteriaList, eos: list[int], limit: int, device: torch.device
+    ) -> None:
+        self.eos = torch.tensor(eos, dtype=torch.long, device=device)
+        self.limit = limit
+        self.per_call = [c for c in criteria if type(c) is MaxTimeCriteria]
+        known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        self.others = [c for c in criteria if type(c) not in known]
+
+    def cut(self, ctx: Context, block: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """How much of each row's block is kept, and which rows end with it.
+
+        Args:
+            ctx: The rows, before the block is committed.
+            block: Accepted tokens and the next one, ``(B, D + 1)``.
+            count: Tokens in the block, ``(B,)``; 0 for closed rows.
+
+        Returns:
+            ``count (B,)``, at least 1 for open rows, and ``ended (B,)``.
+        """
+        order = torch.arange(1, block.shape[1] + 1, device=block.device)
+        stop = torch.isin(block, self.eos) if len(self.eos) else torch.zeros_like(block).bool()
+        stop |= (ctx.length[:, None] + order) >= self.limit
+        if self.others:
+            stop |= self._ask(ctx, block, count)
+        first = torch.where(stop, order, block.shape[1] + 1).amin(1)
+        ended = first <= count
+        if self.per_call:
+            late = torch.stack([c(ctx.ids, None).reshape(-1) for c in self.per_call]).any(0)  # type: ignore[arg-type]
+            ended = ended | (late & ctx.open)
+        return torch.minimum(count, first), ended
+
+    def _ask(self, ctx: Context, block: Tensor, count: Tensor) -> Tensor:
+        stop = torch.zeros_like(block, dtype=torch.bool)
+        ends, counts = ctx.end().tolist(), count.tolist()
+        sizes = sorted({e + i + 1 for e, n in zip(ends, counts, strict=True) for i in range(n)})
+        for size in sizes:
+            ids = torch.nn.functional.pad(ctx.ids, (0, max(0, size - ctx.ids.shape[1])))[:, :size]
+            ids = ids.clone()
+            for b, (end, n) in enumerate(zip(ends, counts, strict=True)):
+                if n:
+                    taken = min(n, max(0, size - end))
+                    ids[b, end : end + taken] = block[b, :taken]
+            verdict = torch.stack([c(ids, None).reshape(-1) for c in self.others]).any(0)  # type: ignore[arg-type]
+            for b, (end, n) in enumerate(zip(ends, counts, strict=True)):
+                if 0 < size - end <= n:
+                    stop[b, size - end - 1] |= verdict[b]
+        return stop

@@ -1,0 +1,103 @@
+"""The error classes.
+
+Every message says what was given, what was expected and what to do. Each class is also the built-in
+exception a caller would expect, so that ordinary ``except`` clauses work.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "IncompatibleError",
+    "InputError",
+    "MMDecodeError",
+    "MissingExtraError",
+    "OptionError",
+    "ShapeError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "did_you_mean",
+]
+
+
+class MMDecodeError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class OptionError(MMDecodeError, ValueError):
+    """A value or a combination of values of one part's options is not allowed."""
+
+
+class IncompatibleError(MMDecodeError, ValueError):
+    """Two parts do not fit each other; the message names both sides."""
+
+    @classmethod
+    def between(cls, left: str, right: str, because: str, advice: str) -> IncompatibleError:
+        """Builds the error from its four parts.
+
+        Args:
+            left: One side, for example ``accept 'rejection'``.
+            right: The other side, for example ``draft 'lookup'``.
+            because: What the one needs and the other has, without a full stop.
+            advice: What to do instead.
+        """
+        return cls(f"{left} does not fit {right}: {because}; {advice}")
+
+
+class ShapeError(MMDecodeError, ValueError):
+    """Tensors disagree in shape; the message shows the shapes."""
+
+
+class InputError(MMDecodeError, ValueError):
+    """An audio file, an image or a text cannot be read or used."""
+
+
+class UnsupportedModelError(MMDecodeError, TypeError):
+    """No adapter, or a method that cannot work with this model."""
+
+
+class UnknownNameError(MMDecodeError, KeyError):
+    """A name that is not registered, with the nearest known names."""
+
+    @classmethod
+    def of(cls, kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+        """Builds the message with suggestions.
+
+        Args:
+            kind: What was looked up, for example ``draft``.
+            name: The name that was asked for.
+            known: All names that exist.
+        """
+        known = sorted(known)
+        listing = ", ".join(known) if known else "(none)"
+        return cls(f"no {kind} named {name!r}{did_you_mean(name, known)}; known: {listing}")
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which would quote the whole sentence.
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingExtraError(MMDecodeError, ImportError):
+    """An optional dependency is not installed; the message ends with the command that installs it.
+
+    Args:
+        message: What is missing and what it is needed for, for example
+            ``reading audio files needs librosa``.
+        extra: The extra that provides it: ``asr``, ``vlm``, ``image``, ``train``, ``eval``, ``vad``
+            or ``media``.
+    """
+
+    def __init__(self, message: str, *, extra: str) -> None:
+        super().__init__(f"{message}; install it with: pip install 'mmdecode[{extra}]'")
+        self.extra = extra
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ``; did you mean 'x'?`` for the names nearest to ``name``, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

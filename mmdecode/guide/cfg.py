@@ -1,0 +1,55 @@
+"""Classifier-free guidance for text: away from the same model without its prompt.
+
+``log p_u + s (log p_c - log p_u)``, on log-softmax scores as transformers does it, because
+processors such as the repetition penalty tell the two spaces apart. Unlike the processor of
+transformers it keeps no state, so it is right under drafting: every node is scored in both branches
+with its own prefix.
+
+Source: Sanchez et al. 2023, arXiv:2306.17806, equation 7; Ho and Salimans 2022, arXiv:2207.12598.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+
+_BRANCH = "unconditional"
+
+
+class CFG:
+    """Guidance of scale ``scale``.
+
+    Args:
+        scale: s above; 1 is neutral.
+        negative_ids: Prompt of the unconditional branch, ``(1 or B, P')``; ``None``: the last token
+            of the prompt alone.
+        negative_mask: True where it is not padding.
+    """
+
+    needs = Needs()
+
+    def __init__(
+        self,
+        scale: float = 1.5,
+        negative_ids: Tensor | None = None,
+        negative_mask: Tensor | None = None,
+    ) -> None:
+        self.scale = float(scale)
+        self.neutral = self.scale == 1.0
+        prompt = "last_token" if negative_ids is None else negative_ids
+        self.branches = (BranchSpec(name=_BRANCH, prompt=prompt, prompt_mask=negative_mask),)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants."""
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        conditional = scores["main"].logits.log_softmax(-1)
+        unconditional = scores[_BRANCH].logits.log_softmax(-1)
+        return self.scale * (conditional - unconditional) + unconditional

@@ -1,0 +1,386 @@
+"""Names of drafters, rules, guides and adapters, and how a string becomes an object.
+
+A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
+here imports torch: a method's module is imported when the method is asked for.
+
+Outsiders register theirs with an entry point, no change here needed:
+
+    [project.entry-points."mmdecode.draft"]
+    mydraft = "mypackage.draft:MyDraft"
+
+The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide`` and
+``mmdecode.adapters``. A plug-in class may carry ``summary``, ``law`` and ``source`` as class
+attributes; ``mmdecode methods`` shows them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import warnings
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import (
+    MMDecodeError,
+    OptionError,
+    UnknownNameError,
+    UnsupportedModelError,
+    did_you_mean,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "KINDS",
+    "Entry",
+    "adapter_for",
+    "create",
+    "create_all",
+    "describe",
+    "names",
+    "parse",
+    "resolve",
+    "resolve_all",
+]
+
+KINDS = ("draft", "accept", "guide", "adapters")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One registered name.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        name: What a user types.
+        target: Where the class is, as ``module:Attr``.
+        summary: One line.
+        law: ``exact`` (the output law is the guide's), ``heuristic``, or ``-`` where the question
+            belongs to another part.
+        source: The paper.
+        plugin: The distribution an entry point came from; empty for our own.
+    """
+
+    kind: str
+    name: str
+    target: str
+    summary: str = ""
+    law: str = "-"
+    source: str = ""
+    plugin: str = ""
+
+
+_BUILTIN = (
+    Entry(
+        kind="draft",
+        name="lookup",
+        target="mmdecode.draft.lookup:PromptLookup",
+        summary="copies what followed the last tokens where they occurred before",
+        law="exact",
+        source="Saxena 2023, prompt lookup decoding (PLD)",
+    ),
+    Entry(
+        kind="draft",
+        name="assistant",
+        target="mmdecode.draft.assistant:Assistant",
+        summary="a smaller model drafts a chain",
+        law="exact",
+        source="Leviathan et al. 2023",
+    ),
+    Entry(
+        kind="draft",
+        name="medusa",
+        target="mmdecode.draft.medusa:Medusa",
+        summary="extra heads on the model's own last hidden state draft a tree",
+        law="exact",
+        source="Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024",
+    ),
+    Entry(
+        kind="accept",
+        name="greedy",
+        target="mmdecode.accept.exact:GreedyMatch",
+        summary="keeps drafted tokens that equal the argmax",
+        law="exact",
+        source="Stern et al. 2018",
+    ),
+    Entry(
+        kind="accept",
+        name="coupled",
+        target="mmdecode.accept.exact:Coupled",
+        summary="keeps drafted tokens that equal the keyed Gumbel-max sample",
+        law="exact",
+        source="Gumbel-max coupling; the same seed gives the same tokens with any draft",
+    ),
+    Entry(
+        kind="accept",
+        name="membership",
+        target="mmdecode.accept.exact:Membership",
+        summary="samples first and follows the sample while it was drafted",
+        law="exact",
+        source="one-hot case of Leviathan et al. 2023",
+    ),
+    Entry(
+        kind="accept",
+        name="rejection",
+        target="mmdecode.accept.exact:Rejection",
+        summary="rejection sampling of sampled drafts, with the residual law",
+        law="exact",
+        source="Leviathan et al. 2023; Chen et al. 2023",
+    ),
+    Entry(
+        kind="accept",
+        name="typical",
+        target="mmdecode.accept.typical:Typical",
+        summary="keeps drafted tokens that are likely enough for the law's entropy",
+        law="heuristic",
+        source="Cai et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="cfg",
+        target="mmdecode.guide.cfg:CFG",
+        summary="classifier-free guidance: away from the unconditional branch",
+        source="Ho and Salimans 2022; for text, Sanchez et al. 2023",
+    ),
+    Entry(
+        kind="guide",
+        name="contrast",
+        target="mmdecode.guide.linear:Linear",
+        summary="linear combination of branches with a plausibility cut",
+        source="Li et al. 2023; in the form of VCD, Leng et al. 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="whisper",
+        target="mmdecode.adapters.whisper:WhisperAdapter",
+        summary="Whisper and its distilled relatives",
+        source="Radford et al. 2023",
+    ),
+    Entry(
+        kind="adapters",
+        name="decoder_only",
+        target="mmdecode.adapters.decoder_only:DecoderOnlyAdapter",
+        summary="causal language models",
+    ),
+)
+
+
+def names(kind: str) -> list[str]:
+    """Returns the names of one kind, our own first; loads no method."""
+    return list(_entries(kind))
+
+
+def describe(kind: str) -> list[Entry]:
+    """Returns the entries of one kind.
+
+    Plug-ins are loaded, since their summary is in their class; one that fails to load is left out
+    with a warning that names it.
+    """
+    entries = []
+    for entry in _entries(kind).values():
+        if not entry.plugin:
+            entries.append(entry)
+            continue
+        try:
+            cls = _load(entry)
+        except Exception as error:  # a plug-in may fail in any way, and the others must still work
+            warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=2)
+            continue
+        first_line = (inspect.getdoc(cls) or "").partition("\n")[0]
+        entries.append(
+            replace(
+                entry,
+                summary=str(getattr(cls, "summary", first_line)),
+                law=str(getattr(cls, "law", "-")),
+                source=str(getattr(cls, "source", "")),
+            )
+        )
+    return entries
+
+
+def parse(kind: str, spec: str) -> list[tuple[str, dict[str, Any]]]:
+    """Splits a string into names and options; imports nothing.
+
+    Args:
+        kind: One of ``KINDS``.
+        spec: ``name`` or ``name:key=value,key=value``. Values are read as int, float, ``true`` or
+            ``false``, ``none``, else as text. For guides, ``+`` separates several; a ``+`` before
+            a digit belongs to a number.
+
+    Returns:
+        One (name, options) per method, in the order given.
+
+    Raises:
+        OptionError: A part is not ``key=value``, or a key is given twice.
+    """
+    parts = re.split(r"\+(?=[^\d.])", spec) if kind == "guide" else [spec]
+    return [_parse_one(kind, part.strip()) for part in parts]
+
+
+def resolve_all(kind: str, spec: str) -> list[tuple[type, dict[str, Any]]]:
+    """Like ``resolve``, for strings in which several guides are composed with ``+``."""
+    known = _entries(kind)
+    found = []
+    for name, options in parse(kind, spec):
+        if name not in known:
+            raise UnknownNameError.of(kind, name, known)
+        found.append((_load(known[name]), options))
+    return found
+
+
+def resolve(kind: str, spec: str) -> tuple[type, dict[str, Any]]:
+    """Turns a string into a class and its options.
+
+    Args:
+        kind: One of ``KINDS``.
+        spec: ``name`` or ``name:key=value,key=value``.
+
+    Raises:
+        UnknownNameError: No method of this kind has the name.
+        OptionError: The string cannot be read, or names several guides.
+    """
+    return _only(kind, spec, resolve_all(kind, spec))
+
+
+def create(kind: str, spec: str, **context: Any) -> Any:
+    """Builds the one method a string names.
+
+    Args:
+        kind: One of ``KINDS``.
+        spec: ``name`` or ``name:key=value,key=value``.
+        **context: Objects at hand (a model, say), passed on where the method has a parameter of
+            that name; an option in the string wins.
+
+    Returns:
+        What the class method ``from_options`` returns where the class has one, else an instance.
+
+    Raises:
+        UnknownNameError: No method of this kind has the name.
+        OptionError: The string cannot be read, names several guides, or has a key the method does
+            not take or lacks one it needs.
+    """
+    return _only(kind, spec, create_all(kind, spec, **context))
+
+
+def create_all(kind: str, spec: str, **context: Any) -> list[Any]:
+    """Like ``create``, for strings in which several guides are composed with ``+``."""
+    parsed = parse(kind, spec)
+    return [
+        _build(kind, name, cls, options, context)
+        for (name, _), (cls, options) in zip(parsed, resolve_all(kind, spec), strict=True)
+    ]
+
+
+def _only(kind: str, spec: str, found: list[Any]) -> Any:
+    if len(found) != 1:
+        raise OptionError(f"{spec!r} names {len(found)} {kind}s, expected one; give a single name")
+    return found[0]
+
+
+def _build(
+    kind: str, name: str, cls: type, options: dict[str, Any], context: dict[str, Any]
+) -> Any:
+    build: Callable[..., Any] = getattr(cls, "from_options", cls)
+    parameters = inspect.signature(build).parameters.values()
+    takes = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepted = [p.name for p in takes]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        offered = [key for key in accepted if key not in context]
+        listing = f"accepted keys: {', '.join(offered) or '(none)'}"
+        for key in options:
+            if key not in accepted:
+                hint = did_you_mean(key, offered)
+                raise OptionError(f"{kind} {name!r} takes no option {key!r}{hint}; {listing}")
+        context = {key: value for key, value in context.items() if key in accepted}
+    arguments = {**context, **options}
+    missing = [p.name for p in takes if p.default is p.empty and p.name not in arguments]
+    if missing:
+        example = f"{name}:{missing[0]}=..."
+        raise OptionError(f"{kind} {name!r} needs {', '.join(missing)}; write {example!r}")
+    return build(**arguments)
+
+
+def _parse_one(kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    name, colon, rest = text.partition(":")
+    if not name:
+        raise OptionError(f"empty {kind} name in {text!r}; expected name or name:key=value")
+    options: dict[str, Any] = {}
+    for part in rest.split(",") if colon else ():
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key.isidentifier():
+            raise OptionError(
+                f"cannot read {part!r} in {kind} {text!r}; expected name:key=value,key=value"
+            )
+        if key in options:
+            raise OptionError(f"{key!r} is given twice in {kind} {text!r}; keep one")
+        options[key] = _value(value.strip())
+    return name.strip(), options
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _entries(kind: str) -> dict[str, Entry]:
+    if kind not in KINDS:
+        raise UnknownNameError.of("kind", kind, KINDS)
+    found = {entry.name: entry for entry in _BUILTIN if entry.kind == kind}
+    for point in metadata.entry_points(group=f"mmdecode.{kind}"):
+        plugin = point.dist.name if point.dist else "an unnamed distribution"
+        if point.name in found:
+            warnings.warn(
+                f"{plugin} registers {kind} {point.name!r}, which exists already, and is ignored; "
+                "its author has to choose another name",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            continue
+        found[point.name] = Entry(kind=kind, name=point.name, target=point.value, plugin=plugin)
+    return found
+
+
+def _load(entry: Entry) -> type:
+    if not entry.plugin:
+        module, _, attribute = entry.target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    try:
+        point = metadata.EntryPoint(entry.name, entry.target, f"mmdecode.{entry.kind}")
+        return point.load()
+    except Exception as error:
+        raise MMDecodeError(
+            f"{entry.kind} {entry.name!r} of {entry.plugin} ({entry.target}) cannot be loaded: "
+            f"{type(error).__name__}: {error}; repair or uninstall {entry.plugin}"
+        ) from error
+
+
+def adapter_for(model: Any) -> Any:
+    """Builds the adapter for a model, by its configuration's ``model_type``.
+
+    Raises:
+        UnsupportedModelError: No registered adapter names the type.
+    """
+    wanted = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    known: list[str] = []
+    for entry in _entries("adapters").values():
+        cls: Any = _load(entry)
+        if wanted in cls.model_types:
+            return cls(model)
+        known += cls.model_types
+    raise UnsupportedModelError(
+        f"no adapter for {type(model).__name__} (model_type {wanted!r}); expected one of "
+        f"{', '.join(sorted(known))}; decode it with plain generate, or register an adapter under "
+        "the entry-point group mmdecode.adapters"
+    )

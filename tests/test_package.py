@@ -1,0 +1,476 @@
+"""The package as a whole: what importing costs, names, plug-ins, errors, direction of imports."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mmdecode
+from mmdecode import errors, registry
+from mmdecode.cli import env, output
+from mmdecode.cli.app import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mmdecode"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def run_python(code, *args, path=(), **environment):
+    """Runs code in a fresh interpreter whose output goes to a plain terminal of fixed width."""
+    plain = {"NO_COLOR": "1", "_TYPER_FORCE_DISABLE_TERMINAL": "1", "COLUMNS": "100"}
+    plain["PYTHONPATH"] = os.pathsep.join([str(ROOT), *map(str, path)])
+    environment = {**os.environ, **plain, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=environment
+    )
+
+
+def run_cli(*args, **options):
+    return run_python("from mmdecode.cli.app import main; main()", *args, **options)
+
+
+HEAVY = "[m for m in ('torch', 'transformers', 'numpy') if m in sys.modules]"
+
+
+# What importing costs
+
+
+def test_importing_the_package_loads_no_heavy_library():
+    done = run_python(f"import sys, mmdecode, mmdecode.registry; print({HEAVY})")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "methods"])
+def test_help_loads_no_heavy_library(argument):
+    code = f"""
+import sys
+from mmdecode.cli.app import main
+sys.argv = ["mmdecode", {argument!r}]
+try:
+    main()
+finally:
+    print({HEAVY}, file=sys.stderr)
+"""
+    done = run_python(code)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+    assert "mmdecode" in done.stdout or "medusa" in done.stdout
+
+
+# The command line
+
+
+def test_help_lists_the_commands_that_exist_and_no_others():
+    shown = run_cli("--help").stdout
+    for name in COMMANDS:
+        exists = (PACKAGE / "cli" / f"{name}.py").exists()
+        assert bool(re.search(rf"^\W*{name}  +\S", shown, re.MULTILINE)) == exists, name
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if (PACKAGE / "cli" / f"{n}.py").exists()])
+def test_every_command_has_its_own_help(name):
+    done = run_cli(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"mmdecode {name}" in done.stdout
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_2():
+    done = run_cli("methods", "drft")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no kind named 'drft'; did you mean 'draft'?")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    done = run_cli("methods", "drft", MMDECODE_DEBUG="1")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_a_mistyped_command_gets_a_suggestion():
+    done = run_cli("metods")
+    assert done.returncode == 2
+    assert "Did you mean 'methods'" in done.stderr
+
+
+def test_methods_as_json_holds_every_builtin():
+    done = run_cli("methods", "--json")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {kind: [e["name"] for e in found[kind]] for kind in found} == {
+        kind: registry.names(kind) for kind in registry.KINDS
+    }
+
+
+def test_env_as_json_has_versions():
+    done = run_cli("env", "--json")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["mmdecode"] == mmdecode.__version__
+    assert found["packages"]["torch"]["version"]
+
+
+def test_env_knows_the_extra_of_every_dependency():
+    declared = {re.split(r"[<>=\[]", d)[0]: "" for d in PROJECT["dependencies"]}
+    for extra, needs in PROJECT["optional-dependencies"].items():
+        if extra not in ("all", "dev"):
+            for need in needs:
+                before = declared.get(need)
+                declared[need] = f"{before}, {extra}" if before else extra
+    assert declared == env.PACKAGES
+
+
+def test_json_output_turns_what_json_cannot_hold_into_null(capsys):
+    output.emit_json({"path": Path("a/b"), "nan": float("nan"), "list": (1, {"x": float("inf")})})
+    assert json.loads(capsys.readouterr().out) == {
+        "path": "a/b",
+        "nan": None,
+        "list": [1, {"x": None}],
+    }
+
+
+# Names and versions
+
+
+def test_version_equals_the_citation_file():
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited
+    assert cited[1] == mmdecode.__version__
+
+
+def test_public_names_can_be_loaded():
+    for name in mmdecode.__all__:
+        assert getattr(mmdecode, name) is not None
+    assert set(mmdecode.__all__) <= set(dir(mmdecode))
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Decodr'"):
+        _ = mmdecode.Decodr
+
+
+def test_every_direct_dependency_is_pinned():
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    extras = PROJECT["optional-dependencies"]
+    needs = {*PROJECT["dependencies"], *(n for extra in extras.values() for n in extra)}
+    wanted = {re.split(r"[<>=\[]", need)[0] for need in needs} - {"mmdecode"}
+    assert wanted <= {name.lower().replace("_", "-") for name in pins}
+
+
+BUILTIN = [entry for kind in registry.KINDS for entry in registry.describe(kind)]
+
+
+@pytest.mark.parametrize("entry", BUILTIN, ids=lambda e: f"{e.kind}-{e.name}")
+def test_every_builtin_has_a_class_where_the_registry_says(entry):
+    module, attribute = entry.target.split(":")
+    file = ROOT / (module.replace(".", "/") + ".py")
+    assert file.exists()
+    defined = {n.name for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef)}
+    assert attribute in defined
+
+
+@pytest.mark.parametrize("entry", BUILTIN, ids=lambda e: f"{e.kind}-{e.name}")
+def test_every_builtin_resolves(entry):
+    cls, options = registry.resolve(entry.kind, entry.name)
+    assert cls.__name__ == entry.target.split(":")[1]
+    assert options == {}
+
+
+# Strings
+
+
+def test_a_mistyped_name_gets_a_suggestion_and_the_known_names():
+    with pytest.raises(errors.UnknownNameError) as caught:
+        registry.resolve("draft", "medus:path=x")
+    assert str(caught.value).startswith("no draft named 'medus'; did you mean 'medusa'?; known: ")
+    assert "lookup" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("0.5", 0.5),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("a/b:c.safetensors", "a/b:c.safetensors"),
+        ("a=b", "a=b"),
+        ("", ""),
+    ],
+)
+def test_option_values_are_read_as_python_values(text, value):
+    [(name, options)] = registry.parse("draft", f"medusa:k={text}, other=1")
+    assert name == "medusa"
+    assert options == {"k": value, "other": 1}
+    assert type(options["k"]) is type(value)
+
+
+def test_guides_compose_with_plus_and_a_number_keeps_its_plus():
+    assert registry.parse("guide", "cfg:scale=1e+2+contrast:alpha=+1") == [
+        ("cfg", {"scale": 100.0}),
+        ("contrast", {"alpha": 1}),
+    ]
+    assert registry.parse("draft", "medusa:path=a+b") == [("medusa", {"path": "a+b"})]
+
+
+@pytest.mark.parametrize("spec", ["", ":a=1", "medusa:", "medusa:a", "medusa:a=1,a=2", "x:1=2"])
+def test_an_unreadable_string_is_an_option_error(spec):
+    with pytest.raises(errors.OptionError):
+        registry.parse("draft", spec)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(errors.UnknownNameError, match="did you mean 'draft'"):
+        registry.names("drafts")
+
+
+# Plug-ins: a distribution laid out as an installer leaves it
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    """A distribution with a working and a broken drafter, and one that takes a taken name."""
+    info = tmp_path / "outsider-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outsider\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[mmdecode.draft]\nmine = outsider_mod:Mine\nbroken = outsider_gone:Nope\n"
+        "[mmdecode.guide]\na = outsider_mod:A\nb = outsider_mod:B\n"
+        "[mmdecode.accept]\ngreedy = outsider_mod:Mine\n"
+    )
+    (tmp_path / "outsider_mod.py").write_text(
+        """
+class Mine:
+    "Drafts nothing."
+    law = "exact"
+    def __init__(self, model, *, width=2, path=None):
+        self.model, self.width, self.path = model, width, path
+class A:
+    def __init__(self, x=0):
+        self.x = x
+class B(A):
+    @classmethod
+    def from_options(cls, **options):
+        made = cls(1)
+        made.options = options
+        return made
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("outsider_mod", None)
+
+
+def test_plugins_are_named_without_being_loaded(plugins):
+    assert {"mine", "broken", "lookup"} <= set(registry.names("draft"))
+    assert "outsider_mod" not in sys.modules
+
+
+def test_a_broken_plugin_is_named_and_the_others_work(plugins):
+    with pytest.warns(RuntimeWarning, match=r"'broken' of outsider .*outsider_gone") as caught:
+        found = {entry.name: entry for entry in registry.describe("draft")}
+    assert len(caught) == 1
+    assert "broken" not in found
+    assert found["mine"].summary == "Drafts nothing."
+    assert found["mine"].law == "exact"
+    assert found["mine"].plugin == "outsider"
+
+
+def test_asking_for_a_broken_plugin_says_whose_it_is(plugins):
+    with pytest.raises(errors.MMDecodeError, match=r"uninstall outsider"):
+        registry.resolve("draft", "broken")
+
+
+def test_a_plugin_cannot_take_a_taken_name(plugins):
+    with pytest.warns(RuntimeWarning, match="'greedy', which exists already"):
+        found = {entry.name: entry for entry in registry.describe("accept")}
+    assert found["greedy"].plugin == ""
+
+
+def test_create_passes_options_and_the_context_that_fits(plugins):
+    made = registry.create("draft", "mine:width=5", model="m", processor="unused")
+    assert (made.model, made.width, made.path) == ("m", 5, None)
+    assert registry.create("draft", "mine:path=p", model="m", path="q").path == "p"
+
+
+def test_create_uses_from_options_where_there_is_one(plugins):
+    first, second = registry.create_all("guide", "a:x=3+b:any=1", model="m")
+    assert first.x == 3
+    assert (second.x, second.options) == (1, {"any": 1, "model": "m"})
+
+
+def test_several_guides_where_one_is_wanted_are_refused(plugins):
+    with pytest.raises(errors.OptionError, match="names 2 guides, expected one"):
+        registry.create("guide", "a+b")
+
+
+def test_an_unknown_option_names_the_accepted_keys(plugins):
+    with pytest.raises(errors.OptionError) as caught:
+        registry.create("draft", "mine:widht=5", model="m")
+    assert "takes no option 'widht'; did you mean 'width'?" in str(caught.value)
+    assert str(caught.value).endswith("accepted keys: width, path")
+
+
+def test_a_missing_option_says_what_to_write(plugins):
+    with pytest.raises(errors.OptionError, match=r"needs model; write 'mine:model=\.\.\.'"):
+        registry.create("draft", "mine")
+
+
+def test_the_command_line_lists_plugins(plugins):
+    done = run_cli("methods", "draft", "--json", path=[plugins])
+    assert "mine" in [e["name"] for e in json.loads(done.stdout)["draft"]]
+    assert "'broken' of outsider" in done.stderr
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("ours", "builtin"),
+    [
+        (errors.OptionError, ValueError),
+        (errors.IncompatibleError, ValueError),
+        (errors.ShapeError, ValueError),
+        (errors.InputError, ValueError),
+        (errors.UnknownNameError, KeyError),
+        (errors.UnsupportedModelError, TypeError),
+        (errors.MissingExtraError, ImportError),
+    ],
+)
+def test_each_error_is_also_the_builtin_one(ours, builtin):
+    assert issubclass(ours, errors.MMDecodeError)
+    assert issubclass(ours, builtin)
+
+
+def test_messages_name_both_sides_and_the_way_out():
+    missing = errors.MissingExtraError("reading audio files needs librosa", extra="asr")
+    assert str(missing).endswith("install it with: pip install 'mmdecode[asr]'")
+    misfit = errors.IncompatibleError.between(
+        "accept 'rejection'", "draft 'lookup'", "it needs sampled tokens", "use accept='auto'"
+    )
+    assert "accept 'rejection' does not fit draft 'lookup': it needs" in str(misfit)
+    assert str(errors.UnknownNameError.of("draft", "zzz", [])) == (
+        "no draft named 'zzz'; known: (none)"
+    )
+
+
+# Direction of imports
+
+EVERYONE = {"errors", "registry", "_compat", "__init__"}
+METHODS = {"adapters", "models", "draft", "accept", "guide"}
+MODALITIES = {"asr", "vlm", "image_ar"}
+TOOLS = {"train", "evaluation", "zoo"}
+# a room may import itself, these, and what is for everyone
+MAY_IMPORT = {
+    **{room: set() for room in EVERYONE},
+    "engine": set(),
+    **{room: {"engine"} for room in METHODS},
+    "frontdoor": {"engine", *METHODS},
+    **{room: {"engine", "frontdoor", *METHODS} for room in MODALITIES},
+    **{room: {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS} for room in TOOLS},
+    "testing": {"engine", "frontdoor", *METHODS},
+    "cli": {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS},
+}
+
+
+def imported_modules(tree, package):
+    """Dotted names of all modules a file imports anywhere, but for type checkers only."""
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(id(inner) for child in node.body for inner in ast.walk(child))
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def misdirected(package=PACKAGE):
+    """Lists imports that go against MAY_IMPORT, as ``file imports room``."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package).with_suffix("").parts
+        room = parts[0]
+        assert room in MAY_IMPORT, f"{file.name} is in no known room; add it to MAY_IMPORT"
+        dotted = ".".join(["mmdecode", *parts[:-1]])
+        for name in imported_modules(ast.parse(file.read_text()), dotted):
+            top, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            allowed = {room, *MAY_IMPORT[room], *EVERYONE}
+            if top == "mmdecode" and target in MAY_IMPORT and target not in allowed:
+                found.append(f"{'/'.join(parts)} imports {target}")
+    return found
+
+
+def test_imports_go_one_way():
+    assert misdirected() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("engine/a.py", "import mmdecode.draft.lookup", ["engine/a imports draft"]),
+        ("engine/a.py", "from ..accept import exact", ["engine/a imports accept"]),
+        ("engine/sub/a.py", "from ...asr import x", ["engine/sub/a imports asr"]),
+        ("draft/a.py", "from mmdecode import adapters", ["draft/a imports adapters"]),
+        ("asr/a.py", "def f():\n    from mmdecode.vlm.b import c", ["asr/a imports vlm"]),
+        ("zoo/a.py", "from mmdecode.cli import app", ["zoo/a imports cli"]),
+        ("draft/a.py", "from mmdecode.engine.proposal import Proposal", []),
+        ("engine/a.py", "from . import cache\nfrom mmdecode import errors", []),
+        ("engine/a.py", "if TYPE_CHECKING:\n    from mmdecode.draft import lookup", []),
+    ],
+)
+def test_the_walk_finds_imports_against_the_direction(tmp_path, file, line, expected):
+    target = tmp_path / file
+    target.parent.mkdir(parents=True)
+    target.write_text(line + "\n")
+    assert misdirected(tmp_path) == expected
+
+
+def test_recipe_folders_are_no_packages():
+    assert [str(f) for name in MODALITIES for f in (ROOT / name).rglob("__init__.py")] == []
+
+
+# The wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_one_name_with_all_its_data(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", ROOT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in inside}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mmdecode"}
+    sources = {
+        f.relative_to(ROOT).as_posix()
+        for f in PACKAGE.rglob("*")
+        if f.is_file() and "__pycache__" not in f.parts
+    }
+    assert sources <= set(inside)
+    assert wheel.stat().st_size < 60e6
