@@ -41,3 +41,38 @@ def config_of(path: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path)
+
+
+def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` and all tensors of a checkpoint; pickles are read as weights only.
+
+    Args:
+        path: A folder, or a Hub id whose files are in the local cache or can be downloaded.
+
+    Raises:
+        InputError: No weights are found.
+    """
+    import json
+
+    import torch
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text()) if config_file.exists() else {}
+    weights: dict[str, Any] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        if file.suffix == ".safetensors":
+            weights |= load_file(file)
+        else:
+            weights |= torch.load(file, weights_only=True, map_location="cpu")
+    if not weights:
+        raise InputError(
+            f"{path} holds no weights; expected *.safetensors, *.bin or *.pt beside config.json"
+        )
+    return config, weights

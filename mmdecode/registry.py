@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "Entry",
+    "adapter_class",
     "adapter_for",
     "create",
     "create_all",
@@ -366,21 +367,26 @@ def _load(entry: Entry) -> type:
         ) from error
 
 
-def adapter_for(model: Any) -> Any:
-    """Builds the adapter for a model, by its configuration's ``model_type``.
+def adapter_class(model_type: str) -> Any:
+    """The adapter class of a model type.
 
     Raises:
         UnsupportedModelError: No registered adapter names the type.
     """
-    wanted = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     known: list[str] = []
     for entry in _entries("adapters").values():
         cls: Any = _load(entry)
-        if wanted in cls.model_types:
-            return cls(model)
+        if model_type in cls.model_types:
+            return cls
         known += cls.model_types
     raise UnsupportedModelError(
-        f"no adapter for {type(model).__name__} (model_type {wanted!r}); expected one of "
-        f"{', '.join(sorted(known))}; decode it with plain generate, or register an adapter under "
-        "the entry-point group mmdecode.adapters"
+        f"no adapter for model_type {model_type!r}; expected one of {', '.join(sorted(known))}; "
+        "decode it with plain generate, or register an adapter under the entry-point group "
+        "mmdecode.adapters"
     )
+
+
+def adapter_for(model: Any) -> Any:
+    """Builds the adapter for a model, by its configuration's ``model_type``; see `adapter_class`."""
+    config = getattr(model, "config", None)
+    return adapter_class(getattr(config, "model_type", type(model).__name__))(model)

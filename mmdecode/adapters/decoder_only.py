@@ -84,6 +84,10 @@ class DecoderOnlyAdapter:
         """Logits."""
         return self._head(hidden)
 
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The same: there is nothing between the last norm and the output matrix."""
+        return self._head(hidden)
+
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self.model.get_decoder().layers

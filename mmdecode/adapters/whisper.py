@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
-    from transformers import WhisperForConditionalGeneration
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     from mmdecode.engine.cache import RaggedCache
 
@@ -44,13 +45,17 @@ class WhisperAdapter:
         ids, mask = ctx.prompt_ids, ctx.prompt_mask
         if spec.prompt == "last_token":
             ids, mask = ids[:, -1:], mask[:, -1:]
+        return self.with_audio(Prompt(ids=ids, mask=mask), ctx)
+
+    def with_audio(self, prompt: Prompt, ctx: Context) -> Prompt:
+        """The prompt beside the encoder's states of the call."""
         audio = ctx.model_inputs["encoder_outputs"][0]
-        if len(audio) != len(ids):
+        if len(audio) != len(prompt.ids):
             raise IncompatibleError(
-                f"{len(audio)} encoder rows for {len(ids)} decoder rows; expected one each: pass "
-                "features or encoder outputs for every row"
+                f"{len(audio)} encoder rows for {len(prompt.ids)} decoder rows; expected one each: "
+                "pass features or encoder outputs for every row"
             )
-        return Prompt(ids=ids, mask=mask, inputs={"audio": audio})
+        return Prompt(ids=prompt.ids, mask=prompt.mask, inputs={"audio": audio})
 
     def stack(self, prompts: Sequence[Prompt]) -> Prompt:
         """Rows of all prompts, branch by branch."""
@@ -78,6 +83,23 @@ class WhisperAdapter:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""
         return self._head(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """By the shared output matrix alone; a Medusa-Linear target has head 0 before it."""
+        return getattr(self._head, "projection", self._head)(hidden)
+
+    @staticmethod
+    def extra_layer(config: WhisperConfig) -> torch.nn.Module:
+        """A decoder layer of the family, untrained, for a drafter that brings its weights."""
+        return WhisperDecoderLayer(config, layer_idx=0)
+
+    @staticmethod
+    def run_extra_layer(
+        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: _WhisperPast
+    ) -> Tensor:
+        """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
+        output = layer(hidden, mask, encoder_hidden_states=past.audio, past_key_values=past.caches)
+        return output[0] if isinstance(output, tuple) else output
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""

@@ -83,7 +83,8 @@ class Assistant:
             return Proposal.empty(ctx.batch, ctx.device)
         tokens, laws = [], []
         feed, offset = ctx.last(2), 0
-        visible = bucket(branch.width + self._longest + length + 2)
+        # since the transfer each row grew by one block, at most self.length + 1 tokens
+        visible = bucket(branch.width + ctx.longest + self.length + length + 3)
         for step in range(length):
             depths, ancestors = triangle(feed.shape[1], ctx.device)
             states = branch.run(feed, depths, ancestors, visible=visible, offset=offset)
@@ -94,11 +95,8 @@ class Assistant:
             laws.append(logits)
             tokens.append(token)
             feed = token[:, None]
-        self._longest += length + 1
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
-
-    _longest = 0
 
     def _draw(self, ctx: Context, logits: Tensor, position: Tensor) -> Tensor:
         if self._kind == "deterministic":
@@ -119,4 +117,4 @@ class Assistant:
 
     def reset(self) -> None:
         """Forgets the call."""
-        self._branch, self._longest = None, 0
+        self._branch = None

@@ -90,20 +90,7 @@ class ModelBranches:
         """
         cache, adapter = self.cache, self.adapter
         begin = cache.start + offset
-        slots = torch.arange(visible, device=tokens.device)
-        relative = slots - begin[:, None]  # (R, K)
-        inside = (relative >= 0) & (relative < tokens.shape[1])
-        rows = ancestors.expand(len(begin), -1, -1)
-        column = relative.clamp(0, tokens.shape[1] - 1)[:, None].expand(-1, tokens.shape[1], -1)
-        in_block = rows.gather(2, column) & inside[:, None]
-        real = slots >= self.pads[:, None]
-        seen = (real & (relative < 0))[:, None] | (in_block & real[:, None])
-        # a padding query would see nothing; let it see itself
-        order = torch.arange(tokens.shape[1], device=tokens.device)
-        seen = seen | (relative[:, None] == order[:, None])
-        dtype = adapter.model.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        mask = block_mask(begin, self.pads, ancestors, visible, adapter.model.dtype)
         top = None if adapter.max_positions is None else adapter.max_positions - 1
         positions = ((begin - self.pads)[:, None] + depths).clamp(min=0, max=top)
         cache.open(visible, offset)
@@ -147,6 +134,32 @@ class ModelBranches:
                 prompt_hidden={key: value[rows] for key, value in prompt.items()},
             )
         return result
+
+
+def block_mask(
+    begin: Tensor, pads: Tensor, ancestors: Tensor, visible: int, dtype: torch.dtype
+) -> Tensor:
+    """What each token of a block may attend to, as an additive mask ``(R, 1, Q, visible)``.
+
+    Args:
+        begin: Slot of the block's first token per row, ``(R,)``; everything before it is committed.
+        pads: Padding slots at the left of each row, ``(R,)``.
+        ancestors: ``(1 or R, Q, Q)`` bool, self included.
+        visible: Slots that attention covers.
+        dtype: The model's.
+    """
+    width = ancestors.shape[-1]
+    slots = torch.arange(visible, device=begin.device)
+    relative = slots - begin[:, None]  # (R, K)
+    inside = (relative >= 0) & (relative < width)
+    column = relative.clamp(0, width - 1)[:, None].expand(-1, width, -1)
+    in_block = ancestors.expand(len(begin), -1, -1).gather(2, column) & inside[:, None]
+    real = (slots >= pads[:, None])[:, None]
+    seen = real & (in_block | (relative < 0)[:, None])
+    # a padding query would see nothing; let it see itself
+    seen |= relative[:, None] == torch.arange(width, device=begin.device)[:, None]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=begin.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:

@@ -36,6 +36,8 @@ class Context:
         limit: Most tokens any row may generate.
         do_sample: Whether the caller samples.
         tail: How a rule refills a rejected chain, see `Needs.tail`.
+        adapter: Of the main model: what drafts and guides ask about it.
+        longest: Generated tokens of the longest row at the last transfer; a host number.
     """
 
     prompt_ids: Tensor
@@ -48,6 +50,8 @@ class Context:
     limit: int
     do_sample: bool = False
     tail: Literal["redraw", "coupled"] | None = None
+    adapter: Any = None
+    longest: int = 0
     mm_inputs: Mapping[str, Any] = field(default_factory=dict)
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,6 +92,8 @@ class Context:
             limit=self.limit,
             do_sample=self.do_sample,
             tail=self.tail,
+            adapter=self.adapter,
+            longest=self.longest,
             mm_inputs={k: _take(v, rows) for k, v in self.mm_inputs.items()},
             model_inputs=self.model_inputs,
         )
@@ -263,6 +269,9 @@ class Adapter(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of ``(..., H)``."""
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """By the shared output matrix alone, which extra heads use too."""
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers, first to last."""

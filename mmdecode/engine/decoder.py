@@ -150,7 +150,7 @@ class Decoder:
         if guide is not None and guide.neutral:
             guide = None
         ctx.tail = self.draft.needs.tail
-        adapter = registry.adapter_for(model)
+        adapter = ctx.adapter = registry.adapter_for(model)
         run = Run(
             ctx=ctx,
             draft=self.draft,
@@ -270,6 +270,7 @@ class Run:
             proposal = draft.propose(ctx, ctx.limit - status.shortest - 1)
             proposal = proposal.masked(self.useful(proposal))
             status = self.transfer(proposal)
+            ctx.longest = status.longest
             if not status.open:
                 return status.longest
             proposal = proposal.narrow(status.width)

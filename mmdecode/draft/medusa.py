@@ -1,0 +1,307 @@
+"""Medusa heads: extra heads on the model's last hidden state propose the next tokens at once.
+
+Head k, a stack of ``x + SiLU(W x + b)`` blocks before an output matrix, looks at the state that
+decided the root and predicts the k-th token after it; the ranks of all heads, joined along a fixed
+tree, are one proposal. In the block form one more decoder layer, with a cache of its own, runs on
+the accepted states first. Verification and the next round's states are one pass of the target, and
+the token after the accepted path is kept, so n accepted tokens cost one pass for n + 1; the
+reference of Whisper-Medusa needs two and drops that token.
+
+Sources: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.1; Segal-Feldman et al. 2024
+(Whisper-Medusa), arXiv:2409.15869. Differs from the references: unused nodes are -1 (token 0 is an
+ordinary token of Whisper), siblings do not see each other, any batch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode import registry
+from mmdecode.checkpoints import local_path, read_weights, zoo_names
+from mmdecode.engine.branch import block_mask, triangle
+from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.contracts import Context, Needs, Outcome, Prompt, Scores
+from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.errors import IncompatibleError, InputError, OptionError
+
+
+class MedusaHeads(nn.Module):
+    """K heads of L residual blocks each, stored stacked so that one product serves all heads.
+
+    Args:
+        num_heads: K.
+        num_layers: L.
+        width: Hidden size H.
+        vocab: Size of the heads' own output matrices; ``None``: they share the target's.
+    """
+
+    def __init__(
+        self, num_heads: int, num_layers: int, width: int, vocab: int | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_layers, num_heads, width, width))
+        self.bias = nn.Parameter(torch.zeros(num_layers, num_heads, 1, width))
+        self.out = None if vocab is None else nn.Parameter(torch.zeros(num_heads, vocab, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``(B, H)`` to ``(K, B, H)``."""
+        states = hidden.to(self.weight.dtype).expand(self.weight.shape[1], -1, -1)
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            states = states + nn.functional.silu(torch.baddbmm(bias, states, weight.mT))
+        return states
+
+    def logits(self, hidden: Tensor, adapter: Any) -> Tensor:
+        """``(B, H)`` to ``(K, B, V)``, through the heads' own or the target's output matrix."""
+        states = self(hidden)
+        return adapter.unembed(states) if self.out is None else states @ self.out.mT
+
+    @classmethod
+    def from_layout(cls, weights: dict[str, Tensor], first: int = 0) -> MedusaHeads:
+        """From ``<head>.<layer>.linear.{weight,bias}`` and, for own outputs, ``<head>.<L>.weight``.
+
+        Args:
+            weights: By key; all heads alike.
+            first: Heads before this one are left out (a Medusa-Linear head 0 belongs to the target).
+        """
+        keys = [key.split(".") for key in weights]
+        heads = sorted({int(key[0]) for key in keys})[first:]
+        layers = len({key[1] for key in keys if "linear" in key})
+        sample = weights[f"{heads[0]}.0.linear.weight"]
+        own = f"{heads[0]}.{layers}.weight"
+        vocab = weights[own].shape[0] if own in weights else None
+        module = cls(len(heads), layers, sample.shape[1], vocab)
+        with torch.no_grad():
+            for index, head in enumerate(heads):
+                for layer in range(layers):
+                    module.weight[layer, index] = weights[f"{head}.{layer}.linear.weight"]
+                    module.bias[layer, index, 0] = weights[f"{head}.{layer}.linear.bias"]
+                if module.out is not None:
+                    module.out[index] = weights[f"{head}.{layers}.weight"]
+        return module
+
+    def to_layout(self) -> dict[str, Tensor]:
+        """The published keys, heads numbered from 0."""
+        layers, heads = self.weight.shape[:2]
+        weights = {}
+        for head, layer in itertools.product(range(heads), range(layers)):
+            weights[f"{head}.{layer}.linear.weight"] = self.weight[layer, head]
+            weights[f"{head}.{layer}.linear.bias"] = self.bias[layer, head, 0]
+        if self.out is not None:
+            weights |= {f"{head}.{layers}.weight": self.out[head] for head in range(heads)}
+        return {key: value.detach().clone() for key, value in weights.items()}
+
+
+class Medusa:
+    """Drafts with Medusa heads.
+
+    Args:
+        heads: The heads; head k proposes the k-th token after the root.
+        block: A decoder layer of the target's family that runs before the heads, or ``None``.
+        paths: Rank paths of the tree: ``(0, 1)`` is the second choice of head 2 below the first
+            choice of head 1. ``None``: the chain of first choices.
+        extra_layer_runner: Runs ``block``; the family's adapter provides it.
+
+    Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
+    """
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        block: nn.Module | None = None,
+        paths: list[tuple[int, ...]] | None = None,
+    ) -> None:
+        num_heads = heads.weight.shape[1]
+        paths = paths or [(0,) * depth for depth in range(1, num_heads + 1)]
+        if max(map(len, paths)) > num_heads:
+            raise OptionError(
+                f"a path of {max(map(len, paths))} ranks needs as many heads; there are {num_heads}"
+            )
+        self.heads, self.block = heads.eval(), block.eval() if block is not None else None
+        self.tree, order = Tree.from_paths(paths)
+        self.ranks = torch.tensor([path[-1] for path in order])
+        self.levels = torch.tensor(self.tree.depths) - 1
+        self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
+        self.reset()
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, paths: list[tuple[int, ...]] | None = None
+    ) -> Medusa:
+        """Loads heads in our layout or a published one.
+
+        Args:
+            name: A folder, a Hub id or ``zoo:NAME``. Layouts: ours, aiola-lab/whisper-medusa
+                (linear and block), FasterDecoding/Medusa (heads alone, or beside a Llama).
+            paths: Overrides the tree of the checkpoint.
+
+        Raises:
+            InputError: The checkpoint holds no Medusa heads.
+        """
+        path = local_path(name)
+        config, weights = read_weights(path)
+        roots = ("medusa_heads.", "medusa_head.")
+        heads = {
+            key[len(root) :]: value
+            for root in roots
+            for key, value in weights.items()
+            if key.startswith(root)
+        }
+        if not heads:
+            heads = {key: value for key, value in weights.items() if key[0].isdigit()}
+        if not heads:
+            raise InputError(
+                f"{name} holds no Medusa heads; expected keys medusa_heads.*, medusa_head.* or "
+                "0.0.linear.weight: give the checkpoint of the heads, not the bare model"
+            )
+        linear_target = config.get("medusa_heads_type") == "base_head"
+        module = MedusaHeads.from_layout(heads, first=1 if linear_target else 0)
+        layer = None
+        block = {
+            key.removeprefix("medusa_block."): value
+            for key, value in weights.items()
+            if key.startswith("medusa_block.")
+        }
+        if block:
+            from transformers import AutoConfig
+
+            target = config.get("target_config", config)
+            family = AutoConfig.for_model(**target)
+            layer = registry.adapter_class(target["model_type"]).extra_layer(family)
+            layer.load_state_dict({key: value.float() for key, value in block.items()})
+        return cls(module.float(), layer, paths or _paths(config.get("medusa_choices")))
+
+    @classmethod
+    def from_options(
+        cls, path: str | None = None, model_id: str | None = None, chain: bool = False
+    ) -> Medusa:
+        """From a string; without ``path``, a zoo model's own heads."""
+        if path is None:
+            paired = f"{model_id.removeprefix('zoo:')}-medusa" if model_id else ""
+            if paired not in zoo_names():
+                raise OptionError(
+                    f"medusa needs path=..., the folder of the heads; only zoo models have heads of "
+                    f"their own, and {model_id!r} is none with heads"
+                )
+            path = f"zoo:{paired}"
+        draft = cls.from_pretrained(path)
+        return cls(draft.heads, draft.block) if chain else draft
+
+    def save_pretrained(self, folder: str | Path, target_config: dict[str, Any]) -> None:
+        """Writes our layout: ``config.json`` and ``model.safetensors`` in the published keys."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {f"medusa_heads.{k}": v for k, v in self.heads.to_layout().items()}
+        if self.block is not None:
+            block = self.block.state_dict()
+            weights |= {f"medusa_block.{k}": v.detach().clone() for k, v in block.items()}
+        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+        paths: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.tree.parents):
+            above = paths[parent] if parent >= 0 else ()
+            paths.append((*above, int(self.ranks[node])))
+        config = {
+            "model_type": "mmdecode_medusa",
+            "medusa_heads_type": "heads" if self.block is None else "medusa_block",
+            "medusa_num_heads": self.heads.weight.shape[1],
+            "medusa_num_layers": self.heads.weight.shape[0],
+            "medusa_choices": paths,
+            "target_config": target_config,
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Moves the heads to the rows; runs the block over all prompt rows but the last."""
+        hidden = prefill.hidden["last"]
+        if hidden.shape[-1] != self.heads.weight.shape[-1]:
+            raise IncompatibleError.between(
+                "draft Medusa",
+                type(ctx.adapter.model).__name__,
+                f"the heads expect states of width {self.heads.weight.shape[-1]}, the model has "
+                f"{hidden.shape[-1]}",
+                "use heads that were trained for this model",
+            )
+        self.heads.to(device=hidden.device, dtype=hidden.dtype)
+        if self.block is None:
+            return
+        self.block.to(device=hidden.device, dtype=hidden.dtype)
+        width = ctx.prompt_length
+        self._cache = RaggedCache(1, ctx.batch, ctx.device)
+        self._pads = width - ctx.prompt_mask.sum(1)
+        prompt = Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask)
+        prompt = ctx.adapter.with_audio(prompt, ctx)
+        self._past = ctx.adapter.open(self._cache, prompt)
+        if width > 1:
+            self._run_block(ctx, prefill.prompt_hidden["last"][:, :-1], bucket(width))
+            self._cache.set_start(torch.full_like(self._pads, width - 1))
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The tree of the heads' ranks."""
+        assert self._state is not None, "observe was not called"
+        logits = self.heads.logits(self._state, ctx.adapter)  # (K, B, V)
+        top = logits.topk(int(self.ranks.max()) + 1, dim=-1).indices  # (K, B, ranks)
+        tokens = top[self.levels, :, self.ranks]  # (N, B)
+        return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=self.tree)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Keeps the state at the end of the accepted path."""
+        hidden = scores.hidden["last"]
+        last = outcome.num_accepted[:, None]
+        path = torch.nn.functional.pad(outcome.path + 1, (1, 0))  # score rows, root first
+        if self.block is None:
+            row = path.gather(1, last)
+            self._state = _rows(hidden, row)[:, 0]
+            return
+        states = self._run_block(
+            ctx,
+            _rows(hidden, path.clamp_min(0)),
+            bucket(ctx.prompt_length + ctx.longest + path.shape[1]),
+        )
+        self._cache.commit(torch.where(outcome.next_token >= 0, outcome.num_accepted + 1, 0))
+        self._state = _rows(states, last)[:, 0]
+
+    def _run_block(self, ctx: Context, hidden: Tensor, visible: int) -> Tensor:
+        _, ancestors = triangle(hidden.shape[1], hidden.device)
+        mask = block_mask(self._cache.start, self._pads, ancestors, visible, hidden.dtype)
+        self._cache.open(visible)
+        return ctx.adapter.run_extra_layer(self.block, hidden, mask, self._past)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        if self._state is not None:
+            self._state = self._state[rows]
+        if self._past is not None:
+            self._past.reorder_cache(rows)
+            self._pads = self._pads[rows]
+
+    def reset(self) -> None:
+        """Forgets the call."""
+        self._state: Tensor | None = None
+        self._past: Any = None
+
+
+def _rows(states: Tensor, rows: Tensor) -> Tensor:
+    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def _paths(choices: Any) -> list[tuple[int, ...]] | None:
+    """Rank paths, or the counts per level of Whisper-Medusa, whose first is the base token's."""
+    if not choices:
+        return None
+    if isinstance(choices[0], int):
+        levels = [range(count) for count in choices[1:]]
+        return [
+            path
+            for depth in range(1, len(levels) + 1)
+            for path in itertools.product(*levels[:depth])
+        ]
+    return [tuple(path) for path in choices]

@@ -1,0 +1,1 @@
+"""Model code and checkpoint converters where transformers has none."""
