@@ -1,0 +1,1 @@
+"""How a number becomes believable: scorers with names, counts and intervals."""

@@ -1,0 +1,439 @@
+"""Training Medusa heads for any Whisper checkpoint, on the model's own transcripts.
+
+The model stays frozen. Its greedy transcripts of the training audio are the labels (on-policy: the
+heads learn what verification will ask for); its decoder states over them are computed once and
+kept, so that an epoch costs little more than the heads themselves. The tree is chosen afterwards
+from the heads' accuracies on held-out samples.
+
+Source: Cai et al. 2024, arXiv:2401.10774, sections 2.2 and 3.1; losses as Whisper-Medusa computes
+them (mean over heads of the cross-entropy of head k at t with the label at t + k).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode import registry
+from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.engine.branch import block_mask, triangle
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.contracts import Prompt
+from mmdecode.errors import InputError, OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions:
+    """Settings of a head training.
+
+    Attributes:
+        kind: ``linear``: heads on the last state; ``block``: one more decoder layer before them,
+            begun as a copy of the model's last.
+        num_heads: Tokens proposed beyond the root.
+        num_layers: Residual blocks per head.
+        epochs: Passes over the samples; the best by validation acceptance is kept.
+        peak_rate: Highest learning rate (AdamW, cosine).
+        batch: Samples per step.
+        nodes: Size of the tree that is chosen; 0 keeps the chain.
+        top: Ranks per head that the tree may use.
+        seed: Of order and split.
+    """
+
+    kind: str = "block"
+    num_heads: int = 5
+    num_layers: int = 1
+    epochs: int = 12
+    peak_rate: float = 2e-3
+    batch: int = 32
+    nodes: int = 12
+    top: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "block"):
+            raise OptionError(f"kind must be 'linear' or 'block', got {self.kind!r}")
+
+
+@dataclass
+class Sample:
+    """One transcript as the heads see it.
+
+    Attributes:
+        ids: Prompt and transcript up to and including end-of-sequence, ``(L,)``.
+        prompt: Tokens of the prompt; nothing is asked before them.
+        hidden: The model's last decoder states, ``(L, H)`` half precision.
+        audio: The encoder's states, ``(S, H)`` half precision.
+    """
+
+    ids: Tensor
+    prompt: int
+    hidden: Tensor
+    audio: Tensor
+
+
+def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each head, ``(heads,)``.
+
+    Args:
+        logits: Row k at position t predicts ``labels[t + k]``, ``(heads, B, T, V)``.
+        labels: ``(B, T)``, -100 where nothing is asked. Heads without a label left get NaN.
+    """
+    losses = []
+    for shift, rows in enumerate(logits):
+        kept = rows[:, : rows.shape[1] - shift]
+        losses.append(
+            F.cross_entropy(
+                kept.flatten(0, 1).float(), labels[:, shift:].flatten(), ignore_index=-100
+            )
+        )
+    return torch.stack(losses)
+
+
+@torch.no_grad()
+def collect(
+    model: Any, batches: Iterable[tuple[Tensor, Tensor]], decoder: Any, max_new_tokens: int
+) -> Iterator[Sample]:
+    """The model's own transcripts and states.
+
+    Args:
+        model: A Whisper.
+        batches: Features ``(B, mel, frames)`` and decoder prompts ``(B, P)`` without padding.
+        decoder: What decodes; any exact decoder gives the same samples.
+        max_new_tokens: Cut of a transcript.
+    """
+    eos = model.generation_config.eos_token_id
+    eos = eos[0] if isinstance(eos, list) else eos
+    for features, prompt in batches:
+        audio = model.get_encoder()(features.to(model.dtype)).last_hidden_state
+        width = prompt.shape[1]
+        ids = greedy(model, audio, prompt, decoder, max_new_tokens)
+        hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=audio, use_cache=False)
+        for row, tokens in enumerate(ids):
+            ends = (tokens[width:] == eos).nonzero()
+            length = width + (int(ends[0]) + 1 if len(ends) else tokens.shape[0] - width)
+            yield Sample(
+                ids=tokens[:length].clone(),
+                prompt=width,
+                hidden=hidden.last_hidden_state[row, :length].half(),
+                audio=audio[row].half(),
+            )
+
+
+def greedy(
+    model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int
+) -> Tensor:
+    """Greedy transcripts of encoder states under Whisper's own rules, prompts included."""
+    config = copy.deepcopy(model.generation_config)
+    width = prompt.shape[1]
+    config.update(max_length=width + max_new_tokens, max_new_tokens=None, do_sample=False)
+    rules = LogitsProcessorList()
+    if config.suppress_tokens:
+        rules.append(SuppressTokensLogitsProcessor(config.suppress_tokens))
+    if config.begin_suppress_tokens:
+        rules.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, width))
+    if int(prompt[0, -1]) != config.no_timestamps_token_id:
+        rules.append(WhisperTimeStampLogitsProcessor(config, begin_index=width))
+    return decoder(
+        model,
+        prompt,
+        logits_processor=rules,
+        stopping_criteria=StoppingCriteriaList(),
+        generation_config=config,
+        encoder_outputs=BaseModelOutput(last_hidden_state=audio),
+    )
+
+
+def train_heads(
+    model: Any, samples: Sequence[Sample], options: MedusaOptions, state_file: Path | None = None
+) -> tuple[Medusa, dict[str, Any]]:
+    """Trains heads for ``model``; a tenth of the samples is held out.
+
+    Args:
+        model: The frozen target.
+        samples: From `collect`.
+        options: Settings.
+        state_file: Where training state is kept after each epoch; an interrupted training goes on.
+
+    Returns:
+        The drafter with its chosen tree, and a report (accuracies by head and rank, expected
+        tokens per pass on held-out samples).
+    """
+    from rich.progress import track
+
+    if len(samples) < 20:
+        raise InputError(f"{len(samples)} samples; expected at least 20 to train and hold out")
+    torch.manual_seed(options.seed)
+    adapter = registry.adapter_for(model)
+    width = samples[0].hidden.shape[-1]
+    heads = MedusaHeads(options.num_heads, options.num_layers, width)
+    block = None
+    if options.kind == "block":
+        block = adapter.extra_layer(model.config)
+        block.load_state_dict(adapter.layers()[-1].state_dict())
+    order = torch.randperm(len(samples)).tolist()
+    held = max(10, len(samples) // 10)
+    valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
+    parameters = [*heads.parameters(), *(block.parameters() if block is not None else ())]
+    optimizer = torch.optim.AdamW(parameters, lr=options.peak_rate, weight_decay=0.01)
+    steps = options.epochs * math.ceil(len(rest) / options.batch)
+    done, best, kept = 0, -1.0, None
+    modules = nn.ModuleDict({"heads": heads} | ({"block": block} if block is not None else {}))
+    if state_file is not None and state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        modules.load_state_dict(state["modules"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, best, kept = state["done"], state["best"], state["kept"]
+    for epoch in track(range(done, options.epochs), description=f"{options.kind} heads"):
+        generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
+        shuffled = torch.randperm(len(rest), generator=generator).tolist()
+        modules.train()
+        for start in range(0, len(rest), options.batch):
+            step = epoch * math.ceil(len(rest) / options.batch) + start // options.batch
+            rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
+            for group in optimizer.param_groups:
+                group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
+            batch = _pad([rest[i] for i in shuffled[start : start + options.batch]])
+            logits = _forward(adapter, heads, block, batch)
+            losses = head_losses(logits, _targets(batch))
+            losses.nanmean().backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        modules.eval()
+        hits = ranks(adapter, heads, block, valid, options)
+        score = 1 + float((hits[:, :, 0]).cumprod(0).float().sum(0).mean())
+        if score > best:
+            best, kept = score, copy.deepcopy(modules.state_dict())
+        if state_file is not None:
+            partial = state_file.with_suffix(".tmp")
+            torch.save(
+                {
+                    "modules": modules.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "done": epoch + 1,
+                    "best": best,
+                    "kept": kept,
+                },
+                partial,
+            )
+            partial.rename(state_file)
+    if kept is not None:
+        modules.load_state_dict(kept)
+    modules.eval()
+    hits = ranks(adapter, heads, block, valid, options)
+    paths = choose_tree(hits, options.nodes) if options.nodes else None
+    report = {
+        "options": asdict(options),
+        "samples": len(samples),
+        "accuracy_by_head_and_rank": [[round(float(r), 4) for r in h.float().mean(0)] for h in hits],
+        "expected_tokens_per_pass_chain": round(best, 3),
+        "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
+    }
+    return Medusa(heads, block, paths), report
+
+
+@torch.no_grad()
+def ranks(
+    adapter: Any,
+    heads: MedusaHeads,
+    block: nn.Module | None,
+    samples: Sequence[Sample],
+    options: MedusaOptions,
+) -> Tensor:
+    """Whether rank r of head k was right at each position, ``(heads, positions, top)`` bool.
+
+    Positions near the end, which have no label for every head, count as misses.
+    """
+    found = []
+    for start in range(0, len(samples), options.batch):
+        batch = _pad(samples[start : start + options.batch])
+        logits = _forward(adapter, heads, block, batch)
+        top = logits.topk(options.top, dim=-1).indices  # (K, B, T, top)
+        targets = _targets(batch)
+        asked = targets != -100
+        rows = []
+        for shift in range(len(top)):
+            wanted = F.pad(targets[:, shift:], (0, shift), value=-100)
+            rows.append((top[shift] == wanted[..., None])[asked])
+        found.append(torch.stack(rows))
+    return torch.cat(found, 1)
+
+
+def expected_length(hits: Tensor, paths: list[tuple[int, ...]] | None) -> float:
+    """Mean tokens per pass of a tree, the token after the path included."""
+    assert paths is not None
+    longest = torch.zeros(hits.shape[1])
+    for path in paths:
+        whole = torch.stack([hits[level, :, rank] for level, rank in enumerate(path)]).all(0)
+        longest = torch.maximum(longest, whole * len(path))
+    return 1 + float(longest.mean())
+
+
+def choose_tree(hits: Tensor, nodes: int) -> list[tuple[int, ...]]:
+    """The ``nodes`` rank paths that were right most often, closed under prefixes.
+
+    A path's frequency never exceeds its prefix's, so taking the most frequent ones in order is
+    optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
+    """
+    chosen: list[tuple[int, ...]] = []
+    frontier = {(rank,): hits[0, :, rank] for rank in range(hits.shape[2])}
+    while frontier and len(chosen) < nodes:
+        path = max(frontier, key=lambda p: (int(frontier[p].sum()), -len(p), [-r for r in p]))
+        right = frontier.pop(path)
+        chosen.append(path)
+        if len(path) < len(hits):
+            for rank in range(hits.shape[2]):
+                frontier[(*path, rank)] = right & hits[len(path), :, rank]
+    return sorted(chosen, key=lambda p: (len(p), p))
+
+
+@dataclass
+class _Batch:
+    ids: Tensor  # (B, L), 0 behind the end
+    length: Tensor  # (B,)
+    prompt: Tensor  # (B,)
+    hidden: Tensor  # (B, L, H)
+    audio: Tensor  # (B, S, H)
+
+
+def _pad(samples: Sequence[Sample]) -> _Batch:
+    longest = max(len(s.ids) for s in samples)
+    return _Batch(
+        ids=torch.stack([F.pad(s.ids, (0, longest - len(s.ids))) for s in samples]),
+        length=torch.tensor([len(s.ids) for s in samples]),
+        prompt=torch.tensor([s.prompt for s in samples]),
+        hidden=torch.stack([F.pad(s.hidden, (0, 0, 0, longest - len(s.ids))) for s in samples]).float(),
+        audio=torch.stack([s.audio for s in samples]).float(),
+    )
+
+
+def _targets(batch: _Batch) -> Tensor:
+    """What the first head is asked at each state: the token after the one the state decides."""
+    after = F.pad(batch.ids[:, 2:], (0, 2))
+    position = torch.arange(batch.ids.shape[1])
+    asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
+    return after.masked_fill(~asked, -100)
+
+
+def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _Batch) -> Tensor:
+    """Logits ``(K, B, L, V)``."""
+    hidden = batch.hidden
+    if block is not None:
+        rows, length = batch.ids.shape
+        cache = RaggedCache(1, rows, hidden.device)
+        past = adapter.open(cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio}))
+        _, ancestors = triangle(length, hidden.device)
+        zero = torch.zeros(rows, dtype=torch.long)
+        cache.open(length)
+        mask = block_mask(zero, zero, ancestors, length, hidden.dtype)
+        hidden = adapter.run_extra_layer(block, hidden, mask, past)
+    flat = heads.logits(hidden.flatten(0, 1), adapter)
+    return flat.view(flat.shape[0], *hidden.shape[:2], -1)
+
+
+def train_from_manifest(
+    model_name: str, manifest: Path, out: Path, options: MedusaOptions, limit: int | None = None
+) -> dict[str, Any]:
+    """``mmdecode train medusa``: heads for a checkpoint from a manifest of audio files.
+
+    Args:
+        model_name: A Whisper: folder, Hub id or ``zoo:NAME``.
+        manifest: JSON lines with ``path`` (or ``audio``), relative to the manifest or absolute;
+            recordings are cut into windows of the model.
+        out: Folder of the heads; training state lies in ``out/state`` until it is done.
+        options: Settings.
+        limit: Use the first so many lines.
+
+    Returns:
+        The report, also written to ``out/report.json``.
+    """
+    from transformers import AutoProcessor, WhisperForConditionalGeneration
+
+    from mmdecode.asr.audio import read_audio
+    from mmdecode.checkpoints import local_path
+    from mmdecode.engine.decoder import Decoder
+
+    path = local_path(model_name)
+    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(path)
+    extractor = processor.feature_extractor
+    rows = [json.loads(line) for line in manifest.read_text().splitlines() if line.strip()][:limit]
+
+    def windows() -> Iterator[tuple[Tensor, Tensor]]:
+        waves: list[Any] = []
+        for row in rows:
+            name = row.get("path") or row.get("audio")
+            if not name:
+                raise InputError(f"{manifest}: a line has neither 'path' nor 'audio': {row}")
+            wave = read_audio(manifest.parent / name, extractor.sampling_rate)
+            size = extractor.n_samples
+            waves += [wave[i : i + size] for i in range(0, len(wave), size) if len(wave) - i > 1600]
+        for index, start in enumerate(range(0, len(waves), 8)):
+            batch = extractor(
+                waves[start : start + 8], sampling_rate=extractor.sampling_rate, return_tensors="pt"
+            )
+            yield batch.input_features, whisper_prompt(model, len(batch.input_features), index % 2)
+
+    began = time.time()
+    samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
+    state = out / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    draft, report = train_heads(model, samples, options, state / f"{options.kind}.pt")
+    draft.save_pretrained(out, target_config(model))
+    report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    for file in itertools.chain(state.glob("*.pt"), [state]):
+        file.unlink() if file.is_file() else file.rmdir()
+    return report
+
+
+def whisper_prompt(model: Any, rows: int, timestamps: int) -> Tensor:
+    """Decoder prompts with or without timestamps, ``(rows, P)``."""
+    config = model.generation_config
+    ids = [config.decoder_start_token_id]
+    if getattr(config, "is_multilingual", False):
+        ids += [config.lang_to_id["<|en|>"], config.task_to_id["transcribe"]]
+    if not timestamps:
+        ids.append(config.no_timestamps_token_id)
+    return torch.tensor([ids]).expand(rows, -1).clone()
+
+
+def target_config(model: Any) -> dict[str, Any]:
+    """What a drafter needs of its target's configuration to rebuild its block."""
+    config = model.config
+    return {"model_type": "whisper"} | {
+        name: getattr(config, name)
+        for name in (
+            "d_model",
+            "decoder_attention_heads",
+            "decoder_ffn_dim",
+            "decoder_layers",
+            "encoder_attention_heads",
+            "encoder_ffn_dim",
+            "encoder_layers",
+            "max_source_positions",
+            "max_target_positions",
+            "activation_function",
+            "vocab_size",
+            "num_mel_bins",
+        )
+    }
