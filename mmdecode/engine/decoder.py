@@ -45,6 +45,24 @@ if TYPE_CHECKING:
 MODES = ("auto", "fastest")
 
 
+@dataclass(frozen=True)
+class Round:
+    """One round of one row, as a trace records it.
+
+    Attributes:
+        drafted: Tokens of the proposal's first-ranked chain.
+        accepted: Tokens of the accepted path.
+        decided: The token that the law decided after the path; a correction where the path ended
+            before a leaf, a bonus else.
+        kept: Tokens committed after stop rules.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    decided: int
+    kept: int
+
+
 @dataclass
 class Status:
     """What the host knows of a round: the one transfer."""
@@ -69,6 +87,8 @@ class Decoder:
 
     Attributes:
         stats: Counters; they accumulate over calls until ``stats.reset()``.
+        trace: Set to a list to record what was drafted and kept: each call appends one list of
+            `Round` per row. Costs a synchronisation per round.
 
     Raises:
         UnknownNameError: A name is not registered.
@@ -97,6 +117,7 @@ class Decoder:
             self._kind(self.accept)
         self.seed = seed
         self.stats = Stats()
+        self.trace: list[list[Round]] | None = None
 
     @torch.no_grad()
     def __call__(
@@ -171,6 +192,9 @@ class Decoder:
             ),
             streamer=mm_streamer,
         )
+        if self.trace is not None:
+            run.trace = [[] for _ in range(ctx.batch)]
+            self.trace.extend(run.trace)
         try:
             longest = run.decode()
         finally:
@@ -242,6 +266,7 @@ class Run:
     stats: Stats
     recorder: setup.Recorder
     streamer: Any = None
+    trace: list[list[Round]] | None = None
 
     def decode(self) -> int:
         """Runs to the end of every row; returns the length of the longest."""
@@ -298,6 +323,8 @@ class Run:
             self.recorder.add(name, along, count)
         if self.streamer is not None:
             self.streamer.put(block[0, : int(count[0])].cpu())
+        if self.trace is not None:
+            _record(self.trace, proposal, tokens, outcome, count)
         columns = ctx.end()[:, None] + order
         ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
         if first:
@@ -387,3 +414,27 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
 def _raw_along(logits: Tensor, path: Tensor) -> Tensor:
     rows = torch.nn.functional.pad(path + 1, (1, 0))
     return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
+
+
+def _record(
+    trace: list[list[Round]], proposal: Proposal, tokens: Tensor, outcome: Outcome, count: Tensor
+) -> None:
+    parents, _, _ = proposal.structure()
+    parents = parents.expand(len(count), -1)
+    for row, kept in enumerate(count.tolist()):
+        if not kept:
+            continue
+        chain, node = [], -1
+        for child, parent in enumerate(parents[row].tolist()):
+            if parent == node and int(proposal.tokens[row, child]) >= 0:
+                chain.append(int(proposal.tokens[row, child]))
+                node = child
+        accepted = int(outcome.num_accepted[row])
+        trace[row].append(
+            Round(
+                drafted=tuple(chain),
+                accepted=tuple(tokens[row, :accepted].tolist()),
+                decided=int(outcome.next_token[row]),
+                kept=kept,
+            )
+        )

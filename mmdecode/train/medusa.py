@@ -138,9 +138,7 @@ def collect(
             )
 
 
-def greedy(
-    model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int
-) -> Tensor:
+def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_tokens: int) -> Tensor:
     """Greedy transcripts of encoder states under Whisper's own rules, prompts included."""
     config = copy.deepcopy(model.generation_config)
     width = prompt.shape[1]
@@ -244,7 +242,9 @@ def train_heads(
     report = {
         "options": asdict(options),
         "samples": len(samples),
-        "accuracy_by_head_and_rank": [[round(float(r), 4) for r in h.float().mean(0)] for h in hits],
+        "accuracy_by_head_and_rank": [
+            [round(float(r), 4) for r in h.float().mean(0)] for h in hits
+        ],
         "expected_tokens_per_pass_chain": round(best, 3),
         "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
     }
@@ -321,7 +321,9 @@ def _pad(samples: Sequence[Sample]) -> _Batch:
         ids=torch.stack([F.pad(s.ids, (0, longest - len(s.ids))) for s in samples]),
         length=torch.tensor([len(s.ids) for s in samples]),
         prompt=torch.tensor([s.prompt for s in samples]),
-        hidden=torch.stack([F.pad(s.hidden, (0, 0, 0, longest - len(s.ids))) for s in samples]).float(),
+        hidden=torch.stack(
+            [F.pad(s.hidden, (0, 0, 0, longest - len(s.ids))) for s in samples]
+        ).float(),
         audio=torch.stack([s.audio for s in samples]).float(),
     )
 
@@ -340,7 +342,9 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
     if block is not None:
         rows, length = batch.ids.shape
         cache = RaggedCache(1, rows, hidden.device)
-        past = adapter.open(cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio}))
+        past = adapter.open(
+            cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio})
+        )
         _, ancestors = triangle(length, hidden.device)
         zero = torch.zeros(rows, dtype=torch.long)
         cache.open(length)

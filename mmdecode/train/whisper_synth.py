@@ -22,9 +22,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -37,6 +39,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmdecode.checkpoints import local_path
+from mmdecode.errors import MMDecodeError
+from mmdecode.train import medusa
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.synthesis import SAMPLING_RATE
 
@@ -194,8 +199,6 @@ def ctc_ids(text: str) -> list[int]:
 
 def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) -> None:
     """Speak ``count`` training sentences into ``folder`` (shards of int16 samples); resumable."""
-    from rich.progress import track
-
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     engine = synthesis.Espeak()
@@ -561,3 +564,49 @@ def export(
     processor.save_pretrained(out)
     save_file({k: v.half() for k, v in head.state_dict().items()}, out / "ctc_head.safetensors")
     (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+
+
+def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+    """The whole recipe: the corpus is spoken by a process beside the training; resumable."""
+    import multiprocessing
+
+    corpus = work / "corpus"
+    speaker = multiprocessing.get_context("spawn").Process(
+        target=synthesise_corpus, args=(corpus, options.utterances, options.seed), daemon=True
+    )
+    speaker.start()
+    while len(list(corpus.glob("*[0-9].npz"))) < 2:
+        speaker.join(2)
+        if speaker.exitcode not in (None, 0):
+            raise MMDecodeError("the corpus could not be spoken; see the error of espeak-ng above")
+    train(options, work, out)
+    last = (work / "log.jsonl").read_text().splitlines()[-1]
+    return {"folder": str(out)} | json.loads(last)
+
+
+def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, Any]:
+    """Both kinds of heads for a model of this recipe, on windows of its corpus."""
+    from mmdecode.engine.decoder import Decoder
+
+    path = local_path(base)
+    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    processor = WhisperProcessor.from_pretrained(path)
+    windows = Windows(work / "corpus", processor, seed=991)
+    windows.refresh()
+    if not windows.shards:
+        raise MMDecodeError(f"no corpus in {work / 'corpus'}; run the recipe whisper-synth first")
+    mel = Mel(processor.feature_extractor)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in track(range(count // 16), description="transcribing"):
+            batch = collate([windows.draw(index % 4 > 0) for _ in range(16)], mel, True, 0)
+            yield batch.features, medusa.whisper_prompt(model, 16, index % 2)
+
+    samples = list(medusa.collect(model, batches(), Decoder(), 120))
+    reports = {}
+    for kind in ("block", "linear"):
+        options = medusa.MedusaOptions(kind=kind)
+        draft, reports[kind] = medusa.train_heads(model, samples, options, work / f"{kind}.pt")
+        draft.save_pretrained(out / kind, medusa.target_config(model))
+        (out / kind / "report.json").write_text(json.dumps(reports[kind], indent=2) + "\n")
+    return {"folder": str(out)} | reports

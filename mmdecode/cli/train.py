@@ -1,0 +1,81 @@
+"""``mmdecode train``: heads for a checkpoint, or the zoo's own models from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmdecode.cli.output import JsonFlag, console, emit_json
+
+app = typer.Typer(no_args_is_help=True, help="Train heads or zoo models.")
+
+
+@app.command()
+def medusa(
+    model: Annotated[str, typer.Option(help="A Whisper: folder, Hub id or zoo:NAME.")],
+    data: Annotated[
+        Path, typer.Option(help="JSON lines with a 'path' per recording.", exists=True)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the heads.")],
+    kind: Annotated[str, typer.Option(help="'block' or 'linear'.")] = "block",
+    heads: Annotated[int, typer.Option(help="Tokens proposed per round.")] = 5,
+    epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 12,
+    nodes: Annotated[int, typer.Option(help="Tree size; 0 keeps a chain.")] = 12,
+    limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
+    seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Train Medusa heads on a Whisper's own transcripts; run again to resume."""
+    from mmdecode.train.medusa import MedusaOptions, train_from_manifest
+
+    options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
+    report = train_from_manifest(model, data, out, options, limit)
+    tree = report["expected_tokens_per_pass_tree"]
+    console.print(
+        f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "
+        f"{report['expected_tokens_per_pass_chain']}, tree {tree}"
+    )
+    if json:
+        emit_json(report)
+
+
+@app.command()
+def zoo(
+    name: Annotated[
+        str, typer.Argument(help="whisper-synth, whisper-synth-medusa or speech-test.")
+    ],
+    work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
+        "outputs/zoo"
+    ),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result; default: WORK/model.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Time box of the training proper.")] = 80.0,
+    base: Annotated[str, typer.Option(help="For the heads: their target.")] = "zoo:whisper-synth",
+    json: JsonFlag = False,
+) -> None:
+    """Rebuild a member of the zoo; needs espeak-ng. Run again to resume."""
+    from mmdecode.errors import UnknownNameError
+    from mmdecode.train import whisper_synth
+
+    if name == "whisper-synth":
+        out = out or work / "model"
+        result = whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
+    elif name == "whisper-synth-medusa":
+        out = out or work / "heads"
+        result = whisper_synth.run_heads(base, work, out)
+    elif name == "speech-test":
+        from mmdecode.zoo.speech import build_speech_test
+
+        out = out or work / "speech-test"
+        build_speech_test(out)
+        result = {"folder": str(out)}
+    else:
+        raise UnknownNameError.of(
+            "zoo recipe", name, ["whisper-synth", "whisper-synth-medusa", "speech-test"]
+        )
+    console.print(f"result in [bold]{out}[/bold]")
+    if json:
+        emit_json(result)

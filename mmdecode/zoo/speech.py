@@ -1,0 +1,130 @@
+"""``zoo:speech-test``: clips of held-out sentences in held-out voices, and one long recording.
+
+The files are Ogg Vorbis made by `build_speech_test`; noisy variants are not stored but made from
+each clip's seed when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from mmdecode.errors import OptionError
+
+FOLDER = Path(__file__).parent / "data" / "speech-test"
+NOISY_SNR_DB = 3.0
+Variant = Literal["clean", "noisy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """One item of the test set.
+
+    Attributes:
+        name: Unique.
+        path: The file of the clean variant.
+        text: What is said.
+        duration_s: Seconds.
+        voice: Accent and timbre of espeak-ng.
+        seed: Of the noise.
+        long: Whether it is the recording of several minutes.
+    """
+
+    name: str
+    path: Path
+    text: str
+    duration_s: float
+    voice: str
+    seed: int
+    long: bool
+
+    def samples(self, variant: Variant = "clean") -> np.ndarray:
+        """Mono float32 samples at 16 kHz."""
+        import soundfile
+
+        wave, rate = soundfile.read(self.path, dtype="float32")
+        assert rate == 16_000, f"{self.path.name} has {rate} Hz"
+        if variant == "clean":
+            return wave
+        if variant != "noisy":
+            raise OptionError(f"variant {variant!r}; expected 'clean' or 'noisy'")
+        import torch
+
+        from mmdecode.zoo.synthesis import add_noise
+
+        generator = torch.Generator().manual_seed(self.seed)
+        noisy = add_noise(torch.from_numpy(wave), NOISY_SNR_DB, generator, tilt=0.8)
+        return noisy.clamp(-1, 1).numpy()
+
+
+def speech_test(*, long: bool = False) -> list[Clip]:
+    """The short clips, or with ``long`` the recording."""
+    rows = [json.loads(line) for line in (FOLDER / "manifest.jsonl").read_text().splitlines()]
+    clips = [
+        Clip(
+            name=row["name"],
+            path=FOLDER / row["file"],
+            text=row["text"],
+            duration_s=row["duration_s"],
+            voice=row["voice"],
+            seed=row["seed"],
+            long=row["long"],
+        )
+        for row in rows
+    ]
+    return [clip for clip in clips if clip.long == long]
+
+
+def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
+    """Speaks the test set; needs espeak-ng. 30 clips of one to three sentences, and 3 minutes."""
+    import soundfile
+
+    from mmdecode.zoo import grammar, synthesis
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    engine = synthesis.Espeak()
+    texts = iter(dict.fromkeys(grammar.sentences(400, seed, "test")))  # no sentence twice
+    rows = []
+
+    def pause(low: float, high: float) -> np.ndarray:
+        return np.zeros(round(rng.uniform(low, high) * synthesis.SAMPLING_RATE), dtype=np.float32)
+
+    def write(name: str, voice: synthesis.Voice, said: list[str], wave: np.ndarray) -> None:
+        path = folder / f"{name}.ogg"
+        rate = synthesis.SAMPLING_RATE
+        with soundfile.SoundFile(path, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
+            for start in range(0, len(wave), rate):  # libsndfile crashes on long single writes
+                file.write(wave[start : start + rate])
+        rows.append(
+            {
+                "name": name,
+                "file": path.name,
+                "text": " ".join(said),
+                "duration_s": round(len(wave) / synthesis.SAMPLING_RATE, 2),
+                "voice": f"{voice.accent}+{voice.variant}",
+                "seed": rng.randrange(2**31),
+                "long": len(said) > 3,
+            }
+        )
+
+    for index in range(30):
+        voice = synthesis.Voice.draw(rng, (synthesis.TEST_VARIANTS[index % 5],))
+        said = [next(texts) for _ in range((1, 1, 2, 1, 3)[index % 5])]
+        parts = [pause(0.1, 0.4)]
+        for text in said:
+            parts += [engine.speak(text, voice), pause(0.3, 0.7)]
+        write(f"clip_{index:02d}", voice, said, np.concatenate(parts))
+    voice = synthesis.Voice.draw(rng, synthesis.TEST_VARIANTS[:1])
+    said, parts = [], [pause(0.2, 0.5)]
+    while sum(map(len, parts)) < 180 * synthesis.SAMPLING_RATE:
+        said.append(next(texts))
+        parts += [engine.speak(said[-1], voice), pause(0.3, 1.0)]
+    write("recording", voice, said, np.concatenate(parts))
+    lines = [json.dumps(row) for row in rows]
+    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
