@@ -15,9 +15,12 @@ attributes; ``mmdecode methods`` shows them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import itertools
 import re
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -166,6 +169,12 @@ _BUILTIN = (
         name="decoder_only",
         target="mmdecode.adapters.decoder_only:DecoderOnlyAdapter",
         summary="causal language models",
+    ),
+    Entry(
+        kind="adapters",
+        name="table",
+        target="mmdecode.testing.table:TableAdapter",
+        summary="the exact table models of mmdecode.testing",
     ),
 )
 
@@ -338,6 +347,12 @@ def _value(text: str) -> Any:
 def _entries(kind: str) -> dict[str, Entry]:
     if kind not in KINDS:
         raise UnknownNameError.of("kind", kind, KINDS)
+    return _scan(kind, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=16)
+def _scan(kind: str, path: tuple[str, ...]) -> dict[str, Entry]:
+    """Reading the metadata of every distribution takes milliseconds; done once per ``sys.path``."""
     found = {entry.name: entry for entry in _BUILTIN if entry.kind == kind}
     for point in metadata.entry_points(group=f"mmdecode.{kind}"):
         plugin = point.dist.name if point.dist else "an unnamed distribution"
@@ -346,7 +361,7 @@ def _entries(kind: str) -> dict[str, Entry]:
                 f"{plugin} registers {kind} {point.name!r}, which exists already, and is ignored; "
                 "its author has to choose another name",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             continue
         found[point.name] = Entry(kind=kind, name=point.name, target=point.value, plugin=plugin)
@@ -367,22 +382,24 @@ def _load(entry: Entry) -> type:
         ) from error
 
 
+@functools.cache
 def adapter_class(model_type: str) -> Any:
-    """The adapter class of a model type.
+    """The adapter class of a model type; ours come before those of plug-ins.
 
     Raises:
         UnsupportedModelError: No registered adapter names the type.
     """
     known: list[str] = []
-    for entry in _entries("adapters").values():
+    ours = [entry for entry in _BUILTIN if entry.kind == "adapters"]
+    for entry in itertools.chain(ours, _entries("adapters").values()):
         cls: Any = _load(entry)
         if model_type in cls.model_types:
             return cls
         known += cls.model_types
     raise UnsupportedModelError(
-        f"no adapter for model_type {model_type!r}; expected one of {', '.join(sorted(known))}; "
-        "decode it with plain generate, or register an adapter under the entry-point group "
-        "mmdecode.adapters"
+        f"no adapter for model_type {model_type!r}; expected one of "
+        f"{', '.join(sorted(set(known)))}; decode it with plain generate, or register an adapter "
+        "under the entry-point group mmdecode.adapters"
     )
 
 

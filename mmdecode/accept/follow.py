@@ -54,6 +54,11 @@ def follow(
     """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
     if not law.vectorised:
         return _follow_lazily(proposal, law, ctx, choose)
+    if not proposal.size:
+        chosen = choose(law.all(), ctx.length.new_zeros((1, 1)))
+        return Outcome(
+            path=proposal.tokens, num_accepted=torch.zeros_like(ctx.length), next_token=chosen[:, 0]
+        )
     parents, depths, _ = proposal.structure()
     choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
     wanted = choices.gather(1, (parents + 1).expand(ctx.batch, -1))

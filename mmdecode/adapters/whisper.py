@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
+from mmdecode.adapters import whisper_step
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.errors import IncompatibleError
 
@@ -32,6 +33,7 @@ class WhisperAdapter:
         self.max_positions: int | None = config.max_target_positions
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
+        self._lean = whisper_step.usable(self._decoder)
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the audio it came with."""
@@ -67,10 +69,15 @@ class WhisperAdapter:
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Ragged self-attention beside a cross-attention cache that is filled once."""
-        return _WhisperPast(cache, prompt.inputs["audio"])
+        return WhisperPast(cache, prompt.inputs["audio"])
 
     def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
         """States after the decoder's final norm."""
+        if self._lean and not any(layer._forward_pre_hooks for layer in self._decoder.layers):
+            cross = past.cross(self._decoder.layers)
+            return whisper_step.step(
+                self._decoder, tokens, mask, positions, past.cache.layers, cross
+            )
         return self._decoder(
             input_ids=tokens,
             attention_mask=mask,
@@ -95,23 +102,37 @@ class WhisperAdapter:
 
     @staticmethod
     def run_extra_layer(
-        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: _WhisperPast
+        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: WhisperPast
     ) -> Tensor:
         """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
-        output = layer(hidden, mask, encoder_hidden_states=past.audio, past_key_values=past.caches)
-        return output[0] if isinstance(output, tuple) else output
+        cross = past.cross([layer])[0]
+        return whisper_step.run_layer(layer, hidden, mask, past.cache.layers[0], cross)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self._decoder.layers
 
 
-class _WhisperPast:
-    """The two caches, and the encoder's states, which must be given although they are cached."""
+class WhisperPast:
+    """Ragged self-attention, and the audio that every step attends to.
+
+    The stock modules want a cross-attention cache and, although it is cached, the encoder's states;
+    the lean step wants keys and values. Each is made when it is first asked for.
+    """
 
     def __init__(self, cache: RaggedCache, audio: Tensor) -> None:
-        self.caches, self.audio = EncoderDecoderCache(cache, DynamicCache()), audio
+        self.cache, self.audio = cache, audio
+        self.caches = EncoderDecoderCache(cache, DynamicCache())
+        self._cross: list[whisper_step.CrossStates] = []
+
+    def cross(self, layers: Iterable[torch.nn.Module]) -> list[whisper_step.CrossStates]:
+        """Keys and values of the audio, by layer."""
+        if not self._cross:
+            self._cross = [whisper_step.cross_states(layer, self.audio) for layer in layers]
+        return self._cross
 
     def reorder_cache(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``, in that order."""
         self.caches.reorder_cache(rows)
         self.audio = self.audio[rows]
+        self._cross = [(keys[rows], values[rows]) for keys, values in self._cross]

@@ -33,7 +33,15 @@ class _Rows:
     def __init__(self, batch: int, device: torch.device) -> None:
         self.start = torch.zeros(batch, dtype=torch.long, device=device)
         self.offset = 0  # a pass may write ahead of start
+        self.slots: Tensor | None = None  # where the pass writes, the same for all layers
         self.visible = 0  # slots attention sees in this pass
+
+    def write_to(self, count: int) -> Tensor:
+        """Slots of ``count`` tokens, ``(B, 1, count, 1)``."""
+        if self.slots is None:
+            order = torch.arange(self.offset, self.offset + count, device=self.start.device)
+            self.slots = (self.start[:, None] + order)[:, None, :, None]
+        return self.slots
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -67,13 +75,12 @@ class RaggedLayer(CacheLayerMixin):
         if grown > 0:
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
-        keys, values, start = self.keys, self.values, rows.start
-        count = key_states.shape[2]
-        slots = start[:, None] + (rows.offset + torch.arange(count, device=start.device))
-        index = slots[:, None, :, None]
-        keys.scatter_(2, index.expand_as(key_states), key_states)
-        values.scatter_(2, index.expand_as(value_states), value_states)
-        return keys[:, :, : rows.visible], values[:, :, : rows.visible]
+        index = rows.write_to(key_states.shape[2])
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        if rows.visible == self.keys.shape[2]:
+            return self.keys, self.values
+        return self.keys[:, :, : rows.visible], self.values[:, :, : rows.visible]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps the rows ``beam_idx``; the stock method asks for a length and does nothing."""
@@ -115,7 +122,7 @@ class RaggedCache(Cache):
 
     def open(self, visible: int, offset: int = 0) -> None:
         """Prepares a pass: ``visible`` slots are attended, writes begin at ``start + offset``."""
-        self.rows.visible, self.rows.offset = visible, offset
+        self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keeps the root of the last pass and ``count - 1`` of its nodes.

@@ -293,7 +293,8 @@ class Run:
             draft.observe(ctx, proposal, scores["main"], outcome)
 
             proposal = draft.propose(ctx, ctx.limit - status.shortest - 1)
-            proposal = proposal.masked(self.useful(proposal))
+            if proposal.size:
+                proposal = proposal.masked(self.useful(proposal))
             status = self.transfer(proposal)
             ctx.longest = status.longest
             if not status.open:
@@ -313,8 +314,11 @@ class Run:
         path, accepted = outcome.path, outcome.num_accepted
         order = torch.arange(path.shape[1] + 1, device=ctx.device)
         tokens = proposal.tokens.gather(1, path.clamp_min(0))
-        block = torch.nn.functional.pad(tokens, (0, 1))
-        block = torch.where(order == accepted[:, None], outcome.next_token[:, None], block)
+        block = outcome.next_token[:, None]
+        if path.shape[1]:
+            block = torch.where(
+                order < accepted[:, None], torch.nn.functional.pad(tokens, (0, 1)), block
+            )
         count = torch.where(ctx.open, accepted + 1, 0)
         count, ended = self.stopping.cut(ctx, block, count)
         kept = order < count[:, None]
@@ -330,8 +334,7 @@ class Run:
         if first:
             self.stats.prefilled(count)
         else:
-            drafted = (proposal.tokens >= 0).sum(1) * ctx.open
-            self.stats.scored(ctx.open, drafted, accepted, count)
+            self.stats.scored(ctx.open, proposal.tokens, accepted, count)
             for scorer in self.scorers:
                 scorer.keep(path, count, proposal.is_chain)
         ctx.length = ctx.length + count

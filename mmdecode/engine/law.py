@@ -10,6 +10,7 @@ each distinct prefix length, never past the first rejection.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ _PREFIX_FREE = {
         "TypicalLogitsWarper",
         "EpsilonLogitsWarper",
         "EtaLogitsWarper",
-        "SuppressTokensLogitsProcessor",
         "InfNanRemoveLogitsProcessor",
         "LogitNormalization",
     )
@@ -57,15 +57,40 @@ class Nodes:
 
     def previous(self) -> Tensor:
         """The token before `tokens`, ``(B, N + 1)``."""
+        before_root = self.ctx.last(2)[:, :1]
+        if self.tokens.shape[1] == 1:
+            return before_root
         above = self.tokens.gather(1, self.parents.expand(self.tokens.shape[0], -1))
-        return torch.cat([self.ctx.last(2)[:, :1], above], 1)
+        return torch.cat([before_root, above], 1)
+
+    def last_committed(self, first: int, begin: int) -> Tensor:
+        """The last id from ``first`` on in the columns from ``begin`` on, ``(B,)``; else -1."""
+        ids = self.ctx.ids[:, begin:]
+        order = self.vocabulary(ids.shape[1])
+        end = self.ctx.length[:, None] + (self.ctx.prompt_length - begin)
+        last = torch.where((ids >= first) & (order < end), order, -1).amax(1)
+        found = ids.gather(1, last.clamp_min(0)[:, None])[:, 0]
+        return torch.where(last >= 0, found, -1)
 
     def last_on_path(self, wanted: Tensor, base: Tensor) -> Tensor:
-        """The last node token on each row's path for which ``wanted (B, N + 1)``, else ``base``."""
-        order = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)
-        last = ((self.ancestors & wanted[:, None]) * order).amax(-1)  # later in order is deeper
-        found = self.tokens.gather(1, (last - 1).clamp_min(0))
-        return torch.where(last > 0, found, base[:, None])
+        """The last node token on each row's path for which ``wanted (B, N + 1)``, else ``base``.
+
+        The root is not a node: it is part of what ``base`` was taken from.
+        """
+        if wanted.shape[1] == 1:
+            return base[:, None]
+        order = self.vocabulary(wanted.shape[1])  # 0 is the root, later in order is deeper
+        last = ((self.ancestors & wanted[:, None]) * order).amax(-1)
+        return torch.where(last > 0, self.tokens.gather(1, last), base[:, None])
+
+    def vocabulary(self, size: int) -> Tensor:
+        """0, 1, ... ``size - 1``."""
+        return _arange(size, self.tokens.device)
+
+
+@lru_cache(maxsize=64)
+def _arange(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device)
 
 
 Vectorised = Callable[[Tensor, Nodes], Tensor]
@@ -78,79 +103,102 @@ def _flat(processor: lp.LogitsProcessor) -> Vectorised:
     return run
 
 
-def _suppress_at_begin(processor: lp.SuppressTokensAtBeginLogitsProcessor) -> Vectorised:
+class _Mask:
+    """A set of token ids as a mask over the vocabulary, made once per device and size."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ids, self._mask = ids, torch.empty(0, dtype=torch.bool)
+
+    def like(self, scores: Tensor) -> Tensor:
+        """``(V,)`` bool."""
+        if len(self._mask) != scores.shape[-1] or self._mask.device != scores.device:
+            vocab = torch.arange(scores.shape[-1], device=scores.device)
+            self._mask = torch.isin(vocab, self._ids.to(scores.device))
+        return self._mask
+
+
+def _suppress(processor: lp.SuppressTokensLogitsProcessor) -> Vectorised:
+    mask = _Mask(processor.suppress_tokens)
+
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = processor.begin_suppress_tokens.to(scores.device)
-        hit = torch.isin(torch.arange(scores.shape[-1], device=scores.device), ids)
+        return scores.masked_fill(mask.like(scores), -torch.inf)
+
+    return run
+
+
+def _suppress_at_begin(processor: lp.SuppressTokensAtBeginLogitsProcessor) -> Vectorised:
+    mask = _Mask(processor.begin_suppress_tokens)
+
+    def run(scores: Tensor, nodes: Nodes) -> Tensor:
         at_begin = nodes.prefix_length == processor.begin_index
-        return scores.masked_fill(at_begin[..., None] & hit, -torch.inf)
+        return scores.masked_fill(at_begin[..., None] & mask.like(scores), -torch.inf)
 
     return run
 
 
 def _min_length(processor: lp.MinLengthLogitsProcessor) -> Vectorised:
+    mask = _Mask(processor.eos_token_id)
+
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = processor.eos_token_id.to(scores.device)
-        hit = torch.isin(torch.arange(scores.shape[-1], device=scores.device), ids)
         short = nodes.prefix_length < processor.min_length
-        return scores.masked_fill(short[..., None] & hit, -torch.inf)
+        return scores.masked_fill(short[..., None] & mask.like(scores), -torch.inf)
 
     return run
 
 
 def _min_new_tokens(processor: lp.MinNewTokensLengthLogitsProcessor) -> Vectorised:
+    mask = _Mask(processor.eos_token_id)
+
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ids = processor.eos_token_id.to(scores.device)
-        hit = torch.isin(torch.arange(scores.shape[-1], device=scores.device), ids)
-        new = nodes.prefix_length - processor.prompt_length_to_skip
-        return scores.masked_fill((new < processor.min_new_tokens)[..., None] & hit, -torch.inf)
+        short = nodes.prefix_length < processor.prompt_length_to_skip + processor.min_new_tokens
+        return scores.masked_fill(short[..., None] & mask.like(scores), -torch.inf)
 
     return run
 
 
 def _whisper_timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
-    """Timestamps in pairs, never decreasing, first of all, and wherever they outweigh all text."""
+    """Timestamps in pairs, never decreasing, first of all, and wherever they outweigh all text.
+
+    What the stock processor bans are ranges: text below ``low_text``, timestamps outside
+    ``low_stamp..high_stamp``. Whether timestamps outweigh text is asked of the scores themselves:
+    the normaliser of their softmax cancels.
+    """
     first, begin = processor.timestamp_begin, processor.begin_index
     eos = processor.eos_token_id
     eos = min(eos) if isinstance(eos, (list, tuple)) else int(eos)
+    latest = processor.max_initial_timestamp_index
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        ctx = nodes.ctx
-        vocab = torch.arange(scores.shape[-1], device=scores.device)
-        since_begin = nodes.prefix_length - begin
-        last_is = (nodes.tokens >= first) & (since_begin >= 1)
+        size = scores.shape[-1]
+        tokens, since_begin = nodes.tokens, nodes.prefix_length - begin
+        stamped = tokens >= first
+        last_is = stamped & (since_begin >= 1)
         previous_is = (nodes.previous() >= first) | (since_begin < 2)
-        columns = torch.arange(ctx.ids.shape[1], device=scores.device)
-        stamped = (ctx.ids >= first) & (columns >= begin) & (columns < ctx.end()[:, None])
-        latest = torch.where(stamped, columns, -1).amax(1)
-        base = torch.where(latest >= 0, ctx.ids.gather(1, latest.clamp_min(0)[:, None])[:, 0], -1)
-        is_node = torch.ones_like(last_is)
-        is_node[:, 0] = False  # the root is part of base
-        last_stamp = nodes.last_on_path((nodes.tokens >= first) & is_node, base)
-        floor = last_stamp + (~(last_is & ~previous_is)).long()
-        floor = torch.where(last_stamp >= first, floor, first)
-
-        is_stamp = vocab >= first
-        banned = (last_is & previous_is)[..., None] & is_stamp
-        banned |= (last_is & ~previous_is)[..., None] & (vocab < eos)
-        banned |= is_stamp & (vocab < floor[..., None])
-        at_begin = (since_begin == 0)[..., None]
-        banned |= at_begin & ~is_stamp
-        if processor.max_initial_timestamp_index is not None:
-            banned |= at_begin & (vocab > first + processor.max_initial_timestamp_index)
-        banned |= vocab == processor.no_timestamps_token_id
-        scores = scores.masked_fill(banned, -torch.inf)
+        last = nodes.last_on_path(stamped, nodes.last_committed(first, begin))
+        opening = last_is & ~previous_is  # text has just been closed by a timestamp
+        at_begin = since_begin == 0
+        low_text = torch.where(at_begin, first, opening * eos)
+        low_stamp = torch.where(last >= first, last + (~opening).long(), first)
+        low_stamp = torch.where(last_is & previous_is, size, low_stamp)
+        vocab = nodes.vocabulary(size)
+        text, stamps = scores[..., :first], scores[..., first:]
+        text = text.masked_fill(vocab[:first] < low_text[..., None], -torch.inf)
+        text[..., processor.no_timestamps_token_id] = -torch.inf
+        banned = vocab[first:] < low_stamp[..., None]
+        if latest is not None:
+            banned |= at_begin[..., None] & (vocab[first:] > first + latest)
+        stamps = stamps.masked_fill(banned, -torch.inf)
         if processor._detect_timestamp_from_logprob:
-            log_p = scores.log_softmax(-1)
-            stamps = log_p[..., first:].logsumexp(-1) > log_p[..., :first].amax(-1)
-            scores = scores.masked_fill(stamps[..., None] & ~is_stamp, -torch.inf)
-        return scores
+            only_stamps = stamps.logsumexp(-1) > text.amax(-1)
+            text = text.masked_fill(only_stamps[..., None], -torch.inf)
+        return torch.cat([text, stamps], -1)
 
     return run
 
 
 _KNOWN: dict[type, Callable[..., Vectorised]] = {
     **dict.fromkeys(_PREFIX_FREE, _flat),
+    lp.SuppressTokensLogitsProcessor: _suppress,
     lp.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
     lp.MinLengthLogitsProcessor: _min_length,
     lp.MinNewTokensLengthLogitsProcessor: _min_new_tokens,

@@ -1,17 +1,14 @@
 """Counters of a decoder, and the rates that follow from them.
 
-Counters are kept on the device and read when a rate is asked for: reading them per round would be
-one synchronisation more.
+Rounds are kept as tensors and added up when a rate is asked for: reading them per round would be a
+synchronisation more, adding them up on the device work for nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-
-_DEEPEST = 64  # longer accepted paths are counted here
 
 
 class Stats:
@@ -29,59 +26,69 @@ class Stats:
     def reset(self) -> None:
         """Back to zero."""
         self.calls = self.passes = self.draft_passes = 0
-        self._tokens: Tensor | int = 0
-        self._first: Tensor | int = 0
-        self._rounds: Tensor | int = 0
-        self._drafted: Tensor | int = 0
-        self._accepted: Tensor | int = 0
-        self._histogram: Tensor | None = None
+        self._first: list[Tensor] = []
+        self._rounds: list[tuple[Tensor, ...]] = []
+        self._sums = [0, 0, 0, 0, 0]  # first tokens, row passes, drafted, accepted, tokens
+        self._counts: list[int] = []
 
     def prefilled(self, committed: Tensor) -> None:
         """Round 0 of a call: ``committed (B,)`` tokens that no scoring pass was needed for."""
-        self._first = self._first + committed.sum()
+        self._first.append(committed)
 
     def scored(self, open_rows: Tensor, drafted: Tensor, accepted: Tensor, kept: Tensor) -> None:
-        """One round.
+        """One round; nothing is computed before a rate is asked for.
 
         Args:
             open_rows: Rows that took part, ``(B,)`` bool.
-            drafted: Nodes in use per row, ``(B,)``.
+            drafted: Proposed tokens, ``(B, N)``, -1 unused.
             accepted: Nodes on the accepted path, ``(B,)``.
             kept: Tokens committed after stop rules, ``(B,)``.
         """
         self.passes += 1
-        self._rounds = self._rounds + open_rows.sum()
-        self._drafted = self._drafted + drafted.sum()
-        self._accepted = self._accepted + (accepted * open_rows).sum()
-        self._tokens = self._tokens + kept.sum()
-        counts = torch.zeros(_DEEPEST + 1, dtype=torch.long, device=accepted.device)
-        counts.scatter_add_(0, accepted.clamp(0, _DEEPEST), open_rows.long())
-        self._histogram = counts if self._histogram is None else self._histogram + counts
+        self._rounds.append((open_rows, drafted, accepted, kept))
+        if len(self._rounds) >= 4096:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        self._sums[0] += sum(int(first.sum()) for first in self._first)
+        for open_rows, drafted, accepted, kept in self._rounds:
+            for index, value in enumerate(
+                (open_rows, ((drafted >= 0).sum(1) * open_rows), accepted * open_rows, kept)
+            ):
+                self._sums[index + 1] += int(value.sum())
+            for count in accepted[open_rows].tolist():
+                self._counts += [0] * (count + 1 - len(self._counts))
+                self._counts[count] += 1
+        self._first, self._rounds = [], []
+
+    def _sum(self, index: int) -> int:
+        self._reduce()
+        return self._sums[index]
 
     @property
     def tokens(self) -> int:
         """Tokens committed, those of round 0 included."""
-        return int(self._tokens) + int(self._first)
+        return self._sum(0) + self._sum(4)
 
     @property
     def rounds(self) -> int:
         """Sum over rows of the rounds each was open for: row passes."""
-        return int(self._rounds)
+        return self._sum(1)
 
     @property
     def drafted(self) -> int:
         """Nodes proposed."""
-        return int(self._drafted)
+        return self._sum(2)
 
     @property
     def accepted(self) -> int:
         """Nodes accepted, before stop rules cut the block."""
-        return int(self._accepted)
+        return self._sum(3)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens committed per row pass; prefill excluded, bonus or correction included."""
-        return int(self._tokens) / max(self.rounds, 1)
+        return self._sum(4) / max(self.rounds, 1)
 
     @property
     def acceptance_rate(self) -> float:
@@ -90,11 +97,9 @@ class Stats:
 
     @property
     def histogram(self) -> list[int]:
-        """Row passes that accepted 0, 1, 2, ... nodes; trailing zeros cut."""
-        counts = [] if self._histogram is None else self._histogram.tolist()
-        while counts and not counts[-1]:
-            counts.pop()
-        return counts
+        """Row passes that accepted 0, 1, 2, ... nodes."""
+        self._reduce()
+        return list(self._counts)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as plain numbers."""

@@ -49,7 +49,7 @@ class Stopping:
             ``count (B,)``, at least 1 for open rows, and ``ended (B,)``.
         """
         order = torch.arange(1, block.shape[1] + 1, device=block.device)
-        stop = torch.isin(block, self.eos) if len(self.eos) else torch.zeros_like(block).bool()
+        stop = (block[..., None] == self.eos).any(-1)
         stop |= (ctx.length[:, None] + order) >= self.limit
         if self.others:
             stop |= self._ask(ctx, block, count)
