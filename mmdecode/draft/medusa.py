@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,36 @@ class MedusaHeads(nn.Module):
         return {key: value.detach().clone() for key, value in weights.items()}
 
 
+CPU_PASS_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tree with, for each node, its head and its rank."""
+
+    tree: Tree
+    levels: Tensor
+    ranks: Tensor
+    top: int
+
+    @classmethod
+    def of(cls, paths: list[tuple[int, ...]]) -> _Shape:
+        tree, order = Tree.from_paths(paths)
+        ranks = torch.tensor([path[-1] for path in order])
+        return cls(tree, torch.tensor(tree.depths) - 1, ranks, int(ranks.max()) + 1)
+
+
 class Medusa:
     """Drafts with Medusa heads.
 
     Args:
         heads: The heads; head k proposes the k-th token after the root.
         block: A decoder layer of the target's family that runs before the heads, or ``None``.
-        paths: Rank paths of the tree: ``(0, 1)`` is the second choice of head 2 below the first
-            choice of head 1. ``None``: the chain of first choices.
-        extra_layer_runner: Runs ``block``; the family's adapter provides it.
+        paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of head
+            2 below the first choice of head 1. ``None``: the chain of first choices.
+        pass_tokens: Most tokens of one pass over the batch: a larger batch gets the first nodes of
+            the tree only. ``None``: `CPU_PASS_TOKENS` on a CPU, where a pass is bound by arithmetic
+            early, and no limit elsewhere.
 
     Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
     """
@@ -117,6 +139,7 @@ class Medusa:
         heads: MedusaHeads,
         block: nn.Module | None = None,
         paths: list[tuple[int, ...]] | None = None,
+        pass_tokens: int | None = None,
     ) -> None:
         num_heads = heads.weight.shape[1]
         paths = paths or [(0,) * depth for depth in range(1, num_heads + 1)]
@@ -125,10 +148,9 @@ class Medusa:
                 f"a path of {max(map(len, paths))} ranks needs as many heads; there are {num_heads}"
             )
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
-        self.tree, order = Tree.from_paths(paths)
-        self.ranks = torch.tensor([path[-1] for path in order])
-        self.levels = torch.tensor(self.tree.depths) - 1
+        self.paths, self.pass_tokens = paths, pass_tokens
         self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
+        self._shapes: dict[int, _Shape] = {}
         self.reset()
 
     @classmethod
@@ -205,16 +227,12 @@ class Medusa:
             block = self.block.state_dict()
             weights |= {f"medusa_block.{k}": v.detach().clone() for k, v in block.items()}
         save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
-        paths: list[tuple[int, ...]] = []
-        for node, parent in enumerate(self.tree.parents):
-            above = paths[parent] if parent >= 0 else ()
-            paths.append((*above, int(self.ranks[node])))
         config = {
             "model_type": "mmdecode_medusa",
             "medusa_heads_type": "heads" if self.block is None else "medusa_block",
             "medusa_num_heads": self.heads.weight.shape[1],
             "medusa_num_layers": self.heads.weight.shape[0],
-            "medusa_choices": paths,
+            "medusa_choices": self.paths,
             "target_config": target_config,
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -247,10 +265,22 @@ class Medusa:
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """The tree of the heads' ranks."""
         assert self._state is not None, "observe was not called"
+        shape = self._shape(ctx)
         logits = self.heads.logits(self._state, ctx.adapter)  # (K, B, V)
-        top = logits.topk(int(self.ranks.max()) + 1, dim=-1).indices  # (K, B, ranks)
-        tokens = top[self.levels, :, self.ranks]  # (N, B)
-        return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=self.tree)
+        top = logits.topk(shape.top, dim=-1).indices  # (K, B, ranks)
+        tokens = top[shape.levels, :, shape.ranks]  # (N, B)
+        return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
+
+    def _shape(self, ctx: Context) -> _Shape:
+        limit = self.pass_tokens
+        if limit is None and ctx.device.type == "cpu":
+            limit = CPU_PASS_TOKENS
+        nodes = len(self.paths)
+        if limit is not None:
+            nodes = max(1, min(nodes, limit // ctx.batch - 1))
+        if nodes not in self._shapes:
+            self._shapes[nodes] = _Shape.of(self.paths[:nodes])
+        return self._shapes[nodes]
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Keeps the state at the end of the accepted path."""

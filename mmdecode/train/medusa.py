@@ -289,7 +289,7 @@ def expected_length(hits: Tensor, paths: list[tuple[int, ...]] | None) -> float:
 
 
 def choose_tree(hits: Tensor, nodes: int) -> list[tuple[int, ...]]:
-    """The ``nodes`` rank paths that were right most often, closed under prefixes.
+    """The ``nodes`` rank paths that were right most often, best first, closed under prefixes.
 
     A path's frequency never exceeds its prefix's, so taking the most frequent ones in order is
     optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
@@ -303,7 +303,7 @@ def choose_tree(hits: Tensor, nodes: int) -> list[tuple[int, ...]]:
         if len(path) < len(hits):
             for rank in range(hits.shape[2]):
                 frontier[(*path, rank)] = right & hits[len(path), :, rank]
-    return sorted(chosen, key=lambda p: (len(p), p))
+    return chosen
 
 
 @dataclass
