@@ -1,4 +1,4 @@
-"""Names of checkpoints: a folder, a Hub id, or ``zoo:NAME``, the models shipped with the package."""
+"""Names of checkpoints: a folder, a Hub id, or ``zoo:NAME``, a model shipped with the package."""
 
 from __future__ import annotations
 

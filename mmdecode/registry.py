@@ -404,6 +404,6 @@ def adapter_class(model_type: str) -> Any:
 
 
 def adapter_for(model: Any) -> Any:
-    """Builds the adapter for a model, by its configuration's ``model_type``; see `adapter_class`."""
+    """Builds the adapter for a model by its ``config.model_type``; see `adapter_class`."""
     config = getattr(model, "config", None)
     return adapter_class(getattr(config, "model_type", type(model).__name__))(model)

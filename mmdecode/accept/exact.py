@@ -146,7 +146,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def _gumbel_choice(
     scores: Tensor, depths: Tensor, noise: Noise, ctx: Context, role: Role, trial: Tensor | None
 ) -> Tensor:
-    """argmax of scores plus noise; nodes of one depth share a position and hence its noise."""
+    """The argmax of scores plus noise; nodes of one depth share a position and hence its noise."""
     if depths.shape[1] == 1:
         levels, index = depths.reshape(-1)[:1], torch.zeros_like(depths)
     else:

@@ -32,8 +32,8 @@ class DecoderOnlyAdapter:
         mixed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
         if mixed:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has layers of type {', '.join(sorted(mixed))}; this version "
-                "decodes models whose layers all attend to the full context"
+                f"{type(model).__name__} has layers of type {', '.join(sorted(mixed))}; this "
+                "version decodes models whose layers all attend to the full context"
             )
         self.model = model
         self.vocab = config.vocab_size

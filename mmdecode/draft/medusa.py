@@ -68,7 +68,7 @@ class MedusaHeads(nn.Module):
 
         Args:
             weights: By key; all heads alike.
-            first: Heads before this one are left out (a Medusa-Linear head 0 belongs to the target).
+            first: Heads before this one are left out (head 0 of Medusa-Linear belongs to the target).
         """
         keys = [key.split(".") for key in weights]
         heads = sorted({int(key[0]) for key in keys})[first:]
@@ -123,8 +123,8 @@ class Medusa:
     Args:
         heads: The heads; head k proposes the k-th token after the root.
         block: A decoder layer of the target's family that runs before the heads, or ``None``.
-        paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of head
-            2 below the first choice of head 1. ``None``: the chain of first choices.
+        paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of
+            head 2 below the first choice of head 1. ``None``: the chain of first choices.
         pass_tokens: Most tokens of one pass over the batch: a larger batch gets the first nodes of
             the tree only. ``None``: `CPU_PASS_TOKENS` on a CPU, where a pass is bound by arithmetic
             early, and no limit elsewhere.
@@ -209,7 +209,7 @@ class Medusa:
             paired = f"{model_id.removeprefix('zoo:')}-medusa" if model_id else ""
             if paired not in zoo_names():
                 raise OptionError(
-                    f"medusa needs path=..., the folder of the heads; only zoo models have heads of "
+                    "medusa needs path=..., the folder of the heads; only zoo models have heads of "
                     f"their own, and {model_id!r} is none with heads"
                 )
             path = f"zoo:{paired}"

@@ -1,5 +1,6 @@
-"""What a drafter, a guide, a rule and a branch promise each other; `mmdecode.engine.decoder` is the
-loop that holds them to it.
+"""What a drafter, a guide, a rule and a branch promise each other.
+
+`mmdecode.engine.decoder` is the loop that holds them to it.
 
 Conventions: B rows, N nodes, V vocabulary. Row 0 of every score tensor is the root (the last
 committed token, not yet in the cache); row u + 1 is the law of the token after node u. At round 0

@@ -78,7 +78,7 @@ class Decoder:
 
     Args:
         draft: A `Draft`, or its name with options (``"lookup:length=8"``); ``None`` drafts nothing.
-        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None`` keeps the model's law.
+        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None``: the model's law.
         accept: A rule, its name, ``"auto"`` or ``"fastest"``. ``auto`` resolves per call: greedy
             generation keeps exact matches, sampling uses the coupled rule, whose tokens for one
             seed are the same with any draft and in any batch. ``fastest`` samples with the exact

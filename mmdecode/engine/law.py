@@ -171,10 +171,9 @@ def _whisper_timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vector
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
         size = scores.shape[-1]
         tokens, since_begin = nodes.tokens, nodes.prefix_length - begin
-        stamped = tokens >= first
-        last_is = stamped & (since_begin >= 1)
+        last_is = (tokens >= first) & (since_begin >= 1)
         previous_is = (nodes.previous() >= first) | (since_begin < 2)
-        last = nodes.last_on_path(stamped, nodes.last_committed(first, begin))
+        last = nodes.last_on_path(last_is, nodes.last_committed(first, begin))
         opening = last_is & ~previous_is  # text has just been closed by a timestamp
         at_begin = since_begin == 0
         low_text = torch.where(at_begin, first, opening * eos)
@@ -256,7 +255,7 @@ class Law:
         return self._all
 
     def at(self, rows: Tensor) -> Tensor:
-        """Processed, at one score row per batch row; -1 where none is asked. ``(B,)`` to ``(B, V)``."""
+        """Processed, at one score row per batch row, -1: none asked. ``(B,)`` to ``(B, V)``."""
         if self.vectorised:
             index = rows.clamp_min(0)[:, None, None].expand(-1, 1, self._raw.shape[-1])
             return self.all().gather(1, index)[:, 0]

@@ -75,8 +75,10 @@ class Tree:
         return max(self.depths, default=0)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """``parents (N,)``, ``depths (N,)`` and ``ancestors (N+1, N+1)`` (self included, row 0 is
-        the root), cached per device."""
+        """Parents ``(N,)``, depths ``(N,)`` and ancestors ``(N + 1, N + 1)``, kept per device.
+
+        Ancestors include the node itself; row 0 is the root.
+        """
         return _tree_tensors(self, device)
 
 
@@ -100,8 +102,8 @@ class Proposal:
     Attributes:
         tokens: ``(B, N)`` int64, -1 where unused.
         kind: How the tokens came to be: a function of the committed prefix (``deterministic``),
-            independent draws from ``log_q`` (``iid``), Gumbel-top-k order (``without_replacement``),
-            or argmax of log q plus the target's own Gumbel noise (``coupled``). Which acceptance
+            independent draws from ``log_q`` (``iid``), Gumbel-top-k order
+            (``without_replacement``), or argmax of log q plus the target's own Gumbel noise (``coupled``). Which acceptance
             rules are exact depends on it, so there is no default.
         tree: Shape shared by all rows; a chain when neither ``tree`` nor ``parents`` is given.
         parents: ``(B, N)``, when rows have shapes of their own.

@@ -49,8 +49,8 @@ def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any
         raise IncompatibleError(f"past_key_values of type {type(past).__name__} are not supported")
     if past is not None and int(past.get_seq_length()) > 0:
         raise IncompatibleError(
-            "past_key_values already hold tokens; a mmdecode decoder reads the whole prompt itself: "
-            "leave past_key_values out"
+            "past_key_values already hold tokens; a mmdecode decoder reads the whole prompt "
+            "itself: leave past_key_values out"
         )
     if input_ids.shape[1] == 0:
         raise IncompatibleError(

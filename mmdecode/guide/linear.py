@@ -92,7 +92,7 @@ class Linear:
 
 
 def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
-    """``combined`` with ``-inf`` where the main probability is below ``beta * max``, ``(..., V)``."""
+    """``combined`` with ``-inf`` where the main probability is below ``beta * max``."""
     if beta == 0:
         return combined
     floor = main.amax(-1, keepdim=True) + math.log(beta)

@@ -1,10 +1,10 @@
 """Recipe of ``zoo:whisper-synth``: a real Whisper, four orders of magnitude smaller, from scratch.
 
-What it makes: a ``WhisperForConditionalGeneration`` of about 3.5 M parameters with 8-second windows,
-its ``WhisperProcessor`` folder, and a small CTC head on the encoder (an auxiliary loss that shortens
-the road to alignment, kept for forced alignment). Data are sentences of `mmdecode.zoo.grammar`
-spoken by espeak-ng with many voices, noise and reverberation; test voices and test sentences are
-never trained on.
+What it makes: a ``WhisperForConditionalGeneration`` of about 3.6 M parameters with 8-second
+windows, its ``WhisperProcessor`` folder, and a small CTC head on the encoder (an auxiliary loss
+that shortens the road to alignment, kept for forced alignment). Data are sentences of
+`mmdecode.zoo.grammar` spoken by espeak-ng with many voices, noise and reverberation; test voices
+and test sentences are never trained on.
 
 Differs from OpenAI's Whisper in the frame rate only: 50 mel frames a second instead of 100
 (``hop_length`` 320), hence timestamps in steps of 0.04 s. Plain ``generate`` must be told so
@@ -151,7 +151,7 @@ def build_model(options: Options, processor: WhisperProcessor) -> WhisperForCond
     )
     model = WhisperForConditionalGeneration(config)
     lang_to_id = {f"<|{c}|>": tokenizer.convert_tokens_to_ids(f"<|{c}|>") for c in LANGUAGES}
-    suppressed = [i for i in range(ids.sot, ids.no_timestamps)]
+    suppressed = list(range(ids.sot, ids.no_timestamps))
     model.generation_config = GenerationConfig(
         decoder_start_token_id=ids.sot,
         bos_token_id=ids.eot,
@@ -251,6 +251,7 @@ class Windows:
                     self.shards.append((data["samples"], data["ends"], data["texts"].tolist()))
 
     def utterance(self) -> tuple[Tensor, str]:
+        """One spoken sentence of the corpus and its text."""
         samples, ends, texts = self.rng.choice(self.shards)
         i = self.rng.randrange(len(texts))
         wave = samples[ends[i - 1] if i else 0 : ends[i]].astype(np.float32) / 32767
@@ -263,6 +264,7 @@ class Windows:
         return track[start : start + length]
 
     def damage(self, wave: Tensor) -> Tensor:
+        """A room, noise and another loudness, each with some probability."""
         rng = self.rng
         if rng.random() < 0.2:
             wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.5), self.generator)
@@ -273,6 +275,7 @@ class Windows:
         return wave * 10 ** rng.uniform(-1, 0)
 
     def silence(self) -> Window:
+        """No speech: only the no-speech token is asked, at the start of the transcript."""
         level = self.rng.choice([0.0, 1e-3, 1e-2, 1e-1, 1.0])
         wave = level * self.noise(WINDOW_S * SAMPLING_RATE)
         return Window(wave, [self.ids.sot], [self.ids.no_speech], None)
@@ -319,7 +322,7 @@ class Windows:
             asked = asked + tokens[3:] + [ids.eot]
         else:
             tokens += [ids.no_timestamps] + [t for s in segments for t in self.text(s[2])]
-            asked = asked + [-100] + tokens[4:] + [ids.eot]
+            asked = [*asked, -100, *tokens[4:], ids.eot]
         if prompted:
             before = [ids.prev, *self.text(self.utterance()[1])]
             tokens, asked = before + tokens, [-100] * len(before) + asked
@@ -327,9 +330,11 @@ class Windows:
         return Window(wave, tokens, asked, letters)
 
     def stamp(self, seconds: float) -> int:
+        """The timestamp token nearest to a time."""
         return self.ids.first_timestamp + min(round(seconds / STEP_S), round(WINDOW_S / STEP_S))
 
     def text(self, text: str) -> list[int]:
+        """Ids of a text in the middle of a transcript."""
         return self.tokenizer.encode(" " + text, add_special_tokens=False)
 
 

@@ -24,8 +24,8 @@ _SHARED = {
 _DOMAINS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "kitchen": (
         {
-            "food": "bread butter cheese tomato potato pepper onion garlic mushroom chicken salmon rice "
-            "pasta cabbage spinach lemon banana",
+            "food": "bread butter cheese tomato potato pepper onion garlic mushroom chicken salmon "
+            "rice pasta cabbage spinach lemon banana",
             "dish": "soup|salad|pancakes|sandwich|omelette|pudding|chocolate cake|apple pie",
             "tool": "spoon|knife|kettle|bowl|oven|frying pan",
             "cook": "chopped boiled fried roasted grilled peeled sliced melted",
@@ -96,8 +96,8 @@ _DOMAINS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "nature": (
         {
-            "animal": "rabbit squirrel elephant tiger dolphin penguin spider lizard monkey pigeon turtle "
-            "horse donkey eagle wolf",
+            "animal": "rabbit squirrel elephant tiger dolphin penguin spider lizard monkey pigeon "
+            "turtle horse donkey eagle wolf",
             "motion": "jumped climbed wandered crawled galloped vanished slept",
             "place": "behind the old oak|under the wooden fence|beside the river|into the cave|"
             "over the garden wall|through the tall grass|between the rocks",

@@ -58,7 +58,7 @@ class Espeak:
         path = os.environ.get("MMDECODE_ESPEAK_LIB") or ctypes.util.find_library("espeak-ng")
         if path is None:
             raise MMDecodeError(
-                "the espeak-ng library was not found, and this recipe synthesises its speech with it; "
+                "the espeak-ng library was not found, and this recipe speaks through it; "
                 "install the system package espeak-ng (apt-get install espeak-ng) or set "
                 "MMDECODE_ESPEAK_LIB and MMDECODE_ESPEAK_DATA"
             )

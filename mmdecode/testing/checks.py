@@ -1,0 +1,445 @@
+"""Checks that a draft, a rule, a guide or an adapter keeps its promises.
+
+`check_draft`, `check_accept`, `check_guide` and `check_adapter` are for parts of your own and raise
+AssertionError with what differs. They are composed of `assert_lossless` (byte equality with a plain
+loop) and `assert_distribution` (counts of whole sequences against exact enumeration). Both are only
+worth something because known mistakes fail them: the mutants under ``tests/law``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import Context
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.errors import IncompatibleError
+from mmdecode.testing import drafts
+from mmdecode.testing.table import (
+    Table,
+    coupled,
+    decode,
+    greedy,
+    left_pad,
+    new_tokens,
+    plain_loop,
+)
+
+RowLaw = Callable[[list[int], list[int]], Tensor]
+"""Scores ``(V,)`` from a row's prompt and what it has generated."""
+
+PROMPTS = ([1, 2, 3], [0, 0, 2, 1, 4, 2], [3], [2, 2])
+SEED = 5
+LEVEL = 1e-4
+"""A distribution is rejected below this p-value; seeds are fixed, so a test is not flaky."""
+
+
+def law_of(model: Table) -> RowLaw:
+    """The law of a table model without a guide."""
+    return lambda prompt, new: model.law([*prompt, *new])
+
+
+def run_rows(
+    decoder: Decoder, model: Any, prompts: Sequence[Sequence[int]], **options: Any
+) -> list[list[int]]:
+    """Decodes a ragged batch; rows are named after their prompts unless ``request`` is given."""
+    ids, mask = left_pad(prompts)
+    options.setdefault("request", [str(list(p)) for p in prompts])
+    sequences = decode(model, ids, decoder, mask=mask, **options)
+    return new_tokens(sequences, ids.shape[1], model.config.vocab_size)
+
+
+def assert_lossless(
+    decoder: Decoder,
+    model: Any,
+    law: RowLaw,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    do_sample: bool,
+    eos: list[int] | None = None,
+    processors: Callable[[], Iterable[Any]] = tuple,
+    criteria: Callable[[], Iterable[Any]] = tuple,
+    max_new_tokens: int = 12,
+) -> list[list[int]]:
+    """Asserts that every row is what `plain_loop` generates for it alone; returns the rows.
+
+    Args:
+        decoder: With a seed of its own, where it samples.
+        model: A table model.
+        law: The law the rows should follow.
+        prompts: One per row.
+        do_sample: Whether to sample; then by the coupled rule.
+        eos: End-of-sequence ids.
+        processors: Makes the logits processors, anew for each loop.
+        criteria: Makes the stopping criteria.
+        max_new_tokens: Most tokens.
+    """
+    found = run_rows(
+        decoder,
+        model,
+        prompts,
+        do_sample=do_sample,
+        eos=eos,
+        processors=processors(),
+        criteria=criteria(),
+        max_new_tokens=max_new_tokens,
+    )
+    width = max(map(len, prompts))
+    for row, prompt in enumerate(prompts):
+        expected = plain_loop(
+            lambda prefix, p=list(prompt): law(p, prefix[len(p) :]),  # type: ignore[misc]
+            prompt,
+            coupled(int(decoder.seed or 0), str(list(prompt))) if do_sample else greedy,
+            padding=[0] * (width - len(prompt)),
+            processors=processors(),
+            criteria=criteria(),
+            eos=eos or (),
+            max_new_tokens=max_new_tokens,
+        )
+        assert found[row] == expected, (
+            f"row {row} (prompt {list(prompt)}, do_sample={do_sample}): generated {found[row]}, "
+            f"the plain loop {expected}"
+        )
+    return found
+
+
+def exact_joint(
+    law: RowLaw, prompt: Sequence[int], length: int, processors: Iterable[Any] = ()
+) -> Tensor:
+    """Probabilities of all sequences of ``length`` tokens, float64 ``(V, V, ...)``."""
+    processors = list(processors)
+
+    def below(new: list[int]) -> Tensor:
+        scores = law(list(prompt), new)[None]
+        for processor in processors:
+            scores = processor(torch.tensor([[*prompt, *new]]), scores)
+        p = scores[0].double().softmax(-1)
+        if len(new) == length - 1:
+            return p
+        return torch.stack([p[t] * below([*new, t]) for t in range(len(p))])
+
+    return below([])
+
+
+def p_value(counts: Tensor, probabilities: Tensor) -> float:
+    """Of the G-test; cells expected less than five times are pooled; 0 for an impossible count."""
+    expected = probabilities.flatten() * counts.sum()
+    counts = counts.flatten().double()
+    if bool((counts[expected == 0] > 0).any()):
+        return 0.0
+    small = expected < 5
+    if bool(small.any()):
+        expected = torch.cat([expected[~small], expected[small].sum()[None]])
+        counts = torch.cat([counts[~small], counts[small].sum()[None]])
+    real = expected > 0
+    expected, counts = expected[real], counts[real]
+    statistic = 2 * torch.xlogy(counts, counts / expected).sum().clamp_min(0)
+    freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom.clamp_min(0.5), statistic / 2))
+
+
+def assert_distribution(
+    make: Callable[[], Decoder],
+    model: Any,
+    law: RowLaw,
+    prompt: Sequence[int] = (1, 0, 2),
+    *,
+    length: int = 4,
+    samples: int = 40_000,
+    rows: int = 10_000,
+    processors: Callable[[], Iterable[Any]] = tuple,
+) -> Tensor:
+    """Asserts that sampled sequences have the joint law, and so does every prefix of them.
+
+    Args:
+        make: A new decoder, whose seed is set here.
+        model: A table model with a vocabulary of 5 or less.
+        law: The law the rows should follow.
+        prompt: Of all rows; they differ in their noise.
+        length: Tokens that are counted, and generated.
+        samples: Number of sequences.
+        rows: Batch size.
+        processors: Makes the logits processors.
+
+    Returns:
+        The sequences, ``(samples, length)``.
+    """
+    vocab = model.config.vocab_size
+    parts = []
+    for index in range(samples // rows):
+        decoder = make()
+        decoder.seed = 1000 + index
+        sequences = decode(
+            model,
+            torch.tensor([list(prompt)]).repeat(rows, 1),
+            decoder,
+            do_sample=True,
+            processors=processors(),
+            max_new_tokens=length,
+            request=range(rows),
+        )
+        parts.append(sequences[:, len(prompt) :])
+    drawn = torch.cat(parts)
+    joint = exact_joint(law, prompt, length, processors())
+    for count in range(1, length + 1):  # positions separately: a late fault drowns in the joint
+        cell = (drawn[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
+        counts = torch.bincount(cell, minlength=vocab**count)
+        exact = joint.flatten(count).sum(-1) if count < length else joint
+        p = p_value(counts, exact)
+        assert p > LEVEL, f"the first {count} of {length} tokens have another law: p = {p:.2g}"
+    return drawn
+
+
+def bigram(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Tensor:
+    """Logits of a draft that knows one token of context, ``(V, V)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(vocab, vocab, generator=generator) * 2 - 1) * sharpness
+
+
+def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """The batch, the batch in another order, and each row alone."""
+    yield list(prompts)
+    yield list(prompts)[::-1]
+    yield from ([p] for p in prompts)
+
+
+def _same_in_any_batch(make: Callable[[], Decoder], model: Any, **options: Any) -> None:
+    rows: dict[str, list[int]] = {}
+    for prompts in _batches(PROMPTS):
+        for prompt, row in zip(prompts, run_rows(make(), model, prompts, **options), strict=True):
+            before = rows.setdefault(str(prompt), row)
+            assert row == before, f"prompt {prompt} gives {row} in one batch, {before} in another"
+
+
+def check_draft(make: Callable[[], Any], model: Any = None) -> None:
+    """Checks that a draft changes speed and nothing else.
+
+    Args:
+        make: A new draft for a vocabulary of 5.
+        model: The table model it drafts for, where it needs a special one.
+
+    Raises:
+        AssertionError: A promise is broken.
+    """
+    model = model or Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+    for do_sample in (False, True):
+        for prompts in _batches(PROMPTS):
+            decoder = Decoder(make(), seed=SEED)
+            assert_lossless(
+                decoder, model, law_of(model), prompts, do_sample=do_sample, eos=[model.vocab - 1]
+            )
+    kinds = make().kinds
+    names = {"iid": "rejection", "deterministic": "membership"}
+    for kind, rule in names.items():
+        if kind in kinds:
+            assert_distribution(
+                lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
+                model,
+                law_of(model),
+                samples=10_000,
+                length=3,
+            )
+    if "iid" not in kinds:
+        _refused(lambda: Decoder(make(), accept="rejection"), type(make()).__name__, "Rejection")
+
+
+def check_accept(make: Callable[[], Any]) -> None:
+    """Checks that an acceptance rule gives the law it declares, for what it says it takes.
+
+    Args:
+        make: A new rule. Where ``law`` is ``"heuristic"``, only an empty draft is judged.
+
+    Raises:
+        AssertionError: A promise is broken.
+    """
+    rule = make()
+    model = Table(4, seed=11, sharpness=1.5)
+    proposers = [drafts.Drafter()]
+    if rule.law == "exact":
+        if "deterministic" in rule.kinds:
+            proposers += [drafts.Random(), drafts.FullTree(1), drafts.RandomTrees(4)]
+        proposers += [
+            drafts.Bigram(bigram(4), kinds=(kind,), ragged=ragged)
+            for kind in rule.kinds
+            if kind in ("iid", "coupled", "deterministic")
+            for ragged in (False, True)
+        ]
+    proposers = [p for p in proposers if set(p.kinds) & set(rule.kinds)]
+    for draft in proposers:
+        if "greedy" in rule.modes:
+            assert_lossless(
+                Decoder(draft, accept=make()), model, law_of(model), do_sample=False, eos=[3]
+            )
+        if "sample" in rule.modes:
+            assert_distribution(
+                lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
+                model,
+                law_of(model),
+                samples=10_000,
+                length=3,
+            )
+    for mode in {"greedy", "sample"} - set(rule.modes):
+        draft = drafts.Bigram(bigram(4), kinds=tuple(rule.kinds[:1]))
+        _refused(
+            lambda mode=mode, draft=draft: run_rows(  # type: ignore[misc]
+                Decoder(draft, accept=make()), model, PROMPTS, do_sample=mode == "sample"
+            ),
+            type(rule).__name__,
+            "do_sample",
+        )
+
+
+def check_guide(
+    make: Callable[[], Any], neutral: Callable[[], Any] | None = None, model: Any = None
+) -> None:
+    """Checks that a guide's law depends on each node's prefix alone.
+
+    Args:
+        make: A new guide for a table model with a vocabulary of 5.
+        neutral: The guide at its neutral setting.
+        model: The table model, where it needs a special one.
+
+    Raises:
+        AssertionError: Drafting, batch neighbours or the neutral setting change the output.
+    """
+    model = model or Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+    eos = [model.vocab - 1]
+    for do_sample in (False, True):
+        options: dict[str, Any] = {"do_sample": do_sample, "eos": eos}
+        plain = run_rows(Decoder(None, make(), seed=SEED), model, PROMPTS, **options)
+        for draft in (
+            drafts.Random(),
+            drafts.RandomTrees(),
+            drafts.FullTree(),
+            drafts.Known(plain, wrong_at=[3, 7]),
+        ):
+            found = run_rows(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
+            assert found == plain, (
+                f"with draft {type(draft).__name__} the guide gives {found}, undrafted {plain}"
+            )
+        _same_in_any_batch(lambda: Decoder(None, make(), seed=SEED), model, **options)
+        if neutral is not None:
+            assert neutral().neutral, "the neutral setting does not say so"
+            found = run_rows(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
+            without = run_rows(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
+            assert found == without, "the neutral setting changes the output"
+
+
+def check_adapter(
+    make: Callable[[Any], Any],
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    inputs: Mapping[str, Any] | None = None,
+    tolerance: float = 1e-4,
+) -> None:
+    """Checks cached scoring of trees against one plain pass over each node's own prefix.
+
+    Args:
+        make: From a model to its adapter.
+        model: A small model in float32 or float64.
+        ids: A ragged batch of prompts, padded on the left, ``(B, P)``.
+        mask: True where not padding.
+        inputs: Further inputs of the model, rows first, such as encoder outputs.
+        tolerance: Largest difference of logits.
+
+    Raises:
+        AssertionError: Masks, positions, compaction or row order are wrong.
+    """
+    adapter = make(model)
+    tree = Tree((-1, -1, 0, 0, 2, 1))
+    tokens = torch.arange(len(ids) * len(tree)).reshape(len(ids), -1) * 7 % adapter.vocab
+    tokens[0, -1] = -1
+    proposal = Proposal(tokens=tokens, kind="deterministic", tree=tree)
+    second = Proposal(tokens=tokens.flip(1).clamp_min(1), kind="deterministic", tree=tree)
+    accepted = torch.tensor([[0, 2, 4], [1, 5, -1], [0, 3, -1], [-1, -1, -1]])
+    path = accepted[torch.arange(len(ids)) % 4]
+    root = torch.ones(len(ids), 1, dtype=torch.long)
+    ctx = _context(ids, mask, inputs)
+    branches = ModelBranches(adapter, [MAIN])
+    with torch.no_grad():
+        first = branches.prefill(ctx, {})["main"].logits[:, 0]
+        _close(first, [_alone(adapter, ctx, b, []) for b in range(len(ids))], "prompt", tolerance)
+        kept: list[list[int]] = [[] for _ in range(len(ids))]
+        for step, drafted in enumerate((proposal, second)):
+            ctx.ids.scatter_(1, ctx.end()[:, None], root)
+            ctx.length = ctx.length + 1
+            kept = [[*k, 1] for k in kept]
+            branches.extend(branches.width + 16)
+            logits = branches.score(ctx, drafted, {})["main"].logits
+            for node in range(-1, drafted.size):
+                rows = [b for b in range(len(ids)) if node < 0 or drafted.tokens[b, node] >= 0]
+                expected = [
+                    _alone(adapter, ctx, b, [*kept[b], *_path_tokens(drafted, b, node)])
+                    for b in rows
+                ]
+                _close(logits[rows, node + 1], expected, f"node {node} of round {step}", tolerance)
+            count = (path >= 0).sum(1) + 1
+            branches.keep(path, count, drafted.is_chain)
+            for b in range(len(ids)):
+                kept[b] += [int(drafted.tokens[b, u]) for u in path[b].tolist() if u >= 0]
+            for b, row in enumerate(kept):
+                ctx.ids[b, ctx.prompt_length : ctx.prompt_length + len(row)] = torch.tensor(row)
+            ctx.length = torch.tensor([len(row) for row in kept])
+
+
+def _path_tokens(proposal: Proposal, row: int, node: int) -> list[int]:
+    assert proposal.tree is not None
+    tokens: list[int] = []
+    while node >= 0:
+        tokens.insert(0, int(proposal.tokens[row, node]))
+        node = proposal.tree.parents[node]
+    return tokens
+
+
+def _alone(adapter: Any, ctx: Context, row: int, new: list[int]) -> Tensor:
+    """Logits after a row's prompt and ``new``, in one pass of its own."""
+    prompt = ctx.prompt_ids[row][ctx.prompt_mask[row]]
+    ids = torch.cat([prompt, torch.tensor(new, dtype=torch.long)])[None]
+    inputs = {k: _one(v, row) for k, v in ctx.model_inputs.items()}
+    alone = _context(ids, torch.ones_like(ids).bool(), inputs)
+    return ModelBranches(adapter, [MAIN]).prefill(alone, {})["main"].logits[0, 0]
+
+
+def _one(value: Any, row: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[row : row + 1]
+    if isinstance(value, Mapping):  # an output object of transformers
+        return type(value)(**{k: _one(v, row) for k, v in value.items()})
+    return value
+
+
+def _context(ids: Tensor, mask: Tensor, inputs: Mapping[str, Any] | None) -> Context:
+    zeros = torch.zeros(len(ids), dtype=torch.long)
+    return Context(
+        prompt_ids=ids,
+        prompt_mask=mask.bool(),
+        ids=torch.nn.functional.pad(ids, (0, 64)),
+        length=zeros,
+        open=zeros == 0,
+        rounds=zeros.clone(),
+        noise=Noise.of(0, range(len(ids))),
+        limit=64,
+        model_inputs=dict(inputs or {}),
+    )
+
+
+def _close(found: Tensor, expected: list[Tensor], where: str, tolerance: float) -> None:
+    worst = float((found - torch.stack(expected)).abs().amax())
+    assert worst <= tolerance, f"logits at {where} differ by {worst:.3g} from a pass of their own"
+
+
+def _refused(call: Callable[[], Any], *sides: str) -> None:
+    try:
+        call()
+    except IncompatibleError as error:
+        missing = [side for side in sides if side not in str(error)]
+        assert not missing, f"the refusal does not name {', '.join(missing)}: {error}"
+    else:
+        raise AssertionError(f"{' and '.join(sides)} were not refused")

@@ -1,0 +1,236 @@
+"""Drafts that try to break a rule or the loop: useless, wrong, ragged, perfect, or oddly shaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.noise import Role
+from mmdecode.engine.proposal import Kind, Proposal, Tree
+
+
+class Drafter:
+    """A deterministic draft that proposes nothing; the others override `propose`."""
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    needs = Needs()
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Notes which kind is wanted."""
+        self.kind: Kind = kind
+        self.vocab = prefill.logits.shape[-1]
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The empty proposal."""
+        return Proposal.empty(ctx.batch, ctx.device)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+class Constant(Drafter):
+    """Always one token: an ordinary one, or the end of sequence."""
+
+    def __init__(self, token: int, length: int = 4) -> None:
+        self.token, self.length = token, length
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """A chain of it."""
+        tokens = torch.full((ctx.batch, self.length), self.token, device=ctx.device)
+        return Proposal(tokens=tokens, kind="deterministic")
+
+
+class Random(Drafter):
+    """Uniform tokens in a fixed shape; siblings may repeat each other.
+
+    Args:
+        tree: The shape; default a chain of four.
+        ragged: Whether each row cuts it at a random node.
+        seed: Of its own generator.
+    """
+
+    def __init__(self, tree: Tree | None = None, ragged: bool = False, seed: int = 0) -> None:
+        self.tree, self.ragged = tree or Tree.chain(4), ragged
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """Any tokens, cut where ``ragged``."""
+        shape = (ctx.batch, len(self.tree))
+        tokens = torch.randint(self.vocab, shape, generator=self.generator)
+        if self.ragged:
+            used = torch.randint(len(self.tree) + 1, (ctx.batch, 1), generator=self.generator)
+            tokens = tokens.masked_fill(torch.arange(len(self.tree)) >= used, -1)
+        return Proposal(tokens=tokens.to(ctx.device), kind="deterministic", tree=self.tree)
+
+
+class RandomTrees(Drafter):
+    """Another random tree for each row and round, with random tokens; nodes at the end unused."""
+
+    def __init__(self, nodes: int = 7, seed: int = 0) -> None:
+        self.nodes = nodes
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """Parents are any earlier node, or the root."""
+        shape = (ctx.batch, self.nodes)
+        limits = torch.arange(self.nodes) + 1
+        parents = (torch.rand(shape, generator=self.generator) * limits).long() - 1
+        tokens = torch.randint(self.vocab, shape, generator=self.generator)
+        used = torch.randint(self.nodes + 1, (ctx.batch, 1), generator=self.generator)
+        tokens = tokens.masked_fill(torch.arange(self.nodes) >= used, -1)
+        return Proposal(
+            tokens=tokens.to(ctx.device), kind="deterministic", parents=parents.to(ctx.device)
+        )
+
+
+class FullTree(Drafter):
+    """Every token at every node, ``depth`` levels deep: whatever the law chooses was drafted."""
+
+    def __init__(self, depth: int = 2) -> None:
+        self.depth = depth
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """``V + V^2 + ...`` nodes."""
+        parents, tokens, level = [], [], [-1]
+        for _ in range(self.depth):
+            below = []
+            for parent in level:
+                for token in range(self.vocab):
+                    below.append(len(parents))
+                    parents.append(parent)
+                    tokens.append(token)
+            level = below
+        rows = torch.tensor(tokens, device=ctx.device).expand(ctx.batch, -1)
+        return Proposal(tokens=rows, kind="deterministic", tree=Tree(tuple(parents)))
+
+
+class Known(Drafter):
+    """Proposes the tokens that a row is known to end with: everything it drafts is right.
+
+    Args:
+        rows: The generated tokens of each row.
+        length: Tokens per round.
+        wrong_at: Positions where it errs on purpose, by one id.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sequence[int]], length: int = 4, wrong_at: Sequence[int] = ()
+    ) -> None:
+        width = max(map(len, rows))
+        self.rows = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
+        self.length, self.wrong_at = length, torch.tensor(list(wrong_at), dtype=torch.long)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """What follows the committed tokens, shifted by one id at the wrong positions."""
+        index = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
+        rows = self.rows.to(ctx.device)
+        inside = index < rows.shape[1]
+        tokens = rows.gather(1, index.clamp_max(rows.shape[1] - 1)).masked_fill(~inside, -1)
+        wrong = torch.isin(index, self.wrong_at.to(ctx.device)) & (tokens >= 0)
+        tokens = torch.where(wrong, (tokens + 1) % self.vocab, tokens)
+        return Proposal(tokens=tokens, kind="deterministic")
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        self.rows = self.rows[rows]
+
+
+class Bigram(Drafter):
+    """A chain drawn from a table q(next | previous), as the rule prefers: argmax, iid or coupled.
+
+    Args:
+        logits: ``(V, V)``.
+        length: Tokens per round.
+        kinds: What it offers.
+        ragged: Whether a row stops drafting behind each multiple of three positions.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        length: int = 3,
+        kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled"),
+        ragged: bool = False,
+    ) -> None:
+        self.logits, self.length, self.kinds, self.ragged = logits, length, kinds, ragged
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """Token after token, each from the row of the token before."""
+        previous, tokens, laws = ctx.last(1)[:, 0], [], []
+        table = self.logits.to(ctx.device)
+        for step in range(self.length):
+            law = table[previous]
+            position = (ctx.length + step)[:, None]
+            previous = self.draw(ctx, law, position)
+            laws.append(law)
+            tokens.append(previous)
+        drafted = torch.stack(tokens, 1)
+        if self.ragged:
+            index = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
+            ended = (index % 3 == 0).long().cumsum(1) > 0
+            drafted = drafted.masked_fill(ended, -1)
+        log_q = torch.stack(laws, 1) if self.kind == "iid" else None
+        return Proposal(tokens=drafted, kind=self.kind, log_q=log_q)
+
+    def draw(self, ctx: Context, law: Tensor, position: Tensor) -> Tensor:
+        """One token per row from ``law (B, V)``."""
+        if self.kind == "deterministic":
+            return law.argmax(-1)
+        role, trial = (Role.TARGET, None) if self.kind == "coupled" else (Role.DRAFT, ctx.rounds)
+        gumbel = ctx.noise.gumbel(position, role, law.shape[-1], trial=trial)
+        return (law + gumbel[:, 0]).argmax(-1)
+
+
+class Jacobi(Drafter):
+    """Keeps the rest of a rejected window as the next draft, and fills up with fresh tokens.
+
+    Args:
+        length: Tokens per window.
+        tail: How the rule is asked to refill it.
+        kinds: ``("deterministic",)``, or ``("iid",)`` to be judged by the recorded law of the tail.
+    """
+
+    def __init__(
+        self,
+        length: int = 4,
+        tail: str = "coupled",
+        kinds: tuple[Kind, ...] = ("deterministic",),
+    ) -> None:
+        self.length, self.kinds = length, kinds
+        self.needs = Needs(tail=tail)  # type: ignore[arg-type]
+        self.outcome: Outcome | None = None
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Notes the tail."""
+        self.outcome = outcome
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The tail, then uniform draws."""
+        assert self.outcome is not None
+        tail, law = self.outcome.tail_tokens, self.outcome.tail_law
+        assert tail is not None and law is not None
+        missing = self.length - tail.shape[1]
+        tail = torch.nn.functional.pad(tail, (0, missing), value=-1)
+        law = torch.nn.functional.pad(law, (0, 0, 0, missing))
+        positions = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
+        fresh = ctx.noise.gumbel(positions, Role.DRAFT, self.vocab, trial=ctx.rounds).argmax(-1)
+        kept = tail >= 0
+        log_q = law.masked_fill(~kept[..., None], 0.0)  # fresh tokens are uniform
+        return Proposal(
+            tokens=torch.where(kept, tail, fresh),
+            kind=self.kind,
+            log_q=log_q if self.kind == "iid" else None,
+        )
+
+    def reset(self) -> None:
+        """Forgets the call."""
+        self.outcome = None

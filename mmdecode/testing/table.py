@@ -1,0 +1,361 @@
+"""A table model: exact logits that are a pure function of the visible prefix, however batched.
+
+Real models differ in the last bit between one long pass and many short ones, so a byte comparison
+of drafted and undrafted output says nothing about the algorithm. Here every state is an integer: a
+hash of token and position goes through the engine's own cache, a wrapped sum over the slots that
+the mask shows is hashed again, and the logits are read off. A wrong mask, position or slot changes
+them; another batch, width or order of summation does not.
+
+`Table.law` is the same function on a plain list of tokens, in Python integers, with no engine: the
+oracle of the law tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from mmdecode.engine.cache import RaggedCache
+    from mmdecode.engine.decoder import Decoder
+
+LAYERS = 2
+_BITS = 50  # float64 holds such integers exactly
+_KEEP = (1 << _BITS) - 1
+_WORD = (1 << 64) - 1
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_RESOLUTION = 1 << 20
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _FIRST) & _WORD
+    x = ((x ^ (x >> 27)) * _SECOND) & _WORD
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix_tensor(x: Tensor) -> Tensor:
+    """`_mix` on int64 tensors: products wrap, shifts are made logical."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+class TableLayer(nn.Module):
+    """Attention that sums hashes: states are integers below 2^50, kept in float64."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, hidden_states: Tensor, mask: Tensor, past: Any) -> Tensor:
+        """``(R, Q, 1)`` to ``(R, Q, 1)``, through layer ``index`` of the cache."""
+        key = hidden_states[:, None]  # (R, 1, Q, 1)
+        value = (_mix_tensor(key.long() + 1) & _KEEP).double()
+        keys, values = past.update(key, value, self.index)
+        slots = _mix_tensor(keys.long() + 3 * values.long() + 1)[:, 0, :, 0]  # empty ones count too
+        total = ((mask[:, 0] == 0) * slots[:, None]).sum(-1)
+        return (_mix_tensor(total) & _KEEP).double()[..., None]
+
+
+class Table(nn.Module):
+    """A model whose logits are a function of prefix, positions and ``salt``.
+
+    Args:
+        vocab: V; keep it small.
+        seed: Names the table.
+        sharpness: Logits lie in ``-sharpness..sharpness``.
+        bias: Added to the logits of single tokens, for example to make the end likelier.
+        blind: Whether the tokens do not matter and positions alone do.
+
+    A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The view
+    ``"salt"`` of a branch adds its option ``by`` to it.
+    """
+
+    dtype = torch.float64
+
+    def __init__(
+        self,
+        vocab: int = 5,
+        seed: int = 0,
+        sharpness: float = 2.0,
+        bias: dict[int, float] | None = None,
+        blind: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="mmdecode_table", vocab_size=vocab, is_encoder_decoder=False
+        )
+        self.vocab, self.seed, self.sharpness, self.blind = vocab, seed, sharpness, blind
+        self.register_buffer("offsets", torch.zeros(vocab, dtype=torch.float64))
+        for token, value in (bias or {}).items():
+            self.offsets[token] = value
+        self.decoder_layers = nn.ModuleList(TableLayer(index) for index in range(LAYERS))
+        self._law = lru_cache(maxsize=None)(self._law_of)
+        self._sums = lru_cache(maxsize=None)(self._sums_of)
+
+    def embed(self, tokens: Tensor, positions: Tensor, salt: Tensor) -> Tensor:
+        """A hash per token and position, ``(R, Q)`` to ``(R, Q, 1)``."""
+        seen = torch.zeros_like(tokens) if self.blind else tokens
+        word = _mix_tensor(seen + 1) + _mix_tensor(positions + 1001) + salt[:, None]
+        return (_mix_tensor(word + self.seed * 7919) & _KEEP).double()[..., None]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``(..., 1)`` to float32 ``(..., V)``; exact arithmetic only."""
+        tokens = torch.arange(self.vocab, device=states.device)
+        word = _mix_tensor(states.long() + _mix_tensor(tokens + 17)) & (_RESOLUTION - 1)
+        return (self._scale(word.double()) + self.offsets).float()
+
+    def _scale(self, word: Any) -> Any:
+        return (word * (2 / _RESOLUTION) - 1) * self.sharpness
+
+    def law(self, tokens: Sequence[int], salt: int = 0) -> Tensor:
+        """The oracle: logits ``(V,)`` after a plain list of tokens, without engine or cache."""
+        return self._law(tuple(tokens), salt)
+
+    def _law_of(self, tokens: tuple[int, ...], salt: int) -> Tensor:
+        state = _mix(self._sums(tokens, salt)[-1]) & _KEEP
+        words = [
+            _mix((state + _mix(token + 17)) & _WORD) & (_RESOLUTION - 1)
+            for token in range(self.vocab)
+        ]
+        offsets = self.offsets.tolist()
+        return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
+
+    def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
+        """What each layer has summed over the prefix."""
+        if not tokens:
+            return (0,) * LAYERS
+        before = self._sums(tokens[:-1], salt)
+        word = _mix(1 + (0 if self.blind else tokens[-1])) + _mix(len(tokens) - 1 + 1001) + salt
+        state = _mix((word + self.seed * 7919) & _WORD) & _KEEP
+        sums = []
+        for total in before:
+            value = _mix(state + 1) & _KEEP
+            total = (total + _mix((state + 3 * value + 1) & _WORD)) & _WORD
+            sums.append(total)
+            state = _mix(total) & _KEEP
+        return tuple(sums)
+
+
+class TablePast:
+    """The engine's cache beside the salt of each row."""
+
+    def __init__(self, cache: RaggedCache, salt: Tensor) -> None:
+        self.cache, self.salt = cache, salt
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As a layer calls it."""
+        return self.cache.update(key, value, layer)
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        self.cache.reorder_cache(rows)
+        self.salt = self.salt[rows]
+
+
+class TableAdapter:
+    """Runs a `Table`; see `mmdecode.engine.contracts.Adapter`."""
+
+    model_types = ("mmdecode_table",)
+    max_positions = None
+    num_layers = LAYERS
+
+    def __init__(self, model: Table) -> None:
+        self.model, self.vocab = model, model.vocab
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The caller's prompt, its last token alone, or the ids of the branch."""
+        if spec.view not in (None, "salt"):
+            raise IncompatibleError.between(
+                f"branch {spec.name!r} with view {spec.view!r}",
+                "a table model",
+                "it has no input but its salt",
+                "use the view 'salt' with the option by=...",
+            )
+        ids, mask = ctx.prompt_ids, ctx.prompt_mask
+        salt = ctx.model_inputs.get("salt")
+        salt = torch.zeros_like(ctx.length) if salt is None else salt
+        if spec.view == "salt":
+            salt = salt + int(spec.view_options["by"])
+        if isinstance(spec.prompt, Tensor):
+            ids = spec.prompt.expand(ctx.batch, -1)
+            mask = torch.ones_like(ids) if spec.prompt_mask is None else spec.prompt_mask
+            mask = mask.expand_as(ids).bool()
+        elif spec.prompt == "last_token":
+            ids, mask = ids[:, -1:], mask[:, -1:]
+        return Prompt(ids=ids, mask=mask, inputs={"salt": salt})
+
+    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Rows of all prompts, branch by branch."""
+        return Prompt(
+            ids=torch.cat([p.ids for p in prompts]),
+            mask=torch.cat([p.mask for p in prompts]),
+            inputs={"salt": torch.cat([p.inputs["salt"] for p in prompts])},
+        )
+
+    def open(self, cache: RaggedCache, prompt: Prompt) -> TablePast:
+        """The cache with the salt."""
+        return TablePast(cache, prompt.inputs["salt"])
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: TablePast) -> Tensor:
+        """Integer states ``(R, Q, 1)``."""
+        states = self.model.embed(tokens, positions, past.salt)
+        for layer in self.model.decoder_layers:
+            states = layer(states, mask, past)
+        return states
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        return self.model.logits(hidden)
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers."""
+        return list(self.model.decoder_layers)
+
+
+def decode(
+    model: Any,
+    ids: Tensor,
+    decoder: Decoder,
+    *,
+    mask: Tensor | None = None,
+    processors: Iterable[Any] = (),
+    criteria: Iterable[Any] = (),
+    eos: int | list[int] | None = None,
+    max_new_tokens: int = 12,
+    do_sample: bool = False,
+    request: Any = None,
+    inputs: dict[str, Any] | None = None,
+    mm_inputs: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    """Calls a decoder on a table model as ``generate`` would.
+
+    Args:
+        model: A `Table`, or any model with an adapter.
+        ids: Prompts, padded on the left, ``(B, P)``.
+        decoder: What is tested.
+        mask: True where the prompt is not padding.
+        processors: Logits processors, in order.
+        criteria: Stopping criteria beside length and end-of-sequence.
+        eos: Ends a row.
+        max_new_tokens: Most tokens of a row.
+        do_sample: Whether to sample.
+        request: Names of the rows, for keyed noise.
+        inputs: Further keyword arguments of the model, such as ``salt``.
+        mm_inputs: Raw inputs for guides.
+        **config: Further fields of the generation configuration.
+
+    Returns:
+        What the decoder returns; rows are padded with the id V, which no model emits.
+    """
+    length = ids.shape[1] + max_new_tokens
+    generation_config = GenerationConfig(
+        max_length=length,
+        eos_token_id=eos,
+        pad_token_id=model.config.vocab_size,
+        do_sample=do_sample,
+        **config,
+    )
+    stop: list[Any] = [MaxLengthCriteria(length)]
+    if eos is not None:
+        stop.append(EosTokenCriteria(eos))
+    return decoder(
+        model,
+        ids,
+        logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList([*stop, *criteria]),
+        generation_config=generation_config,
+        mm_request=request,
+        mm_inputs=mm_inputs,
+        attention_mask=torch.ones_like(ids) if mask is None else mask.to(ids.dtype),
+        **(inputs or {}),
+    )
+
+
+def new_tokens(sequences: Tensor, width: int, pad: int) -> list[list[int]]:
+    """The generated tokens of each row, without the padding behind its end."""
+    return [[t for t in row if t != pad] for row in sequences[:, width:].tolist()]
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids ``(B, P)`` and their mask; the default pad is the ordinary token 0, on purpose."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(p)) + list(p) for p in prompts]
+    mask = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+Choice = Callable[[Tensor, int], int]
+
+
+def greedy(scores: Tensor, position: int) -> int:
+    """The best token, the lowest id among equals."""
+    return int(scores.argmax())
+
+
+def coupled(seed: int, request: Any) -> Choice:
+    """The keyed Gumbel sample that our own undrafted loop draws for a row named ``request``."""
+    noise = Noise.of(seed, [request_key(request, 0)])
+
+    def choose(scores: Tensor, position: int) -> int:
+        gumbel = noise.gumbel(torch.tensor([[position]]), Role.TARGET, len(scores))
+        return int((scores + gumbel[0, 0]).argmax())
+
+    return choose
+
+
+def plain_loop(
+    law: Callable[[list[int]], Tensor],
+    prompt: Sequence[int],
+    choose: Choice = greedy,
+    *,
+    padding: Sequence[int] = (),
+    processors: Iterable[Any] = (),
+    criteria: Iterable[Any] = (),
+    eos: Iterable[int] = (),
+    max_new_tokens: int = 12,
+) -> list[int]:
+    """The reference: one token after the other on plain lists, with no engine at all.
+
+    Args:
+        law: Scores ``(V,)`` after a list of tokens; a `Table`'s ``law``, or a guide's formula.
+        prompt: Without padding.
+        choose: From processed scores and position to a token.
+        padding: What stands before the prompt in the batch; processors and criteria see it.
+        processors: Logits processors, called with the row's own prefix.
+        criteria: Stopping criteria, likewise.
+        eos: Ends the row.
+        max_new_tokens: Most tokens.
+    """
+    new: list[int] = []
+    while len(new) < max_new_tokens:
+        prefix = [*prompt, *new]
+        scores = law(prefix)[None]
+        for processor in processors:
+            scores = processor(torch.tensor([[*padding, *prefix]]), scores)
+        new.append(choose(scores[0], len(new)))
+        ids = torch.tensor([[*padding, *prompt, *new]])
+        if new[-1] in set(eos) or any(bool(c(ids, None)) for c in criteria):
+            break
+    return new

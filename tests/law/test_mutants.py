@@ -1,0 +1,373 @@
+"""Known mistakes, planted one at a time: the checks of the law tests must reject each of them.
+
+A suite whose mutants pass proves nothing. Not mutants: leaving out the bonus token (slower, still
+exact), a draft under other processors than the target (exact, if q is its true law), one-hot
+membership without the round in its key (it becomes the coupled rule). The order of siblings matters
+to rules without replacement alone; its mutant comes with the first such rule.
+"""
+
+import inspect
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as lp
+
+from mmdecode.accept import exact
+from mmdecode.accept.exact import Coupled, GreedyMatch, Membership, Rejection
+from mmdecode.engine import branch, decoder, law
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.guide.cfg import CFG
+from mmdecode.testing import drafts
+from mmdecode.testing.checks import (
+    SEED,
+    assert_distribution,
+    assert_lossless,
+    bigram,
+    check_adapter,
+    law_of,
+)
+from mmdecode.testing.table import Table, TableAdapter, left_pad
+
+V = 4
+MODEL = Table(V, seed=11, sharpness=1.5)
+Q = bigram(V)
+TREE = Tree((-1, -1, 0, 0, 1, 2))
+
+
+def edited(function, old, new):
+    """The function with one piece of its source replaced, bound to its own module's names."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has changed: update this mutant"
+    names = vars(sys.modules[function.__module__])
+    scope = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), names, scope)
+    return scope[function.__name__]
+
+
+def iid(ragged=False):
+    return drafts.Bigram(Q, kinds=("iid",), ragged=ragged)
+
+
+def warpers():
+    return [lp.TemperatureLogitsWarper(0.5)]
+
+
+class Recent(LogitsProcessor):
+    """Of unknown type: makes the last token unlikely."""
+
+    def __call__(self, input_ids, scores):
+        last = input_ids[:, -1:].clamp_max(V - 1)  # the padding of ended rows is the id V
+        return scores.scatter_add(1, last, torch.full_like(scores[:, :1], -2.0))
+
+
+def cfg_law(prompt, new):
+    conditional = MODEL.law([*prompt, *new]).log_softmax(-1)
+    unconditional = MODEL.law([prompt[-1], *new]).log_softmax(-1)
+    return 2.0 * (conditional - unconditional) + unconditional
+
+
+# The checks; each gets the rule, draft or guide to use, or the sound ones
+
+
+def rejection(rule=Rejection, draft=iid, processors=warpers):
+    assert_distribution(
+        lambda: Decoder(draft(), accept=rule()), MODEL, law_of(MODEL), processors=processors
+    )
+
+
+def membership(draft=lambda: drafts.Bigram(Q, kinds=("deterministic",))):
+    assert_distribution(lambda: Decoder(draft(), accept=Membership()), MODEL, law_of(MODEL))
+
+
+def guided(guide=CFG):
+    assert_distribution(
+        lambda: Decoder(drafts.Random(), guide(2.0), accept=Membership()), MODEL, cfg_law
+    )
+
+
+def unguided_bytes(processors=tuple):
+    for draft in (drafts.Random, lambda: drafts.Random(TREE), lambda: drafts.FullTree(2)):
+        for do_sample in (False, True):
+            decoder = Decoder(draft(), seed=SEED)
+            for eos in ([V - 1], None):
+                options = {"do_sample": do_sample, "eos": eos, "processors": processors}
+                assert_lossless(decoder, MODEL, law_of(MODEL), **options)
+
+
+def guided_bytes(guide=CFG):
+    for do_sample in (False, True):
+        decoder = Decoder(drafts.FullTree(2), guide(2.0), seed=SEED)
+        assert_lossless(decoder, MODEL, cfg_law, do_sample=do_sample)
+
+
+def min_new():
+    return [lp.MinNewTokensLengthLogitsProcessor(6, 6, V - 1)]
+
+
+def known_prefixes():
+    unguided_bytes(min_new)
+
+
+def unknown_prefixes():
+    unguided_bytes(lambda: [Recent()])
+
+
+def scoring():
+    ids, mask = left_pad([[1, 2, 3], [0, 0, 2, 1], [3], [2, 2]])
+    inputs = {"salt": torch.arange(4)}
+    check_adapter(TableAdapter, MODEL, ids, mask, inputs, tolerance=0.0)
+
+
+CHECKS = [
+    rejection,
+    membership,
+    guided,
+    unguided_bytes,
+    guided_bytes,
+    known_prefixes,
+    unknown_prefixes,
+    scoring,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_sound_code_passes_every_check(check):
+    check()
+
+
+def rejected(check, *args, **kwargs):
+    with pytest.raises(AssertionError, match=r"another law|the plain loop|differ by"):
+        check(*args, **kwargs)
+
+
+# Drafts that do not draw from what they claim
+
+
+class ArgmaxClaimingSoftQ(drafts.Bigram):
+    def draw(self, ctx, law, position):
+        return law.argmax(-1)
+
+
+class OtherTemperature(drafts.Bigram):
+    def draw(self, ctx, law, position):
+        return super().draw(ctx, law * 1.5, position)
+
+
+class QOffByOne(drafts.Bigram):
+    def propose(self, ctx, budget):
+        proposal = super().propose(ctx, budget)
+        return replace(proposal, log_q=proposal.log_q.roll(1, 1))
+
+
+@pytest.mark.parametrize("draft", [ArgmaxClaimingSoftQ, OtherTemperature, QOffByOne])
+def test_a_draft_that_claims_another_law_is_found(draft):
+    rejected(rejection, draft=lambda: draft(Q, kinds=("iid",)))
+
+
+class Peeking(drafts.Drafter):
+    """Chooses how far to draft by the noise that will decide: the positions' rounds are biased."""
+
+    def propose(self, ctx, budget):
+        positions = ctx.length[:, None] + torch.arange(2)
+        noise = ctx.noise.gumbel(positions, Role.ACCEPT, self.vocab, trial=ctx.rounds + 1)
+        drafted = noise.argmax(-1)
+        wanted = drafted[:, 1:] == 0  # only if the second position would become a zero
+        return Proposal(tokens=drafted.masked_fill(~wanted, -1), kind="deterministic")
+
+
+def test_a_draft_that_reads_the_acceptance_noise_is_found():
+    rejected(membership, Peeking)
+
+
+# Rules
+
+
+call = Rejection.__call__
+CHOICE = "next_token = (final.log() + gumbel[:, 0]).argmax(-1)"
+RULES = {
+    "ratio_upside_down": ("uniform[:, depth] * q_x < p_x", "uniform[:, depth] * p_x < q_x"),
+    "resampled_from_p": ("residual(p, q[:, depth]), final", "p, final"),
+    "residual_of_the_next_q": ("residual(p, q[:, depth])", "residual(p, q[:, depth - 1])"),
+    "bonus_unwarped": (
+        CHOICE,
+        "raw = law.raw()[:, -1].softmax(-1)\n"
+        "    final = torch.where((count == proposal.size)[:, None], raw, final)\n    " + CHOICE,
+    ),
+    "bonus_is_the_argmax": (
+        CHOICE,
+        CHOICE + "\n    next_token = torch.where(count == proposal.size, final.argmax(-1), "
+        "next_token)",
+    ),
+    "bonus_from_q": (
+        CHOICE,
+        "if proposal.size:\n"
+        "        q_last = proposal.log_q[:, -1].softmax(-1)\n"
+        "        full = (count == proposal.size)[:, None]\n"
+        "        final = torch.where(full, q_last, final)\n    " + CHOICE,
+    ),
+    "one_noise_for_all_rounds": (
+        "positions = ctx.length[:, None] + order\n    uniform = noise.uniform(positions, "
+        "Role.ACCEPT, trial=ctx.rounds)",
+        "uniform = noise.uniform(order.expand(ctx.batch, -1), Role.ACCEPT)",
+    ),
+    "unused_nodes_are_tested": ("q = q * (tokens >= 0)[..., None]", "tokens[:, :-1].clamp_(min=0)"),
+    "residual_unnormalised_by_inverse_cdf": (
+        CHOICE,
+        "unit = noise.uniform((ctx.length + count)[:, None], Role.RESIDUAL, ctx.rounds)\n"
+        "    next_token = (final.cumsum(-1) < unit).sum(-1).clamp_max(final.shape[-1] - 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", RULES)
+def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
+    if mutant == "residual_unnormalised_by_inverse_cdf":
+        monkeypatch.setattr(exact, "residual", lambda p, q: (p - q).clamp_min(0))
+    rule = type("Mutant", (Rejection,), {"__call__": edited(call, *RULES[mutant])})
+    rejected(rejection, rule, lambda: iid(ragged=mutant.startswith("unused")))
+
+
+def test_without_renormalising_a_gumbel_draw_is_still_right(monkeypatch):
+    # argmax(log c r + G) does not depend on c: the mutant above needs another way of drawing
+    monkeypatch.setattr(
+        exact,
+        "residual",
+        lambda p, q: torch.where(((p - q) > 0).any(-1, keepdim=True), (p - q).clamp_min(0), p),
+    )
+    rejection()
+
+
+@pytest.mark.parametrize("check", [rejection, membership])
+def test_noise_that_is_reused_is_found(check, monkeypatch):
+    sound = Noise._state
+
+    def state(self, positions, role, trial):
+        return sound(self, torch.zeros_like(positions), role, None)
+
+    monkeypatch.setattr(Noise, "_state", state)
+    rejected(check)
+
+
+def test_padding_with_token_zero_is_found(monkeypatch):
+    zero = lambda self, keep: replace(self, tokens=self.tokens.masked_fill(~keep, 0))  # noqa: E731
+    monkeypatch.setattr(Proposal, "masked", zero)
+    rejected(rejection, draft=lambda: iid(ragged=True))
+
+
+# Law and guide
+
+
+class RootGuide(CFG):
+    """Evaluates the other branch at the root alone."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        other = scores["unconditional"]
+        scores = {**scores, "unconditional": replace(other, logits=other.logits[:, :1])}
+        return super().apply(constants, ctx, proposal, scores)
+
+
+@pytest.mark.parametrize("check", [guided, guided_bytes])
+def test_a_guide_that_sees_the_root_prefix_is_found(check):
+    rejected(check, RootGuide)
+
+
+def test_known_processors_at_the_root_prefix_are_found(monkeypatch):
+    old = "self.depths = torch.nn.functional.pad(depths, (1, 0))"
+    new = "self.depths = torch.zeros_like(torch.nn.functional.pad(depths, (1, 0)))"
+    monkeypatch.setattr(law.Nodes, "__init__", edited(law.Nodes.__init__, old, new))
+    rejected(known_prefixes)
+
+
+def test_unknown_processors_at_the_root_prefix_are_found(monkeypatch):
+    old = "ids[b, width + length[b] :] = self._proposal.tokens[b, above]"
+    run = edited(law.Law._run_lazily, old, "pass")
+    monkeypatch.setattr(law.Law, "_run_lazily", run)
+    rejected(unknown_prefixes)
+
+
+def test_a_temperature_left_off_behind_the_first_position_is_found(monkeypatch):
+    sound = law.Processors.run_all
+
+    def first_only(self, scores, nodes):
+        return torch.cat([sound(self, scores, nodes)[:, :1], scores[:, 1:]], 1)
+
+    monkeypatch.setattr(law.Processors, "run_all", first_only)
+    rejected(rejection)
+
+
+# Cache, masks, positions, rows
+
+
+def keep_one_more(sound):
+    """After a rejection of everything, the first drafted node counts as committed."""
+    return lambda self, count, path=None: sound(self, count + (count == 1), path)
+
+
+@pytest.mark.parametrize("check", [scoring, unguided_bytes, membership])
+def test_a_stale_entry_after_a_rejection_is_found(check, monkeypatch):
+    monkeypatch.setattr(RaggedCache, "commit", keep_one_more(RaggedCache.commit))
+    rejected(check)
+
+
+@pytest.mark.parametrize("check", [scoring, unguided_bytes])
+def test_nodes_left_where_they_were_written_are_found(check, monkeypatch):
+    sound = RaggedCache.commit
+    monkeypatch.setattr(RaggedCache, "commit", lambda self, count, path=None: sound(self, count))
+    rejected(check)
+
+
+MASKS = {
+    "slots_behind_the_block": (
+        "(relative < 0)[:, None]",
+        "((relative < 0) | (relative >= width))[:, None]",
+    ),
+    "padding": ("real = (slots >= pads[:, None])[:, None]", "real = (slots >= 0)[None, None]"),
+    "siblings": (
+        "ancestors.expand(len(begin), -1, -1)",
+        "triangle(width, begin.device)[1].expand(len(begin), -1, -1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MASKS)
+@pytest.mark.parametrize("check", [scoring, unguided_bytes])
+def test_a_wrong_mask_is_found(check, mutant, monkeypatch):
+    monkeypatch.setattr(branch, "block_mask", edited(branch.block_mask, *MASKS[mutant]))
+    rejected(check)
+
+
+@pytest.mark.parametrize("check", [scoring, unguided_bytes])
+def test_positions_that_count_padding_are_found(check, monkeypatch):
+    run = branch.ModelBranches.run
+    source = inspect.getsource(run)
+    assert "(begin - self.pads)" in source
+    monkeypatch.setattr(branch.ModelBranches, "run", edited(run, "(begin - self.pads)", "(begin)"))
+    rejected(check)
+
+
+def test_a_row_that_follows_its_neighbour_is_found(monkeypatch):
+    cut = decoder.Stopping.cut
+
+    def together(self, ctx, block, count):
+        count, ended = cut(self, ctx, block, count)
+        return count, ended.any().expand_as(ended)
+
+    monkeypatch.setattr(decoder.Stopping, "cut", together)
+    rejected(unguided_bytes)
+
+
+@pytest.mark.parametrize("rule", [GreedyMatch, Coupled])
+def test_a_rule_that_trusts_the_draft_is_found(rule, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules[rule.__module__],
+        "follow",
+        edited(exact.follow, "proposal.tokens == wanted", "proposal.tokens >= 0"),
+    )
+    rejected(unguided_bytes)

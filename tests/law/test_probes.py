@@ -1,0 +1,349 @@
+"""The contracts under parts that no built-in method has yet: probes of what others may write."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import BranchSpec, Needs, Outcome, Scores
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.testing import check_adapter, check_guide, drafts
+from mmdecode.testing.checks import (
+    PROMPTS,
+    SEED,
+    _context,
+    assert_lossless,
+    law_of,
+    run_rows,
+)
+from mmdecode.testing.table import Table, TableAdapter, left_pad
+
+MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
+
+
+# A Jacobi draft that keeps its tail
+
+
+class Watched(drafts.Jacobi):
+    """Checks each tail against the promise of `Outcome`."""
+
+    seen = 0
+
+    def observe(self, ctx, proposal, scores, outcome):
+        super().observe(ctx, proposal, scores, outcome)
+        tail, law = outcome.tail_tokens, outcome.tail_law
+        assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, self.vocab)
+        used = tail >= 0
+        assert bool((used.long().diff(dim=1) <= 0).all()), "left-aligned, -1 behind"
+        was_open = outcome.next_token >= 0
+        room = (proposal.tokens >= 0).sum(1) - outcome.num_accepted
+        assert torch.equal(used.sum(1), torch.where(was_open, room, 0))
+        # the round and the start as they were when the rule ran: observe comes after the commit
+        begin = self.before_length if proposal.size else ctx.length * 0
+        positions = begin[:, None] + outcome.num_accepted[:, None] + 1
+        positions = positions + torch.arange(tail.shape[1])
+        noise = 0
+        if ctx.do_sample and self.needs.tail == "coupled":
+            noise = ctx.noise.gumbel(positions, Role.TARGET, self.vocab)
+        elif ctx.do_sample:
+            count = proposal.size + 1
+            rounds = ctx.rounds - was_open.long()
+            noise = ctx.noise.gumbel(positions, Role.TAIL, self.vocab, trial=rounds)
+            assert count > 0
+        drawn = (law + noise).argmax(-1)
+        assert torch.equal(drawn[used], tail[used]), "the law is the one each was drawn from"
+        self.seen += int(used.sum())
+
+    def propose(self, ctx, budget):
+        self.before_length = ctx.length.clone()
+        return super().propose(ctx, budget)
+
+
+@modes
+@pytest.mark.parametrize("tail", ["redraw", "coupled"])
+def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_law(tail, do_sample):
+    draft = Watched(4, tail)
+    decoder = Decoder(draft, seed=SEED)
+    assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample, eos=[4])
+    assert draft.seen > 10
+
+
+@modes
+def test_a_jacobi_window_converges_at_once_where_tokens_do_not_matter(do_sample):
+    blind = Table(5, seed=3, blind=True)
+    decoder = Decoder(drafts.Jacobi(4, "coupled"), seed=SEED)
+    rows = assert_lossless(decoder, blind, law_of(blind), do_sample=do_sample, max_new_tokens=40)
+    # a refilled window is right at once, so of two rounds at least one keeps its tail whole
+    assert decoder.stats.tokens == sum(map(len, rows)) == 160
+    assert decoder.stats.acceptance_length > 2.5
+    useless = Decoder(drafts.Jacobi(4, "redraw"), seed=SEED)
+    run_rows(useless, blind, PROMPTS, do_sample=True, max_new_tokens=40)
+    assert useless.stats.acceptance_length < decoder.stats.acceptance_length
+
+
+def test_a_window_takes_at_most_a_round_per_token():
+    decoder = Decoder(drafts.Jacobi(4, "coupled"), seed=SEED)
+    rows = run_rows(decoder, MODEL, PROMPTS, do_sample=True, max_new_tokens=24)
+    assert decoder.stats.rounds <= sum(map(len, rows)) - len(rows)
+
+
+# A second stage with a tokenizer of its own
+
+
+TEXT = ["a", "bc", "d", " ", "abc"]
+LETTERS = "abcd "
+
+
+class TextScorer:
+    """Scores the candidates of stage 1 as text: pairs of letters are its tokens."""
+
+    stage = 2
+
+    def __init__(self, ctx, top):
+        self.ctx, self.top = ctx, top
+
+    def value(self, text):
+        pairs = [text[i : i + 2] for i in range(0, len(text), 2)]  # from the start, always
+        ids = [sum((LETTERS.index(c) + 1) * 7**i for i, c in enumerate(p)) for p in pairs]
+        return float(MODEL.law([i % 50 for i in ids])[0])
+
+    def answer(self, proposal, earlier):
+        candidates = earlier["main"].logits.topk(self.top, dim=-1).indices
+        parents, _, _ = proposal.structure()
+        parents = parents.expand(len(candidates), -1)
+        scores = torch.zeros(candidates.shape)
+        for b in range(len(candidates)):
+            end = int(self.ctx.end()[b])
+            prompt = self.ctx.prompt_ids[b][self.ctx.prompt_mask[b]].tolist()
+            base = prompt + self.ctx.ids[b, self.ctx.prompt_length : end].tolist()
+            for row in range(proposal.size + 1):
+                path, node = [], row - 1
+                while node >= 0:
+                    path.insert(0, int(proposal.tokens[b, node].clamp_min(0)))
+                    node = int(parents[b, node])
+                text = "".join(TEXT[min(t, 4)] for t in base + path)
+                for k, token in enumerate(candidates[b, row].tolist()):
+                    scores[b, row, k] = self.value(text + TEXT[token])
+        return {"text": Scores(logits=scores, candidates=candidates)}
+
+    def prefill(self, ctx, earlier):
+        return self.answer(Proposal.empty(ctx.batch, ctx.device), earlier)
+
+    def score(self, ctx, proposal, earlier):
+        return self.answer(proposal, earlier)
+
+    def keep(self, path, count, chain):
+        """Its prefix is the text of the context."""
+
+    def reorder(self, rows):
+        self.ctx = self.ctx.reorder(rows)
+
+
+class TextFusion:
+    """Log-linear fusion over the candidates; other tokens are excluded."""
+
+    needs = Needs()
+    neutral = False
+    branches = (BranchSpec(name="text", stage=2, build=lambda ctx: TextScorer(ctx, 3)),)
+
+    def begin(self, ctx, prefill):
+        return None
+
+    def apply(self, constants, ctx, proposal, scores):
+        main, text = scores["main"].logits, scores["text"]
+        fused = main.gather(-1, text.candidates) + text.logits
+        return torch.full_like(main, -torch.inf).scatter(-1, text.candidates, fused)
+
+
+def test_a_second_stage_with_another_tokenizer_is_a_guide_like_any_other():
+    plain = run_rows(Decoder(None, TextFusion()), MODEL, PROMPTS[:2])
+    assert plain != run_rows(Decoder(), MODEL, PROMPTS[:2])
+    check_guide(TextFusion)
+
+
+class PiecewiseScorer(TextScorer):
+    """The mistake to avoid: tokenises anew behind each committed block."""
+
+    def value(self, text):
+        tail = text[-3:] if int(self.ctx.rounds.max()) % 2 else text
+        return super().value(tail)
+
+
+def test_a_second_stage_that_depends_on_the_block_cut_is_found():
+    class Piecewise(TextFusion):
+        branches = (BranchSpec(name="text", stage=2, build=lambda ctx: PiecewiseScorer(ctx, 3)),)
+
+    with pytest.raises(AssertionError, match="undrafted"):
+        check_guide(Piecewise)
+
+
+# Forks and reordering
+
+
+ROWS = torch.tensor([2, 0, 0, 3])
+
+
+def commit(ctx, tokens):
+    """Appends ``tokens (B, n)`` to every row."""
+    columns = ctx.end()[:, None] + torch.arange(tokens.shape[1])
+    ctx.ids.scatter_(1, columns, tokens)
+    ctx.length = ctx.length + tokens.shape[1]
+    ctx.rounds = ctx.rounds + 1
+
+
+def branches_after_a_round(ctx, specs):
+    branches = ModelBranches(TableAdapter(MODEL), specs)
+    branches.prefill(ctx, {})
+    commit(ctx, ctx.prompt_ids[:, -1:])
+    branches.extend(20)
+    tree = Tree((-1, -1, 0, 1))
+    tokens = (ctx.prompt_ids[:, -1:] + torch.arange(4)) % 5
+    branches.score(ctx, Proposal(tokens=tokens, kind="deterministic", tree=tree), {})
+    path = torch.tensor([[1, 3]]).expand(ctx.batch, -1)
+    branches.keep(path, torch.full((ctx.batch,), 3), False)
+    commit(ctx, torch.cat([tokens.gather(1, path), tokens[:, :1]], 1))
+    return branches
+
+
+def context_of(prompts, salts):
+    ids, mask = left_pad(prompts)
+    return _context(ids, mask, {"salt": torch.tensor(salts)})
+
+
+def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
+    specs = [MAIN, BranchSpec(name="u", prompt="last_token", view="salt", view_options={"by": 4})]
+    ctx = context_of(PROMPTS, [4, 5, 6, 7])
+    branches = branches_after_a_round(ctx, specs)
+    branches.reorder(ROWS)
+    ctx = ctx.reorder(ROWS)
+    ordered = [PROMPTS[i] for i in ROWS.tolist()]
+    fresh_ctx = context_of(ordered, [[4, 5, 6, 7][i] for i in ROWS.tolist()])
+    fresh = branches_after_a_round(fresh_ctx, specs)
+    assert torch.equal(ctx.length, fresh_ctx.length)
+    tokens = torch.tensor([[1, 2], [3, 4], [0, 0], [2, 1]])  # the forks part here
+    for _ in range(2):
+        proposal = Proposal(tokens=tokens, kind="deterministic")
+        found, expected = branches.score(ctx, proposal, {}), fresh.score(fresh_ctx, proposal, {})
+        for name in ("main", "u"):
+            assert torch.equal(found[name].logits, expected[name].logits)
+        for scorer, context in ((branches, ctx), (fresh, fresh_ctx)):
+            scorer.keep(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
+            commit(context, torch.cat([tokens, tokens[:, :1]], 1))
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "iid", "coupled"])
+def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
+    def begin(ctx):
+        draft = Assistant(MODEL, length=3)
+        draft.begin(ctx, Scores(logits=torch.zeros(4, 1, 5)), kind)
+        commit(ctx, torch.tensor([[1], [2], [3], [4]])[: ctx.batch])
+        draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
+        return draft
+
+    ctx = context_of(PROMPTS, [0, 0, 0, 0])
+    draft = begin(ctx)
+    expected = draft.propose(ctx, 10).tokens[ROWS]
+    ctx = context_of(PROMPTS, [0, 0, 0, 0])
+    draft = begin(ctx)
+    draft.reorder(ROWS)
+    ctx = ctx.reorder(ROWS)
+    assert torch.equal(draft.propose(ctx, 10).tokens, expected)
+    commit(ctx, expected[:, :2])
+    draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
+    later = draft.propose(ctx, 10).tokens
+    assert torch.equal(later[1], later[2])  # forks of one row share request and prefix
+
+
+def test_reordered_noise_names_rows_not_places():
+    noise = Noise.of(3, [10, 11, 12, 13])
+    positions = torch.arange(4).expand(4, -1)
+    found = noise.reorder(ROWS).gumbel(positions, Role.TARGET, 5)
+    assert torch.equal(found, noise.gumbel(positions, Role.TARGET, 5)[ROWS])
+
+
+def test_a_reordered_context_takes_its_raw_inputs_along():
+    ctx = context_of(PROMPTS, [0, 0, 0, 0])
+    ctx.mm_inputs = {"text": ["a", "b", "c", "d"], "pixels": torch.arange(4)}
+    moved = ctx.reorder(ROWS)
+    assert moved.mm_inputs["text"] == ["c", "a", "a", "d"]
+    assert moved.mm_inputs["pixels"].tolist() == [2, 0, 0, 3]
+    assert moved.prompt_ids.tolist() == ctx.prompt_ids[ROWS].tolist()
+
+
+# A draft that is fed by hidden states
+
+
+class Listener(drafts.Random):
+    """Keeps the states of every round beside what they belong to."""
+
+    needs = Needs(hidden=frozenset({0, "last"}), prompt_hidden=True)
+
+    def begin(self, ctx, prefill, kind):
+        super().begin(ctx, prefill, kind)
+        self.prompt, self.rounds, self.root = prefill, [], None
+
+    def observe(self, ctx, proposal, scores: Scores, outcome: Outcome):
+        if self.root is not None:
+            self.rounds.append((self.root, proposal, scores))
+        self.root = [
+            ctx.prompt_ids[b][ctx.prompt_mask[b]].tolist()
+            + ctx.ids[b, ctx.prompt_length : int(ctx.end()[b])].tolist()
+            for b in range(ctx.batch)
+        ]
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_hidden_states_are_those_of_each_nodes_own_prefix():
+    model, draft = tiny_llama(), Listener(Tree((-1, -1, 0, 1, 1)))
+    prompts = [[5, 6, 7], [1, 2, 3, 4, 5, 6], [9]]
+    run_rows(Decoder(draft), model, prompts, max_new_tokens=6)
+    embed = model.get_input_embeddings().weight
+    assert draft.prompt.prompt_hidden[0].shape == (3, 6, 16)
+    assert len(draft.rounds) >= 3
+    with torch.no_grad():
+        for b, prompt in enumerate(prompts):
+            alone = model.model(torch.tensor([prompt])).last_hidden_state[0]
+            found = draft.prompt.prompt_hidden["last"][b, -len(prompt) :]
+            torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+            assert torch.equal(draft.prompt.prompt_hidden[0][b, -len(prompt) :], embed[prompt])
+        for roots, proposal, scores in draft.rounds:
+            nodes = proposal.size
+            assert scores.hidden[0].shape == scores.hidden["last"].shape == (3, nodes + 1, 16)
+            head = model.lm_head(scores.hidden["last"])
+            torch.testing.assert_close(head, scores.logits, atol=1e-5, rtol=1e-5)
+            for b, root in enumerate(roots):
+                for row in range(nodes + 1):
+                    path, node = [], row - 1
+                    while node >= 0:
+                        path.insert(0, int(proposal.tokens[b, node]))
+                        node = proposal.tree.parents[node]
+                    if -1 in path or root[-1] == 40 or len(root) == len(prompts[b]) + 6:
+                        continue
+                    assert torch.equal(scores.hidden[0][b, row], embed[[*root, *path][-1]])
+                    alone = model.model(torch.tensor([[*root, *path]])).last_hidden_state[0, -1]
+                    torch.testing.assert_close(
+                        scores.hidden["last"][b, row], alone, atol=1e-4, rtol=1e-4
+                    )
+
+
+def test_the_text_adapter_passes_the_public_check():
+    ids, mask = left_pad([[5, 6, 7], [1, 2, 3, 4, 5, 6], [9]])
+    check_adapter(DecoderOnlyAdapter, tiny_llama(), ids, mask)

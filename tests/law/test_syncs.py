@@ -1,0 +1,134 @@
+"""One transfer to the host per round in our code, counted where a device would have to wait."""
+
+import collections
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process as lp
+
+from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.branch import ModelBranches
+from mmdecode.engine.decoder import Decoder
+from mmdecode.guide.cfg import CFG
+from mmdecode.testing import drafts
+from mmdecode.testing.checks import PROMPTS, SEED, bigram
+from mmdecode.testing.table import Table, decode, left_pad
+
+MODEL = Table(5, seed=3)
+# reads of values by Python: tolist and friends never reach the dispatcher on a CPU tensor
+READS = (
+    *("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"),
+    *("__array__", "__contains__", "nonzero"),
+)
+DATA_DEPENDENT = ("nonzero", "masked_select", "_local_scalar_dense", "unique", "bincount", "equal")
+
+
+class Counter(TorchDispatchMode):
+    """Counts, by scoring pass, everything that must see values on the host."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.passes, self.inside = 0, False
+        self.found = collections.defaultdict(list)
+        for name in READS:
+            sound = getattr(torch.Tensor, name)
+            monkeypatch.setattr(torch.Tensor, name, self.counted(name, sound))
+        score = ModelBranches.score
+
+        def scored(*args, **kwargs):
+            self.passes += 1
+            return score(*args, **kwargs)
+
+        monkeypatch.setattr(ModelBranches, "score", scored)
+
+    def counted(self, name, sound):
+        def call(tensor, *args, **kwargs):
+            if self.inside:  # not what this read does inside itself
+                return sound(tensor, *args, **kwargs)
+            self.note(name)
+            self.inside = True
+            try:
+                return sound(tensor, *args, **kwargs)
+            finally:
+                self.inside = False
+
+        return call
+
+    def note(self, name):
+        self.found[self.passes].append(name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if not self.inside and name.rstrip("2") in DATA_DEPENDENT:
+            self.note(name)
+        if not self.inside and name.startswith("index") and len(args) > 1:
+            indices = args[1] if isinstance(args[1], (list, tuple)) else []
+            if any(i is not None and i.dtype == torch.bool for i in indices):
+                self.note(f"{name} with a mask")
+        return func(*args, **(kwargs or {}))
+
+
+def most_syncs(draft, monkeypatch, do_sample=True, accept="auto"):
+    """The most transfers of any round but the first, and what they were."""
+    ids, mask = left_pad(PROMPTS)
+    processors = [
+        lp.TemperatureLogitsWarper(0.7),
+        lp.TopPLogitsWarper(0.9),
+        lp.MinNewTokensLengthLogitsProcessor(6, 3, 4),
+    ]
+    decoder = Decoder(draft, CFG(2.0), accept, seed=SEED)
+    options = {"mask": mask, "eos": 4, "processors": processors, "do_sample": do_sample}
+    with monkeypatch.context() as patch, Counter(patch) as counter:
+        decode(MODEL, ids, decoder, **options)
+    assert counter.passes >= 2
+    rounds = [counter.found[p] for p in range(1, counter.passes + 1)]
+    assert sum(map(len, rounds)) >= counter.passes  # the counter sees the one that is there
+    return max(rounds, key=len)
+
+
+SOUND = {
+    "none": (lambda: None, "auto"),
+    "lookup": (PromptLookup, "auto"),
+    "assistant": (lambda: Assistant(Table(5, seed=8), 3), "auto"),
+    "tree": (lambda: drafts.Random(drafts.Tree((-1, -1, 0, 1))), "auto"),
+    "row_trees": (drafts.RandomTrees, "membership"),
+    "iid": (lambda: drafts.Bigram(bigram(5), kinds=("iid",)), "rejection"),
+    "jacobi": (drafts.Jacobi, "auto"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_round_waits_for_the_device_once(name, do_sample, monkeypatch):
+    make, accept = SOUND[name]
+    if not do_sample:
+        accept = "auto"
+    assert most_syncs(make(), monkeypatch, do_sample, accept) == ["tolist"]
+
+
+PLANTED = {
+    "int": lambda ctx: int(ctx.length.max()),
+    "bool": lambda ctx: bool(ctx.open.all()),
+    "item": lambda ctx: ctx.length.sum().item(),
+    "tolist": lambda ctx: ctx.length.tolist(),
+    "cpu": lambda ctx: ctx.length.cpu(),
+    "numpy": lambda ctx: ctx.length.numpy(),
+    "mask": lambda ctx: ctx.length[ctx.open],
+    "nonzero": lambda ctx: ctx.open.nonzero(),
+    "where": lambda ctx: torch.where(ctx.open),
+    "equal": lambda ctx: torch.equal(ctx.length, ctx.rounds),
+    "select": lambda ctx: torch.masked_select(ctx.length, ctx.open),
+    "index": lambda ctx: [1, 2, 3, 4][ctx.length.amin() * 0],
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_second_wait_is_found(name, monkeypatch):
+    class Waiting(drafts.Random):
+        def propose(self, ctx, budget):
+            PLANTED[name](ctx)
+            return super().propose(ctx, budget)
+
+    assert len(most_syncs(Waiting(), monkeypatch)) >= 2
