@@ -186,7 +186,7 @@ def main():
     print(json.dumps(machine, indent=2))
     if load > 0.7:
         print(
-            f"WARNING: load {load:.2f}: the machine is not idle, times below are not to be quoted"
+            f"WARNING: load {load:.2f}: not an idle machine, times below are not to be quoted"
         )
 
     @torch.no_grad()

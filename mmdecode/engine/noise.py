@@ -1,10 +1,10 @@
 """Counter-based noise: every draw is a pure function of its key, never of a generator's state.
 
 A key is (seed, request, position, role, round, token). ``position`` counts generated tokens, so
-padding and prompt length never enter; ``request`` names the row by its content or by the caller, so batch
-neighbours never enter. Target Gumbel noise carries no round: that is what makes sampling with one
-seed give the same tokens with and without drafting. Draws that test or repair a proposal carry the
-row's round, since a position may be tested more than once.
+padding and prompt length never enter; ``request`` names the row by its content or by the caller, so
+batch neighbours never enter. Target Gumbel noise carries no round: that is what makes sampling with
+one seed give the same tokens with and without drafting. Draws that test or repair a proposal carry
+the row's round, since a position may be tested more than once.
 
 Not here: any decision about what the noise is used for; that is `mmdecode.accept`.
 """

@@ -103,8 +103,8 @@ class Proposal:
         tokens: ``(B, N)`` int64, -1 where unused.
         kind: How the tokens came to be: a function of the committed prefix (``deterministic``),
             independent draws from ``log_q`` (``iid``), Gumbel-top-k order
-            (``without_replacement``), or argmax of log q plus the target's own Gumbel noise (``coupled``). Which acceptance
-            rules are exact depends on it, so there is no default.
+            (``without_replacement``), or argmax of log q plus the target's own Gumbel noise
+            (``coupled``). Which acceptance rules are exact depends on it: there is no default.
         tree: Shape shared by all rows; a chain when neither ``tree`` nor ``parents`` is given.
         parents: ``(B, N)``, when rows have shapes of their own.
         log_q: ``(B, N, V)``, the law each node was drawn from before siblings were removed.
