@@ -52,14 +52,15 @@ class Round:
     Attributes:
         drafted: Tokens of the proposal's first-ranked chain.
         accepted: Tokens of the accepted path.
-        decided: The token that the law decided after the path; a correction where the path ended
-            before a leaf, a bonus else.
+        decided: The token that the law decided after the path.
+        bonus: Whether the path ended at a leaf, so that ``decided`` corrects nothing.
         kept: Tokens committed after stop rules.
     """
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     decided: int
+    bonus: bool
     kept: int
 
 
@@ -152,58 +153,57 @@ class Decoder:
         Raises:
             IncompatibleError: Beams, or other requests a drafted loop cannot honour.
         """
-        config = generation_config
-        setup.refuse(config, input_ids, model_kwargs)
-        processors, guide = setup.take_over_guidance(logits_processor, self.guide)
-        rule, kind = self._resolve(bool(config.do_sample))
-        seed = self.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, ())) if config.do_sample else 0
-        ctx = setup.open_context(
-            input_ids,
-            config,
-            model_kwargs,
-            seed=seed,
-            mm_inputs=mm_inputs,
-            mm_request=mm_request,
-            spare=MAX_NODES + 1,
-        )
-        if guide is not None and guide.neutral:
-            guide = None
-        ctx.tail = self.draft.needs.tail
-        adapter = ctx.adapter = registry.adapter_for(model)
-        run = Run(
-            ctx=ctx,
-            draft=self.draft,
-            guide=guide,
-            rule=rule,
-            kind=kind,
-            scorers=_scorers(adapter, guide, self.draft.needs, ctx),
-            processors=Processors(processors),
-            stopping=Stopping(
-                stopping_criteria,
-                setup.token_ids(config.eos_token_id),
-                ctx.limit,
-                ctx.device,
-            ),
-            stats=self.stats,
-            recorder=setup.Recorder(
-                bool(config.output_scores), bool(config.output_logits), ctx.batch
-            ),
-            streamer=mm_streamer,
-        )
-        if self.trace is not None:
-            run.trace = [[] for _ in range(ctx.batch)]
-            self.trace.extend(run.trace)
         try:
+            config = generation_config
+            setup.refuse(config, input_ids, model_kwargs)
+            processors, guide = setup.take_over_guidance(logits_processor, self.guide)
+            rule, kind = self._resolve(bool(config.do_sample))
+            seed = self.seed
+            if seed is None:
+                seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+            ctx = setup.open_context(
+                input_ids,
+                config,
+                model_kwargs,
+                seed=seed,
+                mm_inputs=mm_inputs,
+                mm_request=mm_request,
+                spare=MAX_NODES + 1,
+            )
+            if guide is not None and guide.neutral:
+                guide = None
+            ctx.tail = self.draft.needs.tail
+            adapter = ctx.adapter = registry.adapter_for(model)
+            run = Run(
+                ctx=ctx,
+                draft=self.draft,
+                guide=guide,
+                rule=rule,
+                kind=kind,
+                scorers=_scorers(adapter, guide, self.draft.needs, ctx),
+                processors=Processors(processors),
+                stopping=Stopping(
+                    stopping_criteria,
+                    setup.token_ids(config.eos_token_id),
+                    ctx.limit,
+                    ctx.device,
+                ),
+                stats=self.stats,
+                recorder=setup.Recorder(
+                    bool(config.output_scores), bool(config.output_logits), ctx.batch
+                ),
+                streamer=mm_streamer,
+            )
+            if self.trace is not None:
+                run.trace = [[] for _ in range(ctx.batch)]
+                self.trace.extend(run.trace)
             longest = run.decode()
-        finally:
+            encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
+            return setup.output(ctx, config, run.recorder, longest, encoder_decoder)
+        finally:  # a refusal ends the streamer too: its reader may wait in another thread
             self.draft.reset()
             if mm_streamer is not None:
                 mm_streamer.end()
-        return setup.output(
-            ctx, config, run.recorder, longest, bool(getattr(model.config, "is_encoder_decoder", 0))
-        )
 
     def _resolve(self, do_sample: bool) -> tuple[Accept, Kind]:
         """The rule of this call and the kind of proposal it gets."""
@@ -433,11 +433,14 @@ def _record(
                 chain.append(int(proposal.tokens[row, child]))
                 node = child
         accepted = int(outcome.num_accepted[row])
+        end = int(outcome.path[row, accepted - 1]) if accepted else -1
+        below = (parents[row] == end) & (proposal.tokens[row] >= 0)
         trace[row].append(
             Round(
                 drafted=tuple(chain),
                 accepted=tuple(tokens[row, :accepted].tolist()),
                 decided=int(outcome.next_token[row]),
+                bonus=not bool(below.any()),
                 kept=kept,
             )
         )

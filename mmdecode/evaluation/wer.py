@@ -94,7 +94,9 @@ def wer(
             f"{len(references)} references and {len(hypotheses)} hypotheses; expected pairs"
         )
     normalise = NORMALISERS[normaliser]()
-    counts = np.zeros((len(references), 4), dtype=int)  # words, substitutions, deletions, insertions
+    counts = np.zeros(
+        (len(references), 4), dtype=int
+    )  # words, substitutions, deletions, insertions
     for row, (reference, hypothesis) in enumerate(zip(references, hypotheses, strict=True)):
         said, heard = normalise(reference).split(), normalise(hypothesis).split()
         if not said:  # jiwer refuses an empty reference: every recognised word is an insertion

@@ -1,0 +1,479 @@
+"""One HTML file that shows what drafting did to every clip: nothing to install, nothing to fetch.
+
+The page holds its styles, scripts, figures and audio. Each committed token is a chip; the chips of
+one decoder pass stand together, and what the draft proposed in vain is struck through behind them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmdecode.evaluation.wer import NORMALISERS, WER
+
+if TYPE_CHECKING:
+    from mmdecode.engine.decoder import Round
+
+ORIGINS = {
+    "accepted": "from the draft: guessed ahead, and the model agrees",
+    "other": "from the draft, but not its first guess",
+    "corrected": "by the model, where the draft was wrong or had nothing",
+    "bonus": "by the model, one more after a draft that was right to its end",
+    "first": "by the model while it read the prompt, before any draft",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One recording, decoded plainly and with a draft.
+
+    Attributes:
+        name: Its name.
+        audio: The file that the page plays.
+        about: Voice and length.
+        reference: What was said.
+        hypothesis: What was recognised.
+        noisy: What was recognised when noise was added, or ``None``.
+        windows: Rounds of the drafted decoding, window by window.
+        histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
+        tokens: Tokens committed.
+        plain_passes, passes: Decoder passes without and with the draft.
+        tokens_per_pass: Tokens per pass after the prompt.
+        plain_s, drafted_s: Seconds of decoding.
+        plain_total_s, drafted_total_s: Seconds with reading, features and encoder.
+        identical: Whether both ways gave the same token ids.
+    """
+
+    name: str
+    audio: Path
+    about: str
+    reference: str
+    hypothesis: str
+    noisy: str | None
+    windows: Sequence[Sequence[Round]]
+    histogram: Sequence[int]
+    tokens: int
+    plain_passes: int
+    passes: int
+    tokens_per_pass: float
+    plain_s: float
+    drafted_s: float
+    plain_total_s: float
+    drafted_total_s: float
+    identical: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a page shows.
+
+    Attributes:
+        model, draft: Their names.
+        items: The recordings.
+        ratio: Plain over drafted decoding time of the short clips, and its 95 % interval.
+        tokens_per_pass: Over all items.
+        histogram: Passes that accepted 0, 1, 2, ... drafted tokens.
+        wer: Corpus scores by the name of the set.
+        conditions: What the numbers depend on, by name.
+        label: The text of a token id.
+    """
+
+    model: str
+    draft: str
+    items: Sequence[Item]
+    ratio: tuple[float, float, float]
+    tokens_per_pass: float
+    histogram: Sequence[int]
+    wer: dict[str, WER]
+    conditions: dict[str, str]
+    label: Callable[[int], str]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every item came out the same."""
+        return all(item.identical for item in self.items)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One decoder pass as the strip shows it.
+
+    Attributes:
+        committed: (token, origin of `ORIGINS`) in order.
+        rejected: First guesses of the draft that were not kept.
+    """
+
+    committed: tuple[tuple[int, str], ...]
+    rejected: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Word:
+    """One step of the alignment.
+
+    Attributes:
+        kind: ``equal``, ``substitute``, ``insert`` or ``delete``.
+        said: Word of the reference, empty for an insertion.
+        heard: Word of the hypothesis, empty for a deletion.
+    """
+
+    kind: str
+    said: str
+    heard: str
+
+
+def passes(rounds: Sequence[Round]) -> list[Pass]:
+    """Where each token of one window came from."""
+    found = []
+    for index, turn in enumerate(rounds):
+        same = 0
+        for guess, token in zip(turn.drafted, turn.accepted, strict=False):
+            if guess != token:
+                break
+            same += 1
+        origins = ["accepted"] * same + ["other"] * (len(turn.accepted) - same)
+        own = "first" if index == 0 else "bonus" if turn.bonus else "corrected"
+        block = list(zip((*turn.accepted, turn.decided), (*origins, own), strict=True))
+        ended_inside = turn.kept < len(block)
+        rejected = () if ended_inside else turn.drafted[same:]
+        found.append(Pass(tuple(block[: turn.kept]), rejected))
+    return found
+
+
+def align(reference: str, hypothesis: str, normaliser: str = "whisper-english") -> list[Word]:
+    """Aligns words as the error rate counts them; shows them as written where that is possible."""
+    import jiwer
+
+    normalise = NORMALISERS[normaliser]()
+    said, said_shown = _words(reference, normalise)
+    heard, heard_shown = _words(hypothesis, normalise)
+    if not said:
+        return [Word("insert", "", word) for word in heard_shown]
+    steps = []
+    for chunk in jiwer.process_words(" ".join(said), " ".join(heard)).alignments[0]:
+        left = said_shown[chunk.ref_start_idx : chunk.ref_end_idx]
+        right = heard_shown[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        size = max(len(left), len(right))
+        left, right = left or [""] * size, right or [""] * size
+        steps += [Word(chunk.type, a, b) for a, b in zip(left, right, strict=True)]
+    return steps
+
+
+def _words(text: str, normalise: Callable[[str], str]) -> tuple[list[str], list[str]]:
+    """Words as scored, and as shown: as written where the normaliser kept them apart."""
+    scored = normalise(text).split()
+    single = [(normalise(word).split(), word) for word in text.split()]
+    written = [(parts[0], word) for parts, word in single if len(parts) == 1]
+    shown = list(scored)
+    matcher = SequenceMatcher(None, scored, [word for word, _ in written], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for offset in range(block.size):
+            shown[block.a + offset] = written[block.b + offset][1]
+    return scored, shown
+
+
+def score_text(score: WER) -> str:
+    """The score; without an interval where there is one recording, since none can be drawn."""
+    if score.utterances > 1:
+        return str(score)
+    return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
+
+
+def write(report: Report, path: Path) -> None:
+    """Writes the page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(page(report), encoding="utf-8")
+    partial.replace(path)
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    gain, low, high = report.ratio
+    speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
+    differing = sum(not item.identical for item in report.items)
+    pace = "" if gain >= 1 else ' class="bad"'
+    mood = "good" if report.identical else "bad"
+    verdict = (
+        "and every token is the same"
+        if report.identical
+        else f"but {differing} of {len(report.items)} texts differ"
+    )
+    conditions = escape(" \u00b7 ".join(report.conditions.values()))
+    clips = "".join(_item(item, report.label) for item in report.items)
+    used = {origin: text for origin, text in ORIGINS.items() if origin in _used(report)}
+    legend = "".join(
+        f'<li><span class="chip {origin}">token</span> {text}</li>' for origin, text in used.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>mmdecode demo: {speed}</title>
+<link rel="icon" href="data:,">
+<style>{_asset("report.css")}</style>
+</head>
+<body>
+<header>
+<p class="eyebrow">mmdecode demo</p>
+<h1>Decoding is <b{pace}>{speed}</b>, <b class="{mood}">{verdict}</b></h1>
+<p class="lead">{escape(report.model)} wrote down {len(report.items)} recordings twice: token by
+token, and with {escape(report.draft)} guessing ahead. Compared is the same decoding loop without
+and with the draft, in turns, clip by clip.</p>
+<p class="conditions">{conditions}</p>
+</header>
+<main>
+<section class="cards">{_cards(report, low, high)}</section>
+<section class="figures">
+{_histogram(report.histogram)}
+{_per_item(report.items)}
+</section>
+<section>
+<h2>Clip by clip</h2>
+<p>A box is one pass of the decoder. Without a draft every token takes a box of its own.</p>
+<ul class="legend">{legend}
+<li><del class="chip">token</del> guessed in vain: the model wanted something else</li></ul>
+<ul class="legend words"><li><span class="substitute">heard<del>said</del></span> another word</li>
+<li><span class="insert">heard</span> word too many</li>
+<li><del class="delete">said</del> word missing</li></ul>
+<p class="switches"><label><input type="checkbox" id="wrong"> only clips with word errors</label>
+<label><input type="checkbox" id="bare"> hide what was guessed in vain</label></p>
+{clips}
+</section>
+<section>
+<h2>All numbers</h2>
+{_table(report)}
+</section>
+</main>
+<div id="tip" role="tooltip" hidden></div>
+<script>{_asset("report.js")}</script>
+</body>
+</html>
+"""
+
+
+def _used(report: Report) -> set[str]:
+    return {
+        origin
+        for item in report.items
+        for rounds in item.windows
+        for step in passes(rounds)
+        for _, origin in step.committed
+    }
+
+
+def _cards(report: Report, low: float, high: float) -> str:
+    same = sum(item.identical for item in report.items)
+    before, after = (sum(getattr(i, n) for i in report.items) for n in ("plain_passes", "passes"))
+    cards = [
+        (
+            "decoding speed",
+            f"{report.ratio[0]:.2f} \u00d7",
+            f"of the clips; 95 % interval {low:.2f} to {high:.2f}",
+        ),
+        (
+            "same tokens",
+            "yes" if report.identical else "no",
+            f"{same} of {len(report.items)} recordings",
+        ),
+        (
+            "tokens per pass",
+            f"{report.tokens_per_pass:.2f}",
+            f"1 without draft; {after:,} passes for {before:,}",
+        ),
+    ]
+    for name, score in report.wer.items():
+        spread = f"{100 * score.low:.1f} to {100 * score.high:.1f} %; "
+        note = f"{spread * (score.utterances > 1)}{score.words:,} words"
+        cards.append((f"WER, {name}", f"{100 * score.value:.1f} %", f"word errors, {note}"))
+    return "".join(
+        f"<div><h3>{escape(name)}</h3><p>{value}</p><small>{escape(note)}</small></div>"
+        for name, value, note in cards
+    )
+
+
+def _histogram(counts: Sequence[int]) -> str:
+    total = max(sum(counts), 1)
+    bars = [(str(n), count / total, f"{100 * count / total:.0f}") for n, count in enumerate(counts)]
+    tips = [f"{n} accepted: {count:,} of {total:,} passes" for n, count in enumerate(counts)]
+    return _figure(
+        "How much of a draft is right",
+        bars,
+        tips,
+        "drafted tokens accepted in a pass",
+        "% of passes",
+    )
+
+
+def _per_item(items: Sequence[Item]) -> str:
+    every = max(1, round(len(items) / 8))
+    shown = [
+        (_short(item.name) if n % every == 0 or len(items) < 9 else "", item.tokens_per_pass, "")
+        for n, item in enumerate(items)
+    ]
+    tips = [f"{item.name}: {item.tokens_per_pass:.2f} tokens per pass" for item in items]
+    return _figure("Tokens per pass, clip by clip", shown, tips, "clip", "tokens per pass", line=1)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("clip_")[:3]
+
+
+def _figure(
+    title: str,
+    bars: Sequence[tuple[str, float, str]],
+    tips: Sequence[str],
+    below: str,
+    beside: str,
+    line: float | None = None,
+) -> str:
+    """Bars as (label, height, text on top); ``line`` is drawn across at that height."""
+    top = max([height for _, height, _ in bars] + [line or 0, 1e-9]) * 1.12
+    left, right, base, tall = 34, 470, 200, 170
+    step = (right - left) / max(len(bars), 1)
+    parts = []
+    for n, ((label, height, text), tip) in enumerate(zip(bars, tips, strict=True)):
+        x, y = left + n * step, base - tall * height / top
+        middle = x + step / 2
+        parts.append(
+            f'<rect x="{x + step * 0.12:.1f}" y="{y:.1f}" width="{step * 0.76:.1f}" '
+            f'height="{base - y:.1f}" rx="2"><title>{escape(tip)}</title></rect>'
+            f'<text x="{middle:.1f}" y="{base + 18}">{escape(label)}</text>'
+            f'<text class="value" x="{middle:.1f}" y="{y - 5:.1f}">{escape(text)}</text>'
+        )
+    if line is not None:
+        y = base - tall * line / top
+        parts.append(
+            f'<path d="M{left} {y:.1f}H{right}"/>'
+            f'<path d="M{right - 142} 15h24"/><text class="note" x="{right}" y="20">'
+            f"without a draft</text>"
+        )
+        parts.append(f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}">{line:g}</text>')
+        peak = max(height for _, height, _ in bars)
+        y = base - tall * peak / top
+        parts.append(f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}">{peak:.1f}</text>')
+    return f"""<figure><figcaption>{escape(title)}</figcaption>
+<svg viewBox="0 0 480 245" role="img" aria-label="{escape(title)}: {escape("; ".join(tips))}">
+<path class="axis" d="M{left} {base}H{right}"/>{"".join(parts)}
+<text x="{(left + right) / 2}" y="240">{escape(below)}</text>
+<text transform="translate(12 {base - tall / 2}) rotate(-90)">{escape(beside)}</text>
+</svg></figure>"""
+
+
+def _item(item: Item, label: Callable[[int], str]) -> str:
+    steps = align(item.reference, item.hypothesis)
+    wrong = sum(step.kind != "equal" for step in steps)
+    ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f} \u00d7"
+    strips = [_strip(rounds, label) for rounds in item.windows]
+    if len(strips) > 3:
+        strips = [f"<li>{strip}</li>" for strip in strips]
+        strip = (
+            f"<details><summary>{len(strips)} windows, token by token</summary>"
+            f"<ol>{''.join(strips)}</ol></details>"
+        )
+    else:
+        strip = "".join(strips)
+    lines = [("said", escape(item.reference)), ("heard", _marked(steps))]
+    if item.noisy is not None:
+        lines.append(("in noise", _marked(align(item.reference, item.noisy))))
+    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
+    kind = "audio/" + item.audio.suffix.lstrip(".").lower()
+    data = base64.b64encode(item.audio.read_bytes()).decode()
+    errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
+    same = "" if item.identical else '<span class="bad">tokens differ from plain decoding</span>'
+    return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
+<header><h3>{escape(item.name)}</h3><span>{escape(item.about)}</span>
+<span class="{"bad" if wrong else "good"}">{errors}</span>{same}
+<span><b>{item.tokens_per_pass:.2f}</b> tokens per pass</span>
+<span>plain {1000 * item.plain_s:,.0f} ms, drafted {1000 * item.drafted_s:,.0f} ms,
+<b>{ratio}</b></span>
+</header>
+<audio controls preload="metadata" src="data:{kind};base64,{data}"></audio>
+<dl>{rows}</dl>
+{strip}
+</article>
+"""
+
+
+def _marked(steps: Sequence[Word]) -> str:
+    shown = []
+    for step in steps:
+        said, heard = escape(step.said), escape(step.heard)
+        shown.append(
+            {
+                "equal": heard,
+                "substitute": f'<span class="substitute">{heard}<del>{said}</del></span>',
+                "insert": f'<span class="insert">{heard}</span>',
+                "delete": f'<del class="delete">{said}</del>',
+            }[step.kind]
+        )
+    return " ".join(shown) or "<i>nothing</i>"
+
+
+def _strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
+    groups = []
+    for number, step in enumerate(passes(rounds)):
+        words: dict[str, list[str]] = {}
+        for token, origin in step.committed:
+            words.setdefault(origin, []).append(label(token).strip() or "space")
+        if step.rejected:
+            words["in vain"] = [label(token).strip() or "space" for token in step.rejected]
+        name = f"pass {number}" if number else "prompt"
+        tip = f"{name}: " + "; ".join(f"{key} {', '.join(text)}" for key, text in words.items())
+        chips = "".join(
+            f'<span class="chip {origin}">{_token(label(token))}</span>'
+            for token, origin in step.committed
+        )
+        vain = "".join(f'<del class="chip">{_token(label(t))}</del>' for t in step.rejected)
+        groups.append(
+            f'<span class="pass" role="group" aria-label="{escape(tip)}">{chips}'
+            f"{'<span class=vain>' + vain + '</span>' if vain else ''}</span>"
+        )
+    return f'<div class="strip">{"".join(groups)}</div>'
+
+
+def _token(text: str) -> str:
+    """A leading space shows as a faint mark: it says that a word begins here."""
+    start = "<i>·</i>" if text.startswith(" ") else ""
+    return start + escape(text.strip() or "space")
+
+
+def _table(report: Report) -> str:
+    names = ["recording", "same", "tokens", "passes", "per pass", "plain", "drafted", "ratio"]
+    names += ["plain, all", "drafted, all"]
+    rows = []
+    for item in report.items:
+        times = item.plain_s, item.drafted_s, item.plain_total_s, item.drafted_total_s
+        first, second, third, fourth = (f"{1000 * time:,.0f} ms" for time in times)
+        ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f}"
+        cells = [item.name, "yes" if item.identical else "NO", f"{item.tokens:,}"]
+        cells += [f"{item.passes:,}", f"{item.tokens_per_pass:.2f}", first, second, ratio]
+        cells += [third, fourth]
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    head = "".join(f"<th>{name}</th>" for name in names)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    scores = "".join(
+        f"<tr><th>word errors, {escape(name)}</th><td>{escape(score_text(score))}: "
+        f"{score.substitutions} substituted, {score.deletions} missing, {score.insertions} too "
+        f"many</td></tr>"
+        for name, score in report.wer.items()
+    )
+    facts = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>"
+        for name, text in report.conditions.items()
+    )
+    return f"""<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>
+<tbody>{body}</tbody></table></div>
+<p>"plain" and "drafted" are the times of decoding; "all" adds reading, features and encoder.</p>
+<div class="wide"><table>{scores}{facts}</table></div>"""
+
+
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / "data" / name).read_text()

@@ -1,0 +1,211 @@
+"""``mmdecode demo`` from end to end, and the page it writes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mmdecode.checkpoints import ZOO
+from mmdecode.engine.decoder import Round
+from mmdecode.evaluation import report as page
+from mmdecode.evaluation.wer import wer
+from mmdecode.zoo.speech import speech_test
+
+ROOT = Path(__file__).parents[1]
+VOID = {"meta", "link", "input", "br", "img", "hr"}
+TEXT = {1: " six", 2: " spoons", 3: "ful", 4: " of", 5: " <b>", 6: "0.40 s", 7: "end"}
+
+
+class Checked(HTMLParser):
+    """Refuses tags that do not close, and collects what a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.audio, self.ids = [], [], 0, set()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.audio += tag == "audio"
+        assert attrs.get("id") not in self.ids or attrs.get("id") is None
+        self.ids.add(attrs.get("id"))
+        self.fetched += [attrs[key] for key in ("src", "href") if key in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"{tag} closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def checked(text):
+    parser = Checked()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+def item(**changes):
+    fields = {
+        "name": "clip_00",
+        "audio": speech_test()[0].path,
+        "about": "voice en, 4.2 s",
+        "reference": "six spoons of sugar",
+        "hypothesis": "six spoonful of brown",
+        "noisy": None,
+        "windows": [[Round((), (), 6, True, 1), Round((1, 2, 3), (1, 2), 4, False, 3)]],
+        "histogram": [0, 0, 1],
+        "tokens": 4,
+        "plain_passes": 3,
+        "passes": 1,
+        "tokens_per_pass": 3.0,
+        "plain_s": 0.03,
+        "drafted_s": 0.02,
+        "plain_total_s": 0.04,
+        "drafted_total_s": 0.03,
+        "identical": True,
+    }
+    return page.Item(**{**fields, **changes})
+
+
+def report(*items, **changes):
+    items = items or (item(),)
+    fields = {
+        "model": "zoo:m",
+        "draft": "zoo:m-medusa",
+        "items": items,
+        "ratio": (1.5, 1.4, 1.6),
+        "tokens_per_pass": 3.0,
+        "histogram": [0, 0, 1],
+        "wer": {"clean": wer(["six spoons of sugar"], ["six spoonful of brown"])},
+        "conditions": {"device": "cpu", "threads": "1 thread", "load": "load average 0.1"},
+        "label": TEXT.__getitem__,
+    }
+    return page.Report(**{**fields, **changes})
+
+
+# The command
+
+
+needs_zoo = pytest.mark.skipif(
+    not (ZOO / "whisper-synth").exists(), reason="zoo:whisper-synth is not there"
+)
+
+
+@needs_zoo
+def test_demo_writes_a_page_and_says_where(tmp_path):
+    words = ["demo", "--limit", "2", "--repeats", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mmdecode.cli.app", *words, "--out", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["identical"] is True and result["different"] == []
+    assert result["clips"] == 2 and set(result["wer"]) == {"clean", "noisy"}
+    assert result["tokens_per_pass"] >= 1 and result["passes"] <= result["plain_passes"]
+    assert set(result["conditions"]) >= {"device", "threads", "load", "versions"}
+    assert result["times"]["clips"]["ratio"] > 0
+    shown = Path(result["files"]["report.html"])
+    assert shown == tmp_path / "demo" / "report.html" and str(shown) in done.stderr
+    parser = checked(shown.read_text())
+    assert parser.audio == 2 and {"clip_00", "clip_01"} <= parser.ids
+    assert all(address.startswith("data:") for address in parser.fetched)
+    rows = Path(result["files"]["transcripts.jsonl"]).read_text().splitlines()
+    assert [json.loads(row)["set"] for row in rows] == ["noisy", "clean"] * 2
+
+
+# The page
+
+
+def test_page_is_one_well_formed_file_with_a_player_per_clip():
+    parser = checked(page.page(report(item(), item(name="clip_01"))))
+    assert parser.audio == 2
+    assert parser.fetched and all(address.startswith("data:") for address in parser.fetched)
+
+
+def test_page_fetches_nothing():
+    text = page.page(report())
+    assert not re.search(r"https?://|@import|url\(|src=[\"'](?!data:)", text)
+
+
+def test_text_from_outside_is_escaped():
+    bad = '<script>alert("1")</script>&'
+    text = page.page(
+        report(
+            item(reference=bad, hypothesis=bad, noisy=bad, about=bad),
+            model=bad,
+            draft=bad,
+            conditions={bad: bad},
+            label=lambda token: bad,
+        )
+    )
+    assert "alert" in text and '<script>alert("1")' not in text
+    checked(text)
+
+
+def test_headline_says_when_tokens_differ_and_when_drafting_is_slower():
+    good, bad = page.page(report()), page.page(report(item(identical=False), ratio=(0.5, 0.4, 0.6)))
+    assert "1.50 times as fast" in good and "every token is the same" in good
+    assert "2.00 times slower" in bad and "but 1 of 1 texts differ" in bad
+
+
+def test_word_errors_are_marked_as_they_are_counted():
+    said, heard = "add the two red cakes", "add two blue cakes please"
+    steps = page.align(said, heard)
+    kinds = ["equal", "delete", "equal", "substitute", "equal", "insert"]
+    assert [step.kind for step in steps] == kinds
+    score = wer([said], [heard])
+    assert score.substitutions == score.deletions == score.insertions == 1
+    shown = page.page(report(item(reference=said, hypothesis=heard)))
+    assert '<span class="substitute">blue<del>red</del></span>' in shown
+    assert (
+        '<del class="delete">the</del>' in shown and '<span class="insert">please</span>' in shown
+    )
+
+
+def test_words_show_as_written_unless_the_normaliser_joined_them():
+    assert [step.heard for step in page.align("Add six.", "Add six.")] == ["Add", "six."]
+    joined = page.align("twenty three cakes", "Twenty three cakes.")
+    assert [(step.said, step.heard) for step in joined] == [("23", "23"), ("cakes", "cakes.")]
+
+
+def test_nothing_said_or_nothing_heard_is_shown():
+    assert [step.kind for step in page.align("", "a word")] == ["insert", "insert"]
+    assert [step.kind for step in page.align("a word", "")] == ["delete", "delete"]
+    checked(page.page(report(item(hypothesis="", noisy=""))))
+
+
+@pytest.mark.parametrize(
+    ("step", "committed", "rejected"),
+    [
+        (
+            Round((1, 2, 3), (1, 2), 4, False, 3),
+            [(1, "accepted"), (2, "accepted"), (4, "corrected")],
+            (3,),
+        ),
+        (Round((1, 2), (1, 2), 4, True, 3), [(1, "accepted"), (2, "accepted"), (4, "bonus")], ()),
+        (Round((1, 2), (3,), 4, False, 2), [(3, "other"), (4, "corrected")], (1, 2)),
+        (Round((1, 2), (), 4, False, 1), [(4, "corrected")], (1, 2)),
+        (Round((), (), 4, False, 1), [(4, "corrected")], ()),
+        (Round((1, 7, 3), (1, 7), 4, False, 2), [(1, "accepted"), (7, "accepted")], ()),
+    ],
+    ids=["rejection", "all accepted", "second guess", "none accepted", "no draft", "end inside"],
+)
+def test_every_token_has_its_origin(step, committed, rejected):
+    first, found = page.passes([Round((), (), 6, True, 1), step])
+    assert first.committed == ((6, "first"),)
+    assert list(found.committed) == committed and found.rejected == rejected
