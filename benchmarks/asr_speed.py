@@ -185,9 +185,7 @@ def main():
     }
     print(json.dumps(machine, indent=2))
     if load > 0.7:
-        print(
-            f"WARNING: load {load:.2f}: not an idle machine, times below are not to be quoted"
-        )
+        print(f"WARNING: load {load:.2f}: not an idle machine, times below are not to be quoted")
 
     @torch.no_grad()
     def encoder(chunk):
@@ -241,7 +239,8 @@ def main():
                 row["over_undrafted"] = round(base / row["decode_s"], 3)
                 print(
                     f"  {row['engine']:20s} {row['ms_per_token_row']:7.2f} ms/token  "
-                    f"x{row['over_generate']:.2f} generate  x{row['over_undrafted']:.2f} undrafted  "
+                    f"x{row['over_generate']:.2f} generate  "
+                    f"x{row['over_undrafted']:.2f} undrafted  "
                     f"encoder {100 * row['encoder_share']:.0f} %  "
                     + (
                         f"{row['tokens_per_pass']:.2f} tokens/pass"

@@ -20,7 +20,7 @@ CrossStates = tuple[Tensor, Tensor]
 """Keys and values of the audio for one layer, ``(B, heads, S, D)``."""
 
 
-def usable(decoder: nn.Module) -> bool:
+def usable(decoder: Any) -> bool:
     """Whether the stock modules are plain enough to be run directly."""
     if decoder.training or decoder.config._attn_implementation != "sdpa":
         return False

@@ -68,7 +68,7 @@ class MedusaHeads(nn.Module):
 
         Args:
             weights: By key; all heads alike.
-            first: Heads before this one are left out (head 0 of Medusa-Linear belongs to the target).
+            first: Heads before this one are left out (head 0 of Medusa-Linear is the target's).
         """
         keys = [key.split(".") for key in weights]
         heads = sorted({int(key[0]) for key in keys})[first:]
@@ -151,7 +151,8 @@ class Medusa:
         self.paths, self.pass_tokens = paths, pass_tokens
         self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
         self._shapes: dict[int, _Shape] = {}
-        self.reset()
+        self._state: Tensor | None = None
+        self._past: Any = None
 
     @classmethod
     def from_pretrained(
@@ -315,8 +316,7 @@ class Medusa:
 
     def reset(self) -> None:
         """Forgets the call."""
-        self._state: Tensor | None = None
-        self._past: Any = None
+        self._state = self._past = None
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class RaggedLayer(CacheLayerMixin):
     is_compileable = True  # with False, a one-token prompt is given no mask and sees empty slots
     is_sliding = False
     is_croppable = True
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, rows: _Rows) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ Vectorised = Callable[[Tensor, Nodes], Tensor]
 
 def _flat(processor: lp.LogitsProcessor) -> Vectorised:
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        return processor(None, scores.flatten(0, 1)).view_as(scores)  # type: ignore[arg-type]
+        return processor(None, scores.flatten(0, 1)).view_as(scores)
 
     return run
 

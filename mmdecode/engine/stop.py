@@ -56,7 +56,7 @@ class Stopping:
         first = torch.where(stop, order, block.shape[1] + 1).amin(1)
         ended = first <= count
         if self.per_call:
-            late = torch.stack([c(ctx.ids, None).reshape(-1) for c in self.per_call]).any(0)  # type: ignore[arg-type]
+            late = torch.stack([c(ctx.ids, None).reshape(-1) for c in self.per_call]).any(0)
             ended = ended | (late & ctx.open)
         return torch.minimum(count, first), ended
 
@@ -71,7 +71,7 @@ class Stopping:
                 if n:
                     taken = min(n, max(0, size - end))
                     ids[b, end : end + taken] = block[b, :taken]
-            verdict = torch.stack([c(ids, None).reshape(-1) for c in self.others]).any(0)  # type: ignore[arg-type]
+            verdict = torch.stack([c(ids, None).reshape(-1) for c in self.others]).any(0)
             for b, (end, n) in enumerate(zip(ends, counts, strict=True)):
                 if 0 < size - end <= n:
                     stop[b, size - end - 1] |= verdict[b]

@@ -40,8 +40,10 @@ class CFG:
     ) -> None:
         self.scale = float(scale)
         self.neutral = self.scale == 1.0
-        prompt = "last_token" if negative_ids is None else negative_ids
-        self.branches = (BranchSpec(name=_BRANCH, prompt=prompt, prompt_mask=negative_mask),)
+        branch = BranchSpec(name=_BRANCH, prompt="last_token")
+        if negative_ids is not None:
+            branch = BranchSpec(name=_BRANCH, prompt=negative_ids, prompt_mask=negative_mask)
+        self.branches = (branch,)
 
     def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
         """No constants."""

@@ -100,7 +100,9 @@ class FullTree(Drafter):
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """``V + V^2 + ...`` nodes."""
-        parents, tokens, level = [], [], [-1]
+        parents: list[int] = []
+        tokens: list[int] = []
+        level = [-1]
         for _ in range(self.depth):
             below = []
             for parent in level:

@@ -106,6 +106,7 @@ class Table(nn.Module):
             model_type="mmdecode_table", vocab_size=vocab, is_encoder_decoder=False
         )
         self.vocab, self.seed, self.sharpness, self.blind = vocab, seed, sharpness, blind
+        self.offsets: torch.Tensor
         self.register_buffer("offsets", torch.zeros(vocab, dtype=torch.float64))
         for token, value in (bias or {}).items():
             self.offsets[token] = value

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -295,7 +296,9 @@ def choose_tree(hits: Tensor, nodes: int) -> list[tuple[int, ...]]:
     optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
     """
     chosen: list[tuple[int, ...]] = []
-    frontier = {(rank,): hits[0, :, rank] for rank in range(hits.shape[2])}
+    frontier: dict[tuple[int, ...], Tensor] = {
+        (rank,): hits[0, :, rank] for rank in range(hits.shape[2])
+    }
     while frontier and len(chosen) < nodes:
         path = max(frontier, key=lambda p: (int(frontier[p].sum()), -len(p), [-r for r in p]))
         right = frontier.pop(path)
@@ -372,7 +375,7 @@ def train_from_manifest(
     """
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
-    from mmdecode.asr.audio import read_audio
+    from mmdecode.asr.audio import blocks, source_of
     from mmdecode.checkpoints import local_path
     from mmdecode.engine.decoder import Decoder
 
@@ -388,7 +391,8 @@ def train_from_manifest(
             name = row.get("path") or row.get("audio")
             if not name:
                 raise InputError(f"{manifest}: a line has neither 'path' nor 'audio': {row}")
-            wave = read_audio(manifest.parent / name, extractor.sampling_rate)
+            rate = extractor.sampling_rate
+            wave = np.concatenate(list(blocks(source_of(manifest.parent / name, rate), rate)))
             size = extractor.n_samples
             waves += [wave[i : i + size] for i in range(0, len(wave), size) if len(wave) - i > 1600]
         for index, start in enumerate(range(0, len(waves), 8)):

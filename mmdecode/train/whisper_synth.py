@@ -121,7 +121,8 @@ class SpecialIds:
             "endoftext startoftranscript en transcribe startofprev nospeech notimestamps".split()
         )
         ids = tokenizer.convert_tokens_to_ids([f"<|{n}|>" for n in names])
-        return cls(*ids, first_timestamp=ids[-1] + 1)
+        eot, sot, en, transcribe, prev, no_speech, no_timestamps = ids
+        return cls(eot, sot, en, transcribe, prev, no_speech, no_timestamps, no_timestamps + 1)
 
 
 def build_model(options: Options, processor: WhisperProcessor) -> WhisperForConditionalGeneration:

@@ -42,7 +42,8 @@ def test_corpus_rate_of_real_lists_equals_the_published_count():
 
     expected = json.loads((SHARED / "expected.json").read_text())["nbest_wer"]["sets"]["ls_clean"]
     file = SHARED / "nbest" / "hyporadise_test_ls_clean.jsonl.gz"
-    items = [json.loads(line) for line in gzip.open(file, "rt")]
+    with gzip.open(file, "rt") as lines:
+        items = [json.loads(line) for line in lines]
     result = wer([i["output"] for i in items], [i["input"][0] for i in items], resamples=1)
     errors = result.substitutions + result.deletions + result.insertions
     assert (result.words, errors) == (
