@@ -61,16 +61,25 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        folder = Path(
+            snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt"])
+        )
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text()) if config_file.exists() else {}
     weights: dict[str, Any] = {}
     files = sorted(folder.glob("*.safetensors"))
-    for file in files or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
-        if file.suffix == ".safetensors":
-            weights |= load_file(file)
-        else:
-            weights |= torch.load(file, weights_only=True, map_location="cpu")
+    pickles = [f for f in (*folder.glob("*.bin"), *folder.glob("*.pt")) if "args" not in f.name]
+    for file in files or sorted(pickles):
+        try:
+            if file.suffix == ".safetensors":
+                weights |= load_file(file)
+            else:
+                weights |= torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:  # each reader has errors of its own
+            raise InputError(
+                f"{file} cannot be read as weights ({type(error).__name__}: {error}); expected "
+                "safetensors, or a pickle of tensors alone"
+            ) from error
     if not weights:
         raise InputError(
             f"{path} holds no weights; expected *.safetensors, *.bin or *.pt beside config.json"

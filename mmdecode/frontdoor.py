@@ -38,7 +38,8 @@ def generate(
         streamer: A transformers streamer; batch 1 only.
         stop_strings: Texts that end a row; need ``tokenizer``.
         tokenizer: For ``stop_strings``.
-        draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``.
+        draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; ``assistant_model``,
+            as transformers names it, is the same.
         request: Names of the rows for keyed noise; default: a hash of their content.
         **kwargs: Passed on.
 
@@ -50,6 +51,7 @@ def generate(
         IncompatibleError: A streamer with several rows, or a draft model beside a draft.
     """
     decoder = decoder or Decoder()
+    draft_model = draft_model or kwargs.pop("assistant_model", None)
     if draft_model is not None:
         if not isinstance(decoder.draft, NoDraft):
             raise IncompatibleError.between(
@@ -60,6 +62,7 @@ def generate(
             )
         joined = Decoder(Assistant(draft_model), decoder.guide, decoder.accept, decoder.seed)
         joined.stats = decoder.stats
+        joined.trace = decoder.trace
         decoder = joined
     if stop_strings is not None:
         if tokenizer is None:
@@ -68,17 +71,18 @@ def generate(
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
     raw = {name: kwargs[name] for name in _RAW if kwargs.get(name) is not None}
-    if streamer is not None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is not None and len(ids) > 1:
-            raise IncompatibleError(
-                f"a streamer shows one row, the batch has {len(ids)}; decode one row at a time"
-            )
-    return model.generate(
-        *args,
-        custom_generate=decoder,
-        mm_inputs=raw or None,
-        mm_request=request,
-        mm_streamer=streamer,
-        **kwargs,
-    )
+    if args and model.main_input_name in _RAW:
+        raw[model.main_input_name] = args[0]
+    raw |= kwargs.pop("mm_inputs", None) or {}
+    try:
+        return model.generate(
+            *args,
+            custom_generate=decoder,
+            mm_inputs=raw or None,
+            mm_request=request,
+            mm_streamer=streamer,
+            **kwargs,
+        )
+    finally:
+        if streamer is not None:
+            streamer.end()  # also after an error: somebody may be waiting for it

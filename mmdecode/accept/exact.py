@@ -15,6 +15,7 @@ from mmdecode.accept.follow import finish, follow
 from mmdecode.engine.contracts import Context, LawView, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import IncompatibleError
 
 _ANY: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacement")
 
@@ -57,7 +58,8 @@ class Coupled:
         """See `mmdecode.engine.contracts.Accept`."""
 
         def choose(scores: Tensor, depths: Tensor) -> Tensor:
-            return _gumbel_choice(scores, depths, noise, ctx, Role.TARGET, None)
+            gumbel = noise.gumbel(_positions(proposal, depths, ctx), Role.TARGET, scores.shape[-1])
+            return _best(scores, depths, gumbel)
 
         return finish(follow(proposal, law, ctx, choose), proposal, law, noise, ctx)
 
@@ -81,7 +83,9 @@ class Membership:
         """See `mmdecode.engine.contracts.Accept`."""
 
         def choose(scores: Tensor, depths: Tensor) -> Tensor:
-            return _gumbel_choice(scores, depths, noise, ctx, Role.ACCEPT, ctx.rounds)
+            positions = _positions(proposal, depths, ctx)
+            gumbel = noise.gumbel(positions, Role.ACCEPT, scores.shape[-1], trial=ctx.rounds)
+            return _best(scores, depths, gumbel)
 
         return finish(follow(proposal, law, ctx, choose), proposal, law, noise, ctx)
 
@@ -103,7 +107,13 @@ class Rejection:
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
-        assert proposal.is_chain, "an iid proposal is a chain"
+        if not proposal.is_chain:
+            raise IncompatibleError.between(
+                "accept 'rejection'",
+                "a tree of sampled tokens",
+                "the rule tests one draft per position",
+                "propose chains",
+            )
         order = torch.arange(proposal.size + 1, device=ctx.device)
         positions = ctx.length[:, None] + order
         uniform = noise.uniform(positions, Role.ACCEPT, trial=ctx.rounds)
@@ -143,14 +153,17 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(total > 0, excess / total.clamp_min(torch.finfo(p.dtype).tiny), p)
 
 
-def _gumbel_choice(
-    scores: Tensor, depths: Tensor, noise: Noise, ctx: Context, role: Role, trial: Tensor | None
-) -> Tensor:
-    """The argmax of scores plus noise; nodes of one depth share a position and hence its noise."""
+def _positions(proposal: Proposal, depths: Tensor, ctx: Context) -> Tensor:
+    """Positions of the levels that ``depths`` ask about: nodes of one depth share their noise."""
     if depths.shape[1] == 1:
-        levels, index = depths.reshape(-1)[:1], torch.zeros_like(depths)
-    else:
-        levels, index = torch.arange(depths.shape[1], device=depths.device), depths
-    gumbel = noise.gumbel(ctx.length[:, None] + levels, role, scores.shape[-1], trial=trial)
-    index = index.expand(scores.shape[0], -1)[..., None].expand(-1, -1, scores.shape[-1])
-    return (scores + gumbel.gather(1, index)).argmax(-1)
+        return ctx.length[:, None] + depths
+    deepest = proposal.size if proposal.tree is None else proposal.tree.depth
+    return ctx.length[:, None] + torch.arange(deepest + 1, device=depths.device)
+
+
+def _best(scores: Tensor, depths: Tensor, gumbel: Tensor) -> Tensor:
+    """The argmax of scores plus each row's level of the noise."""
+    if gumbel.shape[1] > 1:
+        index = depths.expand(len(scores), -1)[..., None].expand(-1, -1, scores.shape[-1])
+        gumbel = gumbel.gather(1, index)
+    return (scores + gumbel).argmax(-1)

@@ -57,7 +57,8 @@ class Typical:
         whole = ~(above & ~passes[:, None]).any(-1)
         # among the longest paths, the likelier: keep only the best end of that depth
         total = (above * gain.clamp_min(-1e30)[:, None]).sum(-1)
-        rank = torch.where(whole, depths * 1e6 + total.clamp_min(-9e5), -torch.inf)
+        deepest = (whole * depths).amax(1, keepdim=True) if proposal.size else depths
+        rank = total.masked_fill(~(whole & (depths == deepest)), -torch.inf)
         if proposal.size:
             best = torch.nn.functional.one_hot(rank.argmax(1), proposal.size).bool() & whole
             on_best = (above & best[..., None]).any(1)
@@ -76,7 +77,10 @@ class Typical:
 
     def _rows(self, proposal: Proposal, law: LawView, ctx: Context) -> Tensor:
         """Processors of unknown type: run them row by row, parents before children."""
-        rows = [law.at(torch.where(ctx.open, row, -1)) for row in range(proposal.size + 1)]
+        _, _, ancestors = proposal.structure()
+        used = torch.nn.functional.pad(proposal.tokens >= 0, (1, 0), value=True)
+        whole = ~(ancestors & ~used[:, None]).any(-1) & ctx.open[:, None]
+        rows = [law.at(torch.where(whole[:, row], row, -1)) for row in range(proposal.size + 1)]
         return torch.stack(rows, 1)
 
 

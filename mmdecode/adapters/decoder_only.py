@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.setup import left_padded
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ class DecoderOnlyAdapter:
     """Llama-like models: `base_model` gives states after the final norm, a linear head logits.
 
     Raises:
-        UnsupportedModelError: A layer attends to a window, or the head scales its logits.
+        UnsupportedModelError: A layer attends to a window, or attention is neither sdpa nor eager.
     """
 
     model_types = ("llama", "qwen2")
@@ -35,6 +37,7 @@ class DecoderOnlyAdapter:
                 f"{type(model).__name__} has layers of type {', '.join(sorted(mixed))}; this "
                 "version decodes models whose layers all attend to the full context"
             )
+        refuse_attention(model)
         self.model = model
         self.vocab = config.vocab_size
         self.num_layers = config.num_hidden_layers
@@ -55,7 +58,7 @@ class DecoderOnlyAdapter:
             ids = ids.expand(ctx.batch, -1) if len(ids) == 1 else ids
             mask = spec.prompt_mask
             mask = torch.ones_like(ids) if mask is None else mask.to(ctx.device).expand_as(ids)
-            return Prompt(ids=ids, mask=mask.bool())
+            return Prompt(ids=ids, mask=left_padded(mask))
         if spec.prompt == "last_token":
             return Prompt(ids=ctx.prompt_ids[:, -1:], mask=ctx.prompt_mask[:, -1:])
         return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask)

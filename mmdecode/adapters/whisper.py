@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.adapters import whisper_step
+from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.errors import IncompatibleError
 
@@ -26,6 +27,7 @@ class WhisperAdapter:
     model_types = ("whisper",)
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
+        refuse_attention(model)
         config = model.config
         self.model = model
         self.vocab = config.vocab_size
@@ -47,15 +49,21 @@ class WhisperAdapter:
         ids, mask = ctx.prompt_ids, ctx.prompt_mask
         if spec.prompt == "last_token":
             ids, mask = ids[:, -1:], mask[:, -1:]
-        return self.with_audio(Prompt(ids=ids, mask=mask), ctx)
+        return self._with_audio(Prompt(ids=ids, mask=mask), ctx)
 
-    def with_audio(self, prompt: Prompt, ctx: Context) -> Prompt:
+    def _with_audio(self, prompt: Prompt, ctx: Context) -> Prompt:
         """The prompt beside the encoder's states of the call."""
         audio = ctx.model_inputs["encoder_outputs"][0]
         if len(audio) != len(prompt.ids):
             raise IncompatibleError(
                 f"{len(audio)} encoder rows for {len(prompt.ids)} decoder rows; expected one each: "
                 "pass features or encoder outputs for every row"
+            )
+        if audio.shape[-1] != self.model.config.d_model:
+            raise IncompatibleError(
+                f"encoder states of width {audio.shape[-1]}; {type(self.model).__name__} expects "
+                f"{self.model.config.d_model}; an assistant that listens to the target's encoder "
+                "must have its width"
             )
         return Prompt(ids=prompt.ids, mask=prompt.mask, inputs={"audio": audio})
 

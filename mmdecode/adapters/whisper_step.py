@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
+from mmdecode._compat import attention_implementation
 from mmdecode.engine.cache import RaggedLayer
 
 CrossStates = tuple[Tensor, Tensor]
@@ -22,7 +23,7 @@ CrossStates = tuple[Tensor, Tensor]
 
 def usable(decoder: Any) -> bool:
     """Whether the stock modules are plain enough to be run directly."""
-    if decoder.training or decoder.config._attn_implementation != "sdpa":
+    if decoder.training or attention_implementation(decoder.config) != "sdpa":
         return False
     plain = {nn.Linear, nn.LayerNorm, nn.Embedding}
     return all(_plain(module, plain) for module in decoder.modules())

@@ -1,1 +1,9 @@
-"""Speech: audio files in, transcripts out."""
+"""Speech: audio files in, transcripts out.
+
+START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.long_form`.
+"""
+
+from mmdecode.asr.options import FALLBACK, TranscribeOptions
+from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
+
+__all__ = ["FALLBACK", "Failure", "Segment", "TranscribeOptions", "Transcriber", "Transcript"]

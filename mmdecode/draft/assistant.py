@@ -44,6 +44,7 @@ class Assistant:
         self.model, self.length = model, length
         self._branch: ModelBranches | None = None
         self._kind: Kind = "deterministic"
+        self._follows = False  # loaded by us: goes where the target is
 
     @classmethod
     def from_options(cls, model: Any, length: int = 5) -> Assistant:
@@ -57,10 +58,15 @@ class Assistant:
             encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
             auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
             model = auto.from_pretrained(path)
-        return cls(model.eval(), length)
+            draft = cls(model.eval(), length)
+            draft._follows = True
+            return draft
+        return cls(model, length)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
+        if self._follows:
+            self.model.to(device=ctx.device, dtype=ctx.adapter.model.dtype)
         adapter = registry.adapter_for(self.model)
         if adapter.vocab != prefill.logits.shape[-1]:
             raise IncompatibleError.between(
@@ -73,7 +79,6 @@ class Assistant:
         self._kind = kind
         self._branch = ModelBranches(adapter, [MAIN])
         self._branch.prefill(ctx, {})
-        self._branch.cache.set_start(self._branch.cache.start - 2)  # round 0 adds one
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""

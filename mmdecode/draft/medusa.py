@@ -14,6 +14,7 @@ ordinary token of Whisper), siblings do not see each other, any batch size.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from dataclasses import dataclass
@@ -25,11 +26,16 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, read_weights, zoo_names
-from mmdecode.engine.branch import block_mask, triangle
+from mmdecode.engine.branch import MAIN, block_mask, triangle
 from mmdecode.engine.cache import RaggedCache, bucket
-from mmdecode.engine.contracts import Context, Needs, Outcome, Prompt, Scores
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal, Tree
-from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.errors import (
+    IncompatibleError,
+    InputError,
+    OptionError,
+    UnsupportedModelError,
+)
 
 
 class MedusaHeads(nn.Module):
@@ -111,10 +117,11 @@ class _Shape:
     top: int
 
     @classmethod
-    def of(cls, paths: list[tuple[int, ...]]) -> _Shape:
+    def of(cls, paths: list[tuple[int, ...]], device: torch.device) -> _Shape:
         tree, order = Tree.from_paths(paths)
-        ranks = torch.tensor([path[-1] for path in order])
-        return cls(tree, torch.tensor(tree.depths) - 1, ranks, int(ranks.max()) + 1)
+        last = [path[-1] for path in order]
+        levels = torch.tensor(tree.depths, device=device) - 1
+        return cls(tree, levels, torch.tensor(last, device=device), max(last) + 1)
 
 
 class Medusa:
@@ -150,9 +157,12 @@ class Medusa:
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
         self.paths, self.pass_tokens = paths, pass_tokens
         self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
-        self._shapes: dict[int, _Shape] = {}
+        self._shapes: dict[tuple[int, torch.device], _Shape] = {}
         self._state: Tensor | None = None
         self._past: Any = None
+        self._cache: Any = None
+        self._pads: Any = None
+        self._running: tuple[MedusaHeads, nn.Module | None] = (self.heads, self.block)
 
     @classmethod
     def from_pretrained(
@@ -197,7 +207,13 @@ class Medusa:
 
             target = config.get("target_config", config)
             family = AutoConfig.for_model(**target)
-            layer = registry.adapter_class(target["model_type"]).extra_layer(family)
+            adapter = registry.adapter_class(target["model_type"])
+            if not hasattr(adapter, "extra_layer"):
+                raise UnsupportedModelError(
+                    f"{name} brings a block for {target['model_type']!r}, whose adapter has none; "
+                    "use heads without a block"
+                )
+            layer = adapter.extra_layer(family)
             layer.load_state_dict({key: value.float() for key, value in block.items()})
         return cls(module.float(), layer, paths or _paths(config.get("medusa_choices")))
 
@@ -211,7 +227,7 @@ class Medusa:
             if paired not in zoo_names():
                 raise OptionError(
                     "medusa needs path=..., the folder of the heads; only zoo models have heads of "
-                    f"their own, and {model_id!r} is none with heads"
+                    f"their own (the model at hand: {model_id})"
                 )
             path = f"zoo:{paired}"
         draft = cls.from_pretrained(path)
@@ -249,25 +265,32 @@ class Medusa:
                 f"{hidden.shape[-1]}",
                 "use heads that were trained for this model",
             )
-        self.heads.to(device=hidden.device, dtype=hidden.dtype)
+        self._place(hidden)
         if self.block is None:
             return
-        self.block.to(device=hidden.device, dtype=hidden.dtype)
         width = ctx.prompt_length
         self._cache = RaggedCache(1, ctx.batch, ctx.device)
         self._pads = width - ctx.prompt_mask.sum(1)
-        prompt = Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask)
-        prompt = ctx.adapter.with_audio(prompt, ctx)
-        self._past = ctx.adapter.open(self._cache, prompt)
+        self._past = ctx.adapter.open(self._cache, ctx.adapter.prompt(ctx, MAIN))
         if width > 1:
             self._run_block(ctx, prefill.prompt_hidden["last"][:, :-1], bucket(width))
             self._cache.set_start(torch.full_like(self._pads, width - 1))
+
+    def _place(self, like: Tensor) -> None:
+        """Puts copies where the states are: half precision must not round the originals."""
+        running = self._running[0].weight
+        if (running.device, running.dtype) == (like.device, like.dtype):
+            return
+        move = {"device": like.device, "dtype": like.dtype}
+        heads = copy.deepcopy(self.heads).to(**move)
+        block = copy.deepcopy(self.block).to(**move) if self.block is not None else None
+        self._running = (heads, block)
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """The tree of the heads' ranks."""
         assert self._state is not None, "observe was not called"
         shape = self._shape(ctx)
-        logits = self.heads.logits(self._state, ctx.adapter)  # (K, B, V)
+        logits = self._running[0].logits(self._state, ctx.adapter)  # (K, B, V)
         top = logits.topk(shape.top, dim=-1).indices  # (K, B, ranks)
         tokens = top[shape.levels, :, shape.ranks]  # (N, B)
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
@@ -279,9 +302,10 @@ class Medusa:
         nodes = len(self.paths)
         if limit is not None:
             nodes = max(1, min(nodes, limit // ctx.batch - 1))
-        if nodes not in self._shapes:
-            self._shapes[nodes] = _Shape.of(self.paths[:nodes])
-        return self._shapes[nodes]
+        key = (nodes, ctx.device)
+        if key not in self._shapes:
+            self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)
+        return self._shapes[key]
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Keeps the state at the end of the accepted path."""
@@ -297,14 +321,14 @@ class Medusa:
             _rows(hidden, path.clamp_min(0)),
             bucket(ctx.prompt_length + ctx.longest + path.shape[1]),
         )
-        self._cache.commit(torch.where(outcome.next_token >= 0, outcome.num_accepted + 1, 0))
+        self._cache.set_start(ctx.end() - 1)  # all but the root
         self._state = _rows(states, last)[:, 0]
 
     def _run_block(self, ctx: Context, hidden: Tensor, visible: int) -> Tensor:
         _, ancestors = triangle(hidden.shape[1], hidden.device)
         mask = block_mask(self._cache.start, self._pads, ancestors, visible, hidden.dtype)
         self._cache.open(visible)
-        return ctx.adapter.run_extra_layer(self.block, hidden, mask, self._past)
+        return ctx.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""
@@ -316,7 +340,7 @@ class Medusa:
 
     def reset(self) -> None:
         """Forgets the call."""
-        self._state = self._past = None
+        self._state = self._past = self._cache = self._pads = None
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
@@ -329,9 +353,10 @@ def _paths(choices: Any) -> list[tuple[int, ...]] | None:
         return None
     if isinstance(choices[0], int):
         levels = [range(count) for count in choices[1:]]
-        return [
+        paths = [
             path
             for depth in range(1, len(levels) + 1)
             for path in itertools.product(*levels[:depth])
         ]
+        return sorted(paths, key=lambda path: (sum(path), len(path), path))
     return [tuple(path) for path in choices]

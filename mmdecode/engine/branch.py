@@ -40,7 +40,6 @@ class ModelBranches:
         self.pads: Tensor
         self._past: Any = None
         self.width = 0  # slots of the prompt
-        self._longest = 0  # host bound on the committed slots of any row
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
         """Reads the prompts of all branches in one pass; row 0 is their last position."""
@@ -50,7 +49,7 @@ class ModelBranches:
         device = prompt.ids.device
         self.cache = RaggedCache(self.adapter.num_layers, rows, device)
         self.pads = width - prompt.mask.sum(1)
-        self.width = self._longest = width
+        self.width = width
         self._past = self.adapter.open(self.cache, prompt)
         depths, ancestors = triangle(width, device)
         states = self.run(prompt.ids, depths, ancestors, visible=bucket(width))
@@ -70,7 +69,8 @@ class ModelBranches:
             if len(depths) > 1:
                 depths, ancestors = depths.repeat(repeat, 1), ancestors.repeat(repeat, 1, 1)
         depths = torch.nn.functional.pad(depths, (1, 0))
-        visible = bucket(self._longest + tokens.shape[1])
+        # the longest row holds its prompt and all its tokens but the root
+        visible = bucket(self.width + ctx.longest - 1 + tokens.shape[1])
         return self._split(self.run(tokens, depths, ancestors, visible=visible), {})
 
     def run(
@@ -108,10 +108,6 @@ class ModelBranches:
         if repeat > 1:
             path, count = path.repeat(repeat, 1), count.repeat(repeat)
         self.cache.commit(count, None if chain else path)
-
-    def extend(self, longest: int) -> None:
-        """Tells the host bound on any row's committed slots, known from the round's transfer."""
-        self._longest = longest
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows`` of every branch; repeated rows are forks."""
@@ -169,11 +165,17 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-@lru_cache(maxsize=64)
 def triangle(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depths ``(1, Q)`` and ancestors ``(1, Q, Q)`` of a chain."""
+    """Depths ``(1, Q)`` and ancestors ``(1, Q, Q)`` of a chain; short ones are kept."""
+    return _short_triangle(width, device) if width <= 64 else _triangle(width, device)
+
+
+def _triangle(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     ancestors = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return torch.arange(width, device=device)[None], ancestors[None]
+
+
+_short_triangle = lru_cache(maxsize=64)(_triangle)
 
 
 def _left_pad(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "fastest")
 
+MAX_NODES = 256
+"""Most nodes of a proposal."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -144,7 +147,7 @@ class Decoder:
             generation_config: The call's.
             mm_inputs: Raw inputs for guides and drafts, by name, one entry per row.
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
-            mm_streamer: A streamer for the one row of the batch.
+            mm_streamer: A streamer for the one row of the batch; the caller ends it.
             **model_kwargs: What ``generate`` prepared.
 
         Returns:
@@ -153,57 +156,63 @@ class Decoder:
         Raises:
             IncompatibleError: Beams, or other requests a drafted loop cannot honour.
         """
+        config = generation_config
+        setup.refuse(config, input_ids, model_kwargs)
+        processors, guide = setup.take_over_guidance(logits_processor, self.guide)
+        if guide is not None and guide.neutral:
+            guide = None
+        rule, kind = self._resolve(bool(config.do_sample))
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+        ctx = setup.open_context(
+            input_ids,
+            config,
+            model_kwargs,
+            seed=seed,
+            mm_inputs=mm_inputs,
+            mm_request=mm_request,
+            spare=MAX_NODES + 1,
+            criteria=stopping_criteria,
+        )
+        ctx.tail = self.draft.needs.tail
+        adapter = ctx.adapter = registry.adapter_for(model)
+        places = adapter.max_positions
+        if places is not None and ctx.prompt_length + ctx.limit > places:
+            raise OptionError(
+                f"a prompt of {ctx.prompt_length} and up to {ctx.limit} new tokens; "
+                f"{type(model).__name__} has {places} positions: lower max_new_tokens"
+            )
+        if mm_streamer is not None and ctx.batch > 1:
+            raise IncompatibleError(
+                f"a streamer shows one row, the batch has {ctx.batch}; decode one row at a time"
+            )
+        run = Run(
+            ctx=ctx,
+            draft=self.draft,
+            guide=guide,
+            rule=rule,
+            kind=kind,
+            scorers=_scorers(adapter, guide, self.draft.needs, ctx),
+            processors=Processors(processors),
+            stopping=Stopping(
+                stopping_criteria, setup.token_ids(config.eos_token_id), ctx.limit, ctx.device
+            ),
+            stats=self.stats,
+            recorder=setup.Recorder(
+                bool(config.output_scores), bool(config.output_logits), ctx.batch
+            ),
+            streamer=mm_streamer,
+        )
+        if self.trace is not None:
+            run.trace = [[] for _ in range(ctx.batch)]
+            self.trace.extend(run.trace)
         try:
-            config = generation_config
-            setup.refuse(config, input_ids, model_kwargs)
-            processors, guide = setup.take_over_guidance(logits_processor, self.guide)
-            rule, kind = self._resolve(bool(config.do_sample))
-            seed = self.seed
-            if seed is None:
-                seed = int(torch.randint(2**62, ())) if config.do_sample else 0
-            ctx = setup.open_context(
-                input_ids,
-                config,
-                model_kwargs,
-                seed=seed,
-                mm_inputs=mm_inputs,
-                mm_request=mm_request,
-                spare=MAX_NODES + 1,
-            )
-            if guide is not None and guide.neutral:
-                guide = None
-            ctx.tail = self.draft.needs.tail
-            adapter = ctx.adapter = registry.adapter_for(model)
-            run = Run(
-                ctx=ctx,
-                draft=self.draft,
-                guide=guide,
-                rule=rule,
-                kind=kind,
-                scorers=_scorers(adapter, guide, self.draft.needs, ctx),
-                processors=Processors(processors),
-                stopping=Stopping(
-                    stopping_criteria,
-                    setup.token_ids(config.eos_token_id),
-                    ctx.limit,
-                    ctx.device,
-                ),
-                stats=self.stats,
-                recorder=setup.Recorder(
-                    bool(config.output_scores), bool(config.output_logits), ctx.batch
-                ),
-                streamer=mm_streamer,
-            )
-            if self.trace is not None:
-                run.trace = [[] for _ in range(ctx.batch)]
-                self.trace.extend(run.trace)
             longest = run.decode()
-            encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-            return setup.output(ctx, config, run.recorder, longest, encoder_decoder)
-        finally:  # a refusal ends the streamer too: its reader may wait in another thread
+        finally:
             self.draft.reset()
-            if mm_streamer is not None:
-                mm_streamer.end()
+        encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
+        return setup.output(ctx, config, run.recorder, longest, encoder_decoder)
 
     def _resolve(self, do_sample: bool) -> tuple[Accept, Kind]:
         """The rule of this call and the kind of proposal it gets."""
@@ -247,10 +256,6 @@ class Decoder:
         )
 
 
-MAX_NODES = 256
-"""Most nodes of a proposal."""
-
-
 @dataclass
 class Run:
     """One call: the loop and what it moves."""
@@ -288,12 +293,14 @@ class Run:
             )
             law = Law(logits, ctx, proposal, self.processors)
             outcome = self.rule(proposal, law, ctx.noise, ctx)
-            first = status.longest == 0
+            first = status.longest == 0  # round 0: the prompt's last row decided, nothing drafted
             self.commit(proposal, scores["main"], law, outcome, first)
             draft.observe(ctx, proposal, scores["main"], outcome)
 
-            proposal = draft.propose(ctx, ctx.limit - status.shortest - 1)
+            # the next proposal comes before the transfer, so that one transfer tells its width too
+            proposal = draft.propose(ctx, min(ctx.limit - status.shortest - 1, MAX_NODES))
             if proposal.size:
+                self.check(proposal)
                 proposal = proposal.masked(self.useful(proposal))
             status = self.transfer(proposal)
             ctx.longest = status.longest
@@ -302,8 +309,6 @@ class Run:
             proposal = proposal.narrow(status.width)
             scores = {}
             for scorer in self.scorers:
-                if isinstance(scorer, ModelBranches):
-                    scorer.extend(scorer.width + status.longest - 1)
                 scores |= scorer.score(ctx, proposal, scores)
 
     def commit(
@@ -340,6 +345,21 @@ class Run:
         ctx.length = ctx.length + count
         ctx.rounds = ctx.rounds + ctx.open
         ctx.open = ctx.open & ~ended
+
+    def check(self, proposal: Proposal) -> None:
+        """Raises where a draft does not keep what it promised."""
+        if proposal.kind != self.kind:
+            raise IncompatibleError.between(
+                f"draft {type(self.draft).__name__}",
+                f"accept {type(self.rule).__name__}",
+                f"a proposal of kind {self.kind!r} was agreed, this one is {proposal.kind!r}",
+                "repair the draft: begin tells it the kind",
+            )
+        if proposal.size > MAX_NODES:
+            raise OptionError(
+                f"draft {type(self.draft).__name__} proposes {proposal.size} nodes; at most "
+                f"{MAX_NODES} are scored at once: make its tree smaller"
+            )
 
     def useful(self, proposal: Proposal) -> Tensor:
         """Nodes that could still be committed: of open rows, and with room for a token after."""
@@ -391,7 +411,7 @@ def width_bucket(width: int, size: int) -> int:
 
 
 def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> list[Scorer]:
-    """The main model's branches first, then other models, then later stages."""
+    """By stage; within a stage the main model's branches, other models, then a guide's own."""
     specs = list(guide.branches) if guide else []
     if guide:
         needs = needs.union(guide.needs)
@@ -402,7 +422,7 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
             built.append(spec.build(ctx))
         else:
             groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
-    scorers: list[Scorer] = list(built)
+    scorers: list[Scorer] = []
     for (_, other), members in groups.items():
         part = registry.adapter_for(members[0].model) if other else adapter
         if other and part.vocab != adapter.vocab:
@@ -411,7 +431,7 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
                 f"of {adapter.vocab}; expected the same tokenizer"
             )
         scorers.append(ModelBranches(part, members, Needs() if other else needs))
-    return sorted(scorers, key=lambda scorer: scorer.stage)
+    return sorted(scorers + built, key=lambda scorer: scorer.stage)
 
 
 def _raw_along(logits: Tensor, path: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
+from mmdecode._compat import detects_timestamps_from_logprob
 from mmdecode.engine.contracts import Context
 from mmdecode.engine.proposal import Proposal
 
@@ -187,7 +188,7 @@ def _whisper_timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vector
         if latest is not None:
             banned |= at_begin[..., None] & (vocab[first:] > first + latest)
         stamps = stamps.masked_fill(banned, -torch.inf)
-        if processor._detect_timestamp_from_logprob:
+        if detects_timestamps_from_logprob(processor):
             only_stamps = stamps.logsumexp(-1) > text.amax(-1)
             text = text.masked_fill(only_stamps[..., None], -torch.inf)
         return torch.cat([text, stamps], -1)

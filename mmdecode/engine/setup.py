@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
@@ -51,6 +57,17 @@ def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any
         raise IncompatibleError(
             "past_key_values already hold tokens; a mmdecode decoder reads the whole prompt "
             "itself: leave past_key_values out"
+        )
+    for name in ("dola_layers", "penalty_alpha", "assistant_early_exit"):
+        if getattr(config, name, None) is not None:
+            raise IncompatibleError(
+                f"{name}={getattr(config, name)!r} asks for another decoding method of "
+                f"transformers, which a custom decoder replaces; drop {name} or custom_generate"
+            )
+    if inputs.get("inputs_embeds") is not None:
+        raise IncompatibleError(
+            "inputs_embeds came beside the ids; a mmdecode decoder reads the prompt by its ids: "
+            "leave inputs_embeds out"
         )
     if input_ids.shape[1] == 0:
         raise IncompatibleError(
@@ -112,10 +129,12 @@ def open_context(
     mm_inputs: Mapping[str, Any] | None,
     mm_request: Any,
     spare: int,
+    criteria: StoppingCriteriaList,
 ) -> Context:
     """The rows of a call before their first token; ``spare`` columns are scratch for blocks."""
     batch, width = input_ids.shape
-    limit = int(config.max_length) - width
+    lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    limit = min([int(config.max_length), *lengths]) - width
     if limit < 1:
         raise OptionError(
             f"max_length={config.max_length} leaves no room behind a prompt of {width} tokens; "
@@ -124,7 +143,7 @@ def open_context(
     mask = inputs.get("decoder_attention_mask")
     if mask is None and "encoder_outputs" not in inputs:
         mask = inputs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if mask is None else left_padded(mask)
     ids = input_ids.new_full((batch, width + limit + spare), _pad_id(config))
     ids[:, :width] = input_ids
     zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
@@ -146,6 +165,21 @@ def open_context(
     )
 
 
+def left_padded(mask: Tensor) -> Tensor:
+    """The mask, as bool.
+
+    Raises:
+        IncompatibleError: A row has padding behind a token.
+    """
+    mask = mask.bool()
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise IncompatibleError(
+            "the attention mask has padding on the right or in the middle of a row; pad prompts on "
+            "the left (tokenizer.padding_side = 'left')"
+        )
+    return mask
+
+
 def _pad_id(config: GenerationConfig) -> int:
     pad = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
     return pad[0] if pad else 0
@@ -154,7 +188,12 @@ def _pad_id(config: GenerationConfig) -> int:
 def _requests(
     ids: Tensor, mask: Tensor, config: GenerationConfig, mm_inputs: dict[str, Any], given: Any
 ) -> list[int]:
-    """One key per row: the caller's names, else the row's content and its ordinal among copies."""
+    """One key per row: the caller's names, else the row's content and its ordinal among copies.
+
+    Raw inputs count only where they can be told apart by row. Whisper's own ``generate`` hands a
+    decoder no audio and drops rows between attempts; rows it cannot tell apart share their noise,
+    which leaves the law of each row as it is. Name the rows, or use the Transcriber.
+    """
     copies = int(config.num_return_sequences or 1)
     if given is not None:
         names = [given] if isinstance(given, (str, int, bytes)) else list(given)
@@ -165,16 +204,25 @@ def _requests(
                 f"mm_request names {len(names)} requests for {len(ids)} rows; give one per row"
             )
         return [request_key(name, row % copies) for row, name in enumerate(names)]
+    known = {n: v for n, v in mm_inputs.items() if len(v) and len(ids) % len(v) == 0}
+    copies = max([copies, *(len(ids) // len(value) for value in known.values())])
     keys = []
     rows, masks = ids.tolist(), mask.bool().tolist()
     for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):
         parts: list[Any] = [t for t, r in zip(tokens, real, strict=True) if r]
-        for name in sorted(mm_inputs):
-            value = mm_inputs[name]
-            item = value[row * len(value) // len(ids)]
-            parts += [name, item.cpu().numpy().tobytes() if isinstance(item, Tensor) else str(item)]
+        for name in sorted(known):
+            value = known[name]
+            parts += [name, _bytes(value[row * len(value) // len(ids)])]
         keys.append(request_key(*parts, row % copies))
     return keys
+
+
+def _bytes(item: Any) -> bytes:
+    if isinstance(item, str):
+        return item.encode()
+    if not isinstance(item, Tensor):
+        item = torch.from_numpy(np.ascontiguousarray(item))
+    return item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Recorder:
@@ -189,7 +237,7 @@ class Recorder:
     def add(self, name: str, along: Tensor, count: Tensor) -> None:
         """``along (B, D + 1, V)`` of which ``count (B,)`` rows belong to committed tokens."""
         for row, kept in enumerate(count.tolist()):
-            self.rows[name][row].extend(along[row, :kept])
+            self.rows[name][row].extend(along[row, :kept].clone())  # let the rejected rows go
 
     def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
         """One ``(B, V)`` tensor per generated position; zeros behind a row's end."""

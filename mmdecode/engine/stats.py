@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -17,7 +18,6 @@ class Stats:
     Attributes:
         calls: Calls of the decoder.
         passes: Scoring passes after the prompt was read, each over the whole batch.
-        draft_passes: Passes of the drafter's own model or heads.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Stats:
 
     def reset(self) -> None:
         """Back to zero."""
-        self.calls = self.passes = self.draft_passes = 0
+        self.calls = self.passes = 0
         self._first: list[Tensor] = []
         self._rounds: list[tuple[Tensor, ...]] = []
         self._sums = [0, 0, 0, 0, 0]  # first tokens, row passes, drafted, accepted, tokens
@@ -50,15 +50,20 @@ class Stats:
             self._reduce()
 
     def _reduce(self) -> None:
-        self._sums[0] += sum(int(first.sum()) for first in self._first)
-        for open_rows, drafted, accepted, kept in self._rounds:
-            for index, value in enumerate(
-                (open_rows, ((drafted >= 0).sum(1) * open_rows), accepted * open_rows, kept)
-            ):
-                self._sums[index + 1] += int(value.sum())
-            for count in accepted[open_rows].tolist():
+        if self._first:
+            self._sums[0] += int(torch.stack([first.sum() for first in self._first]).sum())
+        if self._rounds:
+            sums = [
+                torch.stack([o.sum(), ((d >= 0).sum(1) * o).sum(), (a * o).sum(), k.sum()])
+                for o, d, a, k in self._rounds
+            ]
+            for index, value in enumerate(torch.stack(sums).sum(0).tolist()):
+                self._sums[index + 1] += value
+            accepted = torch.cat([torch.where(o, a, -1) for o, _, a, _ in self._rounds])
+            for count in accepted.tolist():
                 self._counts += [0] * (count + 1 - len(self._counts))
-                self._counts[count] += 1
+                if count >= 0:
+                    self._counts[count] += 1
         self._first, self._rounds = [], []
 
     def _sum(self, index: int) -> int:
@@ -108,7 +113,6 @@ class Stats:
             "tokens": self.tokens,
             "passes": self.passes,
             "row_passes": self.rounds,
-            "draft_passes": self.draft_passes,
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance_length": round(self.acceptance_length, 4),

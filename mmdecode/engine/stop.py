@@ -6,6 +6,8 @@ are vectorised by exact type; others are called prefix by prefix, in full batch 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -31,7 +33,13 @@ class Stopping:
     def __init__(
         self, criteria: StoppingCriteriaList, eos: list[int], limit: int, device: torch.device
     ) -> None:
-        self.eos = torch.tensor(eos, dtype=torch.long, device=device)
+        # as in transformers, the caller's own end and length criteria replace the config's
+        ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+        self.eos = (
+            torch.cat([torch.as_tensor(e).reshape(-1) for e in ends]).to(device)
+            if ends
+            else torch.tensor(eos, dtype=torch.long, device=device)
+        )
         self.limit = limit
         self.per_call = [c for c in criteria if type(c) is MaxTimeCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
@@ -56,7 +64,7 @@ class Stopping:
         first = torch.where(stop, order, block.shape[1] + 1).amin(1)
         ended = first <= count
         if self.per_call:
-            late = torch.stack([c(ctx.ids, None).reshape(-1) for c in self.per_call]).any(0)
+            late = _verdict(self.per_call, ctx.ids)
             ended = ended | (late & ctx.open)
         return torch.minimum(count, first), ended
 
@@ -71,8 +79,14 @@ class Stopping:
                 if n:
                     taken = min(n, max(0, size - end))
                     ids[b, end : end + taken] = block[b, :taken]
-            verdict = torch.stack([c(ids, None).reshape(-1) for c in self.others]).any(0)
+            verdict = _verdict(self.others, ids)
             for b, (end, n) in enumerate(zip(ends, counts, strict=True)):
                 if 0 < size - end <= n:
                     stop[b, size - end - 1] |= verdict[b]
         return stop
+
+
+def _verdict(criteria: list[Any], ids: Tensor) -> Tensor:
+    """Whether any criterion ends each row; a criterion may answer for all rows at once."""
+    answers = [torch.as_tensor(c(ids, None), device=ids.device).reshape(-1) for c in criteria]
+    return torch.stack([answer.bool().expand(len(ids)) for answer in answers]).any(0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Linear:
         beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
             branch. ``0`` keeps the vocabulary.
 
-    Neutral: all weights of other branches zero; then no branch is run and nothing is cut.
+    Neutral: weight 1 for the main branch and 0 for all others; then nothing is run and nothing cut.
     """
 
     needs = Needs()
@@ -47,7 +46,7 @@ class Linear:
         if not 0 <= beta <= 1:
             raise OptionError(f"beta must be in 0..1, got {beta}; 0 switches the cut off")
         self.branches, self.weights, self.beta = list(branches), list(weights), beta
-        self.neutral = not any(self.weights[1:])
+        self.neutral = self.weights[0] == 1 and not any(self.weights[1:])
 
     @classmethod
     def contrast(cls, branch: BranchSpec, alpha: float = 1.0, beta: float = 0.1) -> Linear:
@@ -63,17 +62,15 @@ class Linear:
         beta: float = 0.1,
         prompt: str = "same",
         view: str | None = None,
-        model: Any = None,
     ) -> Linear:
-        """From a string: the contrast form, against another prompt, view or model."""
+        """From a string: the contrast form, against another prompt or view."""
         if prompt not in ("same", "last_token"):
             raise OptionError(f"prompt must be 'same' or 'last_token', got {prompt!r}")
-        if prompt == "same" and view is None and model is None:
+        if prompt == "same" and view is None:
             raise OptionError(
-                "contrast needs something to pull away from; give prompt=last_token, a view or a "
-                "model"
+                "contrast needs something to pull away from; give prompt=last_token or a view"
             )
-        spec = BranchSpec(name="contrast", prompt=prompt, view=view, model=model)  # type: ignore[arg-type]
+        spec = BranchSpec(name="contrast", prompt=prompt, view=view)  # type: ignore[arg-type]
         return cls.contrast(spec, alpha, beta)
 
     def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:

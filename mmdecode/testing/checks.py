@@ -371,7 +371,7 @@ def check_adapter(
             ctx.ids.scatter_(1, ctx.end()[:, None], root)
             ctx.length = ctx.length + 1
             kept = [[*k, 1] for k in kept]
-            branches.extend(branches.width + 16)
+            ctx.longest = int(ctx.length.max())
             logits = branches.score(ctx, drafted, {})["main"].logits
             for node in range(-1, drafted.size):
                 rows = [b for b in range(len(ids)) if node < 0 or drafted.tokens[b, node] >= 0]

@@ -200,7 +200,7 @@ def branches_after_a_round(ctx, specs):
     branches = ModelBranches(TableAdapter(MODEL), specs)
     branches.prefill(ctx, {})
     commit(ctx, ctx.prompt_ids[:, -1:])
-    branches.extend(20)
+    ctx.longest = int(ctx.length.max())
     tree = Tree((-1, -1, 0, 1))
     tokens = (ctx.prompt_ids[:, -1:] + torch.arange(4)) % 5
     branches.score(ctx, Proposal(tokens=tokens, kind="deterministic", tree=tree), {})

@@ -1,0 +1,21 @@
+"""Which attention implementations can be given the engine's masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmdecode._compat import attention_implementation
+from mmdecode.errors import UnsupportedModelError
+
+
+def refuse_attention(model: Any) -> None:
+    """Raises unless the model attends by ``sdpa`` or ``eager``.
+
+    Flash attention takes padding masks only, so a tree cannot be told to it.
+    """
+    used = attention_implementation(model.config)
+    if used not in (None, "sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends by {used!r}, which takes no tree masks; expected sdpa "
+            "or eager: call model.set_attn_implementation('sdpa')"
+        )

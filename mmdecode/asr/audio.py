@@ -1,0 +1,268 @@
+"""Audio of any kind to mono float32 blocks at the model's rate.
+
+Files are decoded block by block, so that the length of a recording does not set the memory it
+needs. soundfile reads wav, flac, ogg, opus, mp3, aiff and others; PyAV (extra ``media``) reads
+containers such as m4a, mp4 and webm; librosa is the last resort. Channels are averaged, and soxr
+resamples as a stream. What cannot be trusted is refused: files that end before their header says,
+samples that are not numbers, and files without samples.
+
+Arrays are taken too: one-dimensional ones at the model's rate, or ``(array, rate)``; several
+channels come first, ``(channels, samples)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmdecode.errors import InputError, MissingExtraError
+
+LOWEST_RATE, HIGHEST_RATE = 8_000, 192_000
+SUFFIXES = frozenset(
+    ".wav .flac .ogg .oga .opus .mp3 .aif .aiff .aifc .au .caf .w64 .rf64 .m4a .mp4 .mkv .webm "
+    ".aac .wma .mka .mov .amr .ac3 .3gp".split()
+)
+"""Endings by which audio is found in a folder; a file that is named is read whatever its ending."""
+_BLOCK = 1 << 18  # frames decoded at once
+_MOST_CHANNELS = 64  # more rows than this are samples, not channels
+
+Blocks = Iterator[tuple[int, np.ndarray]]
+"""Rate and ``(frames, channels)`` float32, block by block."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One recording before it is read.
+
+    Attributes:
+        name: What the user called it: the path, or ``array 2``.
+        read: Starts reading from the beginning; may be called more than once.
+    """
+
+    name: str
+    read: Callable[[], Blocks]
+
+
+def source_of(item: Any, rate: int, index: int = 0) -> Source:
+    """What a user gave, as a source.
+
+    Args:
+        item: A path, an array at ``rate``, ``(array, rate)``, or a mapping with ``array`` and
+            ``sampling_rate``.
+        rate: Of arrays that come without one.
+        index: Its place in the input, which names arrays.
+
+    Raises:
+        InputError: The item is none of these.
+    """
+    if isinstance(item, (str, os.PathLike)):
+        return Source(str(item), lambda: _file(Path(item)))
+    name = f"array {index}"
+    if isinstance(item, Mapping) and {"array", "sampling_rate"} <= set(item):
+        name, item = str(item.get("path") or name), (item["array"], item["sampling_rate"])
+    pair = isinstance(item, tuple) and len(item) == 2
+    if pair and np.ndim(item[0]) > 0 and np.ndim(item[1]) == 0:
+        item, rate = item[0], item[1]
+    try:
+        array = np.asarray(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name}: cannot be made an array ({error}); expected a path, an array of samples or "
+            "(array, rate)"
+        ) from error
+    return Source(name, lambda: _array(name, array, rate))
+
+
+def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
+    """Mono float32 at ``rate``, block by block; the blocks do not depend on how they are used.
+
+    Raises:
+        InputError: The recording cannot be read or trusted; the message starts with its name.
+    """
+    import_or_explain("soxr", "resampling audio")
+    import soxr
+
+    stream: Any = None
+    for given, frames in source.read():
+        if not LOWEST_RATE <= given <= HIGHEST_RATE:
+            raise InputError(
+                f"{source.name}: the sampling rate is {given} Hz; expected {LOWEST_RATE} to "
+                f"{HIGHEST_RATE} Hz: resample it, or correct the rate (in Hz, not kHz)"
+            )
+        mono = frames[:, 0] if frames.shape[1] == 1 else frames.mean(1, dtype=np.float32)
+        if not np.isfinite(mono).all():
+            raise InputError(
+                f"{source.name}: has samples that are NaN or infinite; expected finite numbers: "
+                "export it again, or clean it with numpy.nan_to_num"
+            )
+        if given == rate:
+            yield mono
+            continue
+        if stream is None:
+            stream = soxr.ResampleStream(given, rate, 1, dtype="float32", quality="HQ")
+        yield stream.resample_chunk(np.ascontiguousarray(mono))
+    if stream is not None:
+        yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
+
+
+def import_or_explain(module: str, purpose: str) -> Any:
+    """The module, or the error that says which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(f"{purpose} needs {module}", extra="asr") from error
+
+
+def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
+    if array.dtype == bool or not (
+        np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
+    ):
+        raise InputError(
+            f"{name}: holds {array.dtype}; expected real numbers, floats in [-1, 1] or integers"
+        )
+    if array.ndim not in (1, 2):
+        raise InputError(
+            f"{name}: has shape {array.shape}; expected (samples,) or (channels, samples): pass "
+            "one recording at a time"
+        )
+    if array.ndim == 2 and array.shape[0] > min(array.shape[1], _MOST_CHANNELS):
+        raise InputError(
+            f"{name}: has shape {array.shape}, which looks like (samples, channels); expected "
+            "(channels, samples): pass array.T"
+        )
+    if array.size == 0:
+        raise _empty(name)
+    frames = np.atleast_2d(array)
+    for start in range(0, frames.shape[1], _BLOCK):
+        part = frames[:, start : start + _BLOCK].T
+        if np.issubdtype(part.dtype, np.integer):
+            limits = np.iinfo(part.dtype)
+            middle = 0 if limits.min < 0 else (limits.max + 1) // 2  # unsigned audio is centred
+            scale = -limits.min if limits.min < 0 else middle
+            part = (part.astype(np.float64) - middle) / scale
+        yield int(rate), part.astype(np.float32)
+
+
+def _file(path: Path) -> Blocks:
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; check the path")
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; expected an audio file")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: is empty (0 bytes); expected an audio file")
+    soundfile = import_or_explain("soundfile", "reading audio files")
+    try:
+        file = soundfile.SoundFile(str(path))
+    except (soundfile.LibsndfileError, TypeError, ValueError, RuntimeError) as error:
+        yield from _other_readers(path, error)
+        return
+    with file:
+        yield from _soundfile(path, file)
+
+
+def _soundfile(path: Path, file: Any) -> Blocks:
+    import soundfile
+
+    claimed = re.search(r"^data : (\d+) \(should be (\d+)\)", file.extra_info, re.MULTILINE)
+    # a writer that could not seek back leaves 0 or the largest sizes, which claim nothing
+    if claimed and int(claimed[2]) < int(claimed[1]) < 0x7FFFF000:
+        raise _truncated(path, f"has {claimed[2]} of {claimed[1]} bytes of samples")
+    seen = 0
+    try:
+        while len(frames := file.read(_BLOCK, dtype="float32", always_2d=True)):
+            seen += len(frames)
+            yield file.samplerate, frames
+    except (soundfile.LibsndfileError, RuntimeError) as error:
+        raise _truncated(path, f"cannot be decoded after {seen} samples: {error}") from error
+    if file.frames - seen > file.samplerate // 10 and file.frames < 1 << 62:
+        raise _truncated(path, f"has {seen} of {file.frames} samples")
+    if file.format == "OGG" and not _ogg_is_complete(path):
+        raise _truncated(path, f"has no last page behind {seen} samples")
+    if not seen:
+        raise _empty(str(path))
+
+
+def _ogg_is_complete(path: Path) -> bool:
+    """Whether the last page is marked as the end of its stream."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 17)))
+        tail = file.read()
+    page = tail.rfind(b"OggS")
+    return page >= 0 and len(tail) > page + 5 and bool(tail[page + 5] & 4)
+
+
+def _other_readers(path: Path, error: Exception) -> Blocks:
+    """What soundfile does not open: PyAV where it is installed, then librosa."""
+    av: Any = None
+    with contextlib.suppress(ImportError):
+        av = importlib.import_module("av")
+    if av is not None:
+        try:
+            container = av.open(str(path))
+        except (av.error.FFmpegError, ValueError, OSError) as reason:
+            raise _unreadable(path, f"{error}; PyAV: {reason}", "convert it") from reason
+        with container:
+            yield from _container(path, container, av)
+        return
+    import librosa
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            samples, rate = librosa.load(path, sr=None, mono=False)
+        except Exception as reason:  # audioread's readers raise whatever they like
+            advice = "pip install 'mmdecode[media]' reads containers, or convert it"
+            raise _unreadable(path, str(error), advice) from reason
+    if samples.size == 0:
+        raise _empty(str(path))
+    yield int(rate), np.atleast_2d(samples).T.astype(np.float32)
+
+
+def _container(path: Path, container: Any, av: Any) -> Blocks:
+    if not container.streams.audio:
+        raise InputError(f"{path}: is not audio, it holds no audio stream; expected a recording")
+    stream = container.streams.audio[0]
+    resampler = av.AudioResampler(format="fltp")
+    seen, rate = 0, 0
+    try:
+        for frame in container.decode(stream):
+            for part in resampler.resample(frame):
+                rate = part.sample_rate
+                frames = np.ascontiguousarray(part.to_ndarray().T)
+                seen += len(frames)
+                yield rate, frames
+    except (av.error.FFmpegError, ValueError) as error:
+        raise _truncated(path, f"cannot be decoded after {seen} samples: {error}") from error
+    if not seen:
+        raise _empty(str(path))
+    claimed = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    if claimed - seen / rate > max(0.5, 0.01 * claimed):
+        raise _truncated(path, f"has {seen / rate:.1f} of {claimed:.1f} seconds")
+
+
+def _empty(name: str) -> InputError:
+    return InputError(f"{name}: holds no samples; expected a recording with at least one")
+
+
+def _truncated(path: Path, what: str) -> InputError:
+    return InputError(
+        f"{path}: is truncated or damaged: it {what}; copy or download it again, or convert what "
+        "is left with ffmpeg"
+    )
+
+
+def _unreadable(path: Path, reason: str, advice: str) -> InputError:
+    reason = " ".join(reason.split())
+    return InputError(
+        f"{path}: is not audio that an installed library reads ({reason}); expected wav, flac, "
+        f"ogg, mp3 or a common container: {advice}"
+    )

@@ -1,0 +1,151 @@
+"""Whisper's decoder prompt and its processors, from a checkpoint's generation configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as lp
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+from mmdecode.engine.setup import token_ids
+from mmdecode.errors import OptionError, UnsupportedModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from mmdecode.asr.options import TranscribeOptions
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What every window starts with.
+
+    Attributes:
+        start: Start of transcript.
+        language: The language token; ``None``: there is none, or it is detected.
+        languages: Language tokens to choose from where it is detected, else empty.
+        rest: Task and, without timestamps, its token.
+        timestamp_begin: The first timestamp; the token before it asks for none.
+        no_speech: The token whose probability at `start` says that nobody speaks.
+        previous: Opens the text before the window; ``None``: the model has none.
+        eos: Ends a window.
+        pad: Fills up.
+    """
+
+    start: int
+    language: int | None
+    languages: tuple[int, ...]
+    rest: tuple[int, ...]
+    timestamp_begin: int
+    no_speech: int
+    previous: int | None
+    eos: int
+    pad: int
+
+    @classmethod
+    def of(cls, config: Any, options: TranscribeOptions) -> Prompts:
+        """From ``model.generation_config``.
+
+        Raises:
+            OptionError: The model does not know the language or task.
+            UnsupportedModelError: The configuration lacks Whisper's entries.
+        """
+        missing = [
+            name
+            for name in ("no_timestamps_token_id", "decoder_start_token_id", "eos_token_id")
+            if getattr(config, name, None) is None
+        ]
+        if missing:
+            raise UnsupportedModelError(
+                f"the checkpoint's generation_config.json has no {', '.join(missing)}; expected "
+                "Whisper's: copy the file of the checkpoint it was trained from"
+            )
+        known = getattr(config, "lang_to_id", None) or {}
+        language, languages, rest = None, (), []
+        if getattr(config, "is_multilingual", bool(known)) and known:
+            wanted = options.language or getattr(config, "language", None)
+            if wanted is not None:
+                language = _language(wanted, known)
+            else:
+                languages = tuple(known.values())
+            task = options.task or getattr(config, "task", None) or "transcribe"
+            tasks = getattr(config, "task_to_id", None) or {}
+            if task in tasks:
+                rest.append(tasks[task])
+            elif options.task is not None:
+                raise OptionError(f"the model has no task {task!r}; it has {', '.join(tasks)}")
+        elif options.language is not None or options.task is not None:
+            raise OptionError(
+                f"language={options.language!r}, task={options.task!r} were given to a model of "
+                "one language; leave them out"
+            )
+        no_timestamps = int(config.no_timestamps_token_id)
+        if not options.timestamps:
+            rest.append(no_timestamps)
+        previous = getattr(config, "prev_sot_token_id", None)
+        if previous is None and options.condition_on_prev_tokens:
+            suppressed = config.suppress_tokens or []
+            if len(suppressed) < 2:
+                raise UnsupportedModelError(
+                    "condition_on_prev_tokens needs prev_sot_token_id in generation_config.json; "
+                    "leave it off, or copy the entry of the checkpoint's base model"
+                )
+            previous = suppressed[-2]  # where older checkpoints keep it
+        eos = token_ids(config.eos_token_id)[0]
+        return cls(
+            start=int(config.decoder_start_token_id),
+            language=language,
+            languages=languages,
+            rest=tuple(rest),
+            timestamp_begin=no_timestamps + 1,
+            no_speech=no_timestamps - 1,
+            previous=previous,
+            eos=eos,
+            pad=(token_ids(config.pad_token_id) or [eos])[0],
+        )
+
+    def initial(self, language: int | None) -> list[int]:
+        """The tokens before the first generated one."""
+        return [self.start, *([] if language is None else [language]), *self.rest]
+
+
+def _language(name: str, known: dict[str, int]) -> int:
+    name = name.lower()
+    token = name if name in known else f"<|{TO_LANGUAGE_CODE.get(name, name)}|>"
+    if token not in known:
+        codes = [key.strip("<|>") for key in known]
+        choice = did_you_mean(name, [*codes, *TO_LANGUAGE_CODE])
+        raise OptionError(
+            f"the model does not know the language {name!r}{choice}; it knows "
+            f"{', '.join(sorted(codes))}"
+        )
+    return known[token]
+
+
+def processors(
+    config: Any, begin: int, options: TranscribeOptions, temperature: float
+) -> LogitsProcessorList:
+    """In the order of transformers' Whisper.
+
+    A sampled window adds its temperature and the checkpoint's own top-k and top-p, not
+    transformers' global top-k of 50.
+    """
+    found = LogitsProcessorList()
+    if config.repetition_penalty not in (None, 1.0):
+        found.append(lp.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    if config.no_repeat_ngram_size:
+        found.append(lp.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.begin_suppress_tokens:
+        found.append(lp.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, begin))
+    if config.suppress_tokens:
+        found.append(lp.SuppressTokensLogitsProcessor(config.suppress_tokens))
+    if options.timestamps:
+        found.append(lp.WhisperTimeStampLogitsProcessor(config, begin_index=begin))
+    if temperature > 0:
+        if temperature != 1:
+            found.append(lp.TemperatureLogitsWarper(temperature))
+        if config.top_k:
+            found.append(lp.TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1:
+            found.append(lp.TopPLogitsWarper(config.top_p))
+    return found

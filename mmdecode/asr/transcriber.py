@@ -1,0 +1,320 @@
+"""`Transcriber`: recordings in, transcripts out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmdecode import registry
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.long_form import Job, LongForm
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.checkpoints import local_path
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from mmdecode.engine.contracts import Accept, Draft, Guide
+    from mmdecode.engine.stats import Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of speech.
+
+    Attributes:
+        start_s, end_s: When, in seconds from the beginning of the recording.
+        text: What was said.
+        tokens: As ids, timestamps included.
+        temperature: At which it was decoded.
+        avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
+        no_speech_prob: Of its window; ``None``: no threshold asked for it.
+    """
+
+    start_s: float
+    end_s: float
+    text: str
+    tokens: list[int]
+    temperature: float = 0.0
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcript:
+    """What one recording says.
+
+    Attributes:
+        source: Its name: the path, or ``array 2``.
+        index: Its place in the input.
+        text: All of it.
+        segments: In order.
+        language: Code of the language; ``None`` for models of one language.
+        duration_s: Length of the recording.
+        tokens: Ids of all segments, timestamps included.
+        stats: ``windows``, ``attempts`` (repeats at other temperatures included) and ``tokens``.
+    """
+
+    source: str
+    index: int
+    text: str
+    segments: list[Segment]
+    language: str | None
+    duration_s: float
+    tokens: list[int] = field(repr=False)
+    stats: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A recording that could not be transcribed.
+
+    Attributes:
+        source: Its name.
+        index: Its place in the input.
+        error: What was wrong, what was expected and what to do.
+        kind: Name of the error class.
+    """
+
+    source: str
+    index: int
+    error: str
+    kind: str
+
+
+class Transcriber:
+    """Transcribes recordings of any length in batches, each with the text it has alone.
+
+    Args:
+        model: A ``WhisperForConditionalGeneration``.
+        processor: Its ``WhisperProcessor``.
+        decoder: How windows are decoded; ``None``: without a draft.
+        options: Settings; ``None``: the defaults.
+
+    Raises:
+        UnsupportedModelError: The model is no Whisper.
+        OptionError: The model does not offer what the options ask for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        decoder: Decoder | None = None,
+        options: TranscribeOptions | None = None,
+    ) -> None:
+        if getattr(model.config, "model_type", None) != "whisper":
+            raise UnsupportedModelError(
+                f"a Transcriber runs Whisper models, and this is {type(model).__name__}; call "
+                "model.generate(..., custom_generate=mmdecode.Decoder(...)) instead"
+            )
+        self.model, self.processor = model.eval(), processor
+        self.decoder = decoder or Decoder(seed=0)
+        self.options = options or TranscribeOptions()
+        self._loop = LongForm(model, processor.feature_extractor, self.decoder, self.options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str],
+        draft: Draft | str | None = None,
+        guide: Guide | str | None = None,
+        accept: Accept | str = "auto",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Transcriber:
+        """Loads a model and builds its decoder.
+
+        Args:
+            model_id: A folder, a Hub id or ``zoo:NAME``.
+            draft: A draft, or its name with options; plain ``medusa`` means a zoo model's heads.
+            guide: A guide, or its name with options.
+            accept: See `mmdecode.Decoder`.
+            device: ``None``: CUDA where there is one.
+            dtype: ``None``: float32.
+            seed: Of the noise that sampling uses.
+            **options: Fields of `TranscribeOptions`.
+
+        Raises:
+            InputError: The checkpoint cannot be loaded.
+            OptionError: An option does not exist or is out of range.
+        """
+        settings = make_options(options)
+        model, processor = load(str(model_id), device, dtype)
+        at_hand = {"target": model, "model_id": str(model_id)}
+        if isinstance(draft, str):
+            draft = registry.create("draft", draft, **at_hand)
+        if isinstance(guide, str):
+            guide = registry.create("guide", guide, **at_hand)
+        return cls(model, processor, Decoder(draft, guide, accept, seed), settings)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Of arrays that come without one."""
+        return self._loop.mel.rate
+
+    @property
+    def stats(self) -> Stats:
+        """The decoder's counters, over all calls."""
+        return self.decoder.stats
+
+    def __call__(
+        self, inputs: Any, *, raise_errors: bool = False
+    ) -> list[Transcript | Failure] | list[Transcript]:
+        """Transcribes one recording or many.
+
+        Args:
+            inputs: A path, an array, ``(array, rate)``, or a list of such.
+            raise_errors: Raise the first failure instead of collecting it.
+
+        Returns:
+            One transcript per recording, in order; a `Failure` where one could not be read.
+        """
+        results = []
+        for result in self.stream(inputs):
+            if raise_errors and isinstance(result, Failure):
+                raise InputError(result.error)
+            results.append(result)
+        return sorted(results, key=lambda result: result.index)
+
+    def stream(
+        self, inputs: Any, progress: Callable[[float], None] | None = None
+    ) -> Iterator[Transcript | Failure]:
+        """Like a call, but yields each result as soon as its recording ends.
+
+        Args:
+            inputs: As for a call.
+            progress: Called after each step with the seconds of audio it transcribed.
+        """
+        sources = []
+        for index, item in enumerate(as_list(inputs)):
+            try:
+                sources.append((index, source_of(item, self.sampling_rate, index)))
+            except InputError as error:
+                yield Failure(
+                    source=f"array {index}", index=index, error=str(error), kind="InputError"
+                )
+        places = [index for index, _ in sources]
+        opened = [source for _, source in sources]
+        for done in self._loop.run(opened, progress):
+            if isinstance(done, Job):
+                yield self._transcript(done, places[done.index])
+            else:
+                place, problem = done
+                yield Failure(
+                    source=opened[place].name,
+                    index=places[place],
+                    error=str(problem),
+                    kind=type(problem).__name__,
+                )
+
+    def _transcript(self, job: Job, index: int) -> Transcript:
+        tokens = [token for piece in job.pieces for token in piece.tokens]
+        segments = [
+            Segment(
+                start_s=round(piece.start, 6),
+                end_s=round(piece.end, 6),
+                text=self._text(piece.tokens),
+                tokens=piece.tokens,
+                temperature=piece.result.temperature,
+                avg_logprob=piece.result.avg_logprob,
+                no_speech_prob=piece.result.no_speech_prob,
+            )
+            for piece in job.pieces
+        ]
+        return Transcript(
+            source=job.speech.name,
+            index=index,
+            text=self._text(tokens),
+            segments=segments,
+            language=self._language(job.language),
+            duration_s=job.speech.duration_s,
+            tokens=tokens,
+            stats={"windows": job.window, "attempts": job.attempts, "tokens": len(tokens)},
+        )
+
+    def _text(self, tokens: list[int]) -> str:
+        tokenizer = self.processor.tokenizer
+        hidden = set(tokenizer.all_special_ids)
+        words = [t for t in tokens if t < self._loop.prompts.timestamp_begin and t not in hidden]
+        return tokenizer.decode(words, clean_up_tokenization_spaces=False).strip()
+
+    def _language(self, token: int | None) -> str | None:
+        known: Mapping[str, int] = getattr(self._loop.config, "lang_to_id", None) or {}
+        names = [name.strip("<|>") for name, value in known.items() if value == token]
+        return names[0] if names else None
+
+
+def as_list(inputs: Any) -> list[Any]:
+    """One recording, or the list that was given."""
+    if isinstance(inputs, (str, os.PathLike, Mapping)) or hasattr(inputs, "ndim"):
+        return [inputs]
+    if isinstance(inputs, tuple) and len(inputs) == 2 and hasattr(inputs[0], "ndim"):
+        return [inputs] if not hasattr(inputs[1], "ndim") or inputs[1].ndim == 0 else list(inputs)
+    if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], (int, float)):
+        return [inputs]
+    try:
+        return list(inputs)
+    except TypeError:
+        raise InputError(
+            f"cannot transcribe {type(inputs).__name__}; expected a path, an array, (array, rate) "
+            "or a list of such"
+        ) from None
+
+
+def make_options(options: Mapping[str, Any]) -> TranscribeOptions:
+    """`TranscribeOptions` from keyword arguments, with our error for an unknown name."""
+    from mmdecode.errors import did_you_mean
+
+    known = list(TranscribeOptions.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+            )
+    return TranscribeOptions(**options)
+
+
+def load(
+    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> tuple[Any, Any]:
+    """Model and processor of a checkpoint.
+
+    Raises:
+        InputError: It cannot be loaded.
+        OptionError: The device or dtype does not exist.
+        UnsupportedModelError: It is no Whisper.
+    """
+    from transformers import AutoConfig, WhisperForConditionalGeneration, WhisperProcessor
+
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise OptionError(f"dtype={dtype!r}; expected float32, bfloat16 or float16")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = local_path(model_id)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type != "whisper":
+            raise UnsupportedModelError(
+                f"{model_id} is a {config.model_type} model; a Transcriber runs Whisper models"
+            )
+        processor = WhisperProcessor.from_pretrained(path)
+        model = WhisperForConditionalGeneration.from_pretrained(path, dtype=kind)
+    except MMDecodeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
+            "folder, a Hub id that can be reached, or zoo:NAME"
+        ) from error
+    try:
+        return model.to(device), processor
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used: {error}") from error

@@ -1,0 +1,151 @@
+"""``mmdecode transcribe`` from end to end, and resuming."""
+
+import json
+
+import pytest
+import soundfile
+from typer.testing import CliRunner
+
+from mmdecode.asr.transcriber import Transcriber
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, OptionError
+
+
+@pytest.fixture
+def audio(tmp_path, kit):
+    """A folder of recordings, one of them broken."""
+    (tmp_path / "audio" / "b").mkdir(parents=True)
+    for number, name in enumerate(("x.wav", "b/x.flac", "y.ogg")):
+        soundfile.write(tmp_path / "audio" / name, kit.noise(0.6 + number, seed=number), kit.rate)
+    (tmp_path / "audio" / "broken.mp3").write_text("no audio")
+    (tmp_path / "audio" / "notes.txt").write_text("not even named like audio")
+    return tmp_path / "audio"
+
+
+@pytest.fixture
+def run(folder):
+    def call(*args):
+        options = ["--model", folder, "--device", "cpu", "--max-new-tokens", 5]
+        words = [str(a) for a in ("transcribe", *args, *options)]
+        return CliRunner().invoke(cli.app, words)
+
+    return call
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_folder_becomes_files_and_failures_make_the_exit_code_one(run, audio, tmp_path):
+    out = tmp_path / "out"
+    done = run(audio, "--out", out, "--format", "txt,srt,json", "--draft", "lookup")
+    assert done.exit_code == 1, done.output
+    assert "broken.mp3: is not audio" in done.stderr
+    assert "3 transcribed, 0 done before, 1 failed" in done.stderr
+    written = {p.name for p in out.iterdir()}
+    stems = {"x", "x-2", "y"}
+    assert written == {f"{s}.{k}" for s in stems for k in ("txt", "srt", "json")} | {
+        "run.json",
+        "results.jsonl",
+    }
+    entries = {entry["source"]: entry for entry in lines(out)}
+    assert len(entries) == 4 and "error" in entries[str(audio / "broken.mp3")]
+    assert json.loads((out / "y.json").read_text())["source"] == str(audio / "y.ogg")
+
+
+def test_without_a_folder_the_text_is_printed(run, audio):
+    done = run(audio / "x.wav")
+    assert done.exit_code == 0
+    assert len(done.stdout.strip().splitlines()) <= 1
+    several = run(audio / "x.wav", audio / "y.ogg")
+    assert f"{audio / 'y.ogg'}: " in several.stdout
+
+
+def test_json_is_one_object_and_alone_on_stdout(run, audio):
+    done = run(audio, "--json", "--limit", 3, "--fallback")
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["transcribed"], found["failed"]) == (2, 1)
+    assert found["results"][0]["segments"] and found["stats"]["tokens"] > 0
+    assert found["audio_s_per_s"] > 0
+
+
+def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, monkeypatch):
+    (audio / "broken.mp3").unlink()
+    whole = tmp_path / "whole"
+    assert run(audio, "--out", whole).exit_code == 0
+    out = tmp_path / "out"
+    stream = Transcriber.stream
+
+    def dies_after_one(self, inputs, progress=None):
+        results = stream(self, inputs, progress)
+        yield next(results)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transcriber, "stream", dies_after_one)
+        run(audio, "--out", out, "--batch-size", 1)
+    assert len(lines(out)) == 1
+    with (out / "results.jsonl").open("a") as file:
+        file.write('{"source": "cut o')  # a crash in the middle of a line
+    seen = []
+
+    def watched(self, inputs, progress=None):
+        seen.extend(inputs)
+        return stream(self, inputs, progress)
+
+    monkeypatch.setattr(Transcriber, "stream", watched)
+    done = run(audio, "--out", out, "--resume")
+    assert done.exit_code == 0, done.output
+    assert len(seen) == 2
+    assert "2 transcribed, 1 done before" in done.stderr
+    contents = [{p.name: p.read_text() for p in f.glob("*.txt")} for f in (whole, out)]
+    assert contents[0] == contents[1] and len(contents[0]) == 3
+    by_source = [{e["source"]: e["tokens"] for e in lines(f)} for f in (whole, out)]
+    assert by_source[0] == by_source[1]
+    again = run(audio, "--out", out, "--resume")
+    assert "0 transcribed, 3 done before" in again.stderr
+
+
+def test_results_are_never_mixed_with_those_of_other_settings(run, audio, tmp_path):
+    out = tmp_path / "out"
+    run(audio / "x.wav", "--out", out)
+    before = (out / "results.jsonl").read_text()
+    for extra, words in [
+        ((), "--resume"),
+        (("--resume", "--temperature", 0.5), r"temperatures was \[0.0\], is \[0.5\]"),
+        (("--resume", "--seed", 3), "seed was 0, is 3"),
+        (("--resume", "--format", "vtt"), "formats was"),
+    ]:
+        done = run(audio / "x.wav", "--out", out, *extra)
+        assert isinstance(done.exception, OptionError), done.output
+        with pytest.raises(OptionError, match=words):
+            raise done.exception
+    assert (out / "results.jsonl").read_text() == before
+    assert run(audio / "x.wav", "--out", out, "--resume", "--batch-size", 2).exit_code == 0
+    (out / "run.json").write_text("{")
+    assert isinstance(run(audio / "x.wav", "--out", out, "--resume").exception, OptionError)
+
+
+def test_a_failed_recording_is_tried_again_on_resume(run, audio, tmp_path, kit):
+    out = tmp_path / "out"
+    assert run(audio / "broken.mp3", "--out", out).exit_code == 1
+    soundfile.write(audio / "broken.mp3", kit.noise(1.0), kit.rate)
+    done = run(audio / "broken.mp3", "--out", out, "--resume")
+    assert done.exit_code == 0
+    assert "1 transcribed, 0 done before, 0 failed" in done.stderr
+
+
+def test_misuse_is_explained(run, audio, tmp_path):
+    empty = tmp_path / "nothing"
+    empty.mkdir()
+    for args, kind, words in [
+        ((audio, "--resume"), OptionError, "give --out"),
+        ((audio, "--format", "str"), OptionError, "did you mean"),
+        ((empty,), InputError, "holds no audio"),
+        ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),
+        ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "cannot write"),
+    ]:
+        done = run(*args)
+        with pytest.raises(kind, match=words):
+            raise done.exception

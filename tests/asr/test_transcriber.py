@@ -1,0 +1,200 @@
+"""`Transcriber`: inputs, options, failures, and real recordings in batches."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from mmdecode import Decoder
+from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber, Transcript
+from mmdecode.asr.audio import Source, source_of
+from mmdecode.errors import InputError, OptionError, UnknownNameError, UnsupportedModelError
+
+QUICK = {"max_new_tokens": 6}  # per window
+
+
+@pytest.fixture(scope="module")
+def tiny(model, processor):
+    return Transcriber(model, processor, Decoder(seed=0), TranscribeOptions(**QUICK))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "at least 1"),
+        ({"temperatures": ()}, "one or more"),
+        ({"temperatures": (-0.1,)}, "from 0"),
+        ({"temperatures": (0.4, 0.2), "logprob_threshold": -1.0}, "higher than the last"),
+        ({"temperatures": (0.0, 0.2)}, "none is set"),
+        ({"no_speech_threshold": 0.6}, "logprob_threshold is not set"),
+        ({"no_speech_threshold": 6.0, "logprob_threshold": -1.0}, "probability"),
+        ({"logprob_threshold": 1.0}, "0 or less"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"task": "sing"}, "'transcribe' or 'translate'"),
+        ({"padding": "ones"}, "silence"),
+        ({"condition_on_prev_tokens": True, "timestamps": False}, "needs timestamps"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused_together(options, words):
+    with pytest.raises(OptionError, match=words):
+        TranscribeOptions(**options)
+
+
+def test_options_are_frozen_and_the_fallback_is_valid():
+    options = TranscribeOptions(**FALLBACK)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.batch_size = 3
+    with pytest.raises(TypeError):
+        TranscribeOptions(4)
+
+
+def test_what_the_model_cannot_do_is_refused(folder, model, processor, kit):
+    with pytest.raises(OptionError, match=r"does not know the language 'xx'.*de, en"):
+        Transcriber.from_pretrained(folder, language="xx")
+    with pytest.raises(OptionError, match="did you mean 'batch_size'"):
+        Transcriber.from_pretrained(folder, batchsize=3)
+    with pytest.raises(OptionError, match="expected float32"):
+        Transcriber.from_pretrained(folder, dtype="int8")
+    with pytest.raises(UnknownNameError, match="lookup"):
+        Transcriber.from_pretrained(folder, draft="look", device="cpu")
+    with pytest.raises(InputError, match="does not exist"):
+        Transcriber.from_pretrained(folder / "nothing")
+    single = kit.build_model(processor, is_multilingual=False)
+    with pytest.raises(OptionError, match="one language"):
+        Transcriber(single, processor, options=TranscribeOptions(language="en"))
+    linear = torch.nn.Linear(1, 1)
+    linear.config = None
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        Transcriber(linear, processor)
+
+
+@pytest.mark.parametrize("language", ["de", "german", "<|de|>", "DE"])
+def test_a_language_may_be_given_in_any_of_its_names(model, processor, kit, language):
+    options = TranscribeOptions(language=language, **QUICK)
+    assert Transcriber(model, processor, options=options)([kit.noise(0.5)])[0].language == "de"
+
+
+def test_loading_gives_what_building_gives(folder, tiny, kit):
+    loaded = Transcriber.from_pretrained(folder, draft="lookup", device="cpu", **QUICK)
+    samples = kit.noise(2.5)
+    assert loaded(samples)[0].tokens == tiny(samples)[0].tokens
+
+
+# Inputs and failures
+
+
+def test_one_recording_or_many_give_a_list_in_order(tiny, tmp_path, kit):
+    path = tmp_path / "a.wav"
+    soundfile.write(path, kit.noise(4.2), kit.rate)
+    assert [t.source for t in tiny(path)] == [str(path)]
+    assert len(tiny(kit.noise(0.5))) == len(tiny((kit.noise(0.5), 8_000))) == 1
+    found = tiny([path, kit.noise(0.4), (kit.noise(1.0), 32_000)])
+    assert [t.source for t in found] == [str(path), "array 1", "array 2"]
+    assert [round(t.duration_s, 3) for t in found] == [4.2, 0.4, 0.5]
+    assert tiny([]) == []
+
+
+def test_a_short_recording_is_yielded_before_a_long_one_ends(tiny, kit):
+    found = tiny.stream([kit.noise(6.5), kit.noise(0.5)])
+    assert [t.index for t in found] == [1, 0]
+
+
+def test_progress_adds_up_to_the_audio(tiny, kit):
+    seconds = []
+    found = list(tiny.stream([kit.noise(4.3), kit.noise(0.5)], seconds.append))
+    assert sum(seconds) == pytest.approx(sum(t.duration_s for t in found), abs=0.05)
+
+
+def test_failures_are_collected_and_the_rest_goes_on(tiny, tmp_path, kit):
+    (tmp_path / "bad.wav").write_text("no audio")
+    bad = kit.noise(1.0)
+    bad[5] = np.nan
+    inputs = [kit.noise(0.5), tmp_path / "bad.wav", bad, object(), np.zeros(2), tmp_path / "none"]
+    found = tiny(inputs)
+    assert [type(t) for t in found] == [Transcript, Failure, Failure, Failure, Transcript, Failure]
+    assert [t.index for t in found] == list(range(6))
+    assert found[1].kind == "InputError" and str(tmp_path / "bad.wav") in found[1].error
+    with pytest.raises(InputError, match=r"bad\.wav"):
+        tiny(inputs, raise_errors=True)
+
+
+def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, kit, monkeypatch):
+    monkeypatch.setattr("mmdecode.asr.features.KEEP_S", 1)
+    read = source_of
+
+    def reopened(item, *args):
+        """As if each block were opened anew, so that a vanished file shows at once."""
+        source = read(item, *args)
+
+        def parts():
+            for number, part in enumerate(source.read()):
+                if number and not path.exists():
+                    raise InputError(f"{source.name}: does not exist; check the path")
+                yield part
+
+        return Source(source.name, parts)
+
+    monkeypatch.setattr("mmdecode.asr.transcriber.source_of", reopened)
+    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 8_000)
+    path = tmp_path / "gone.wav"
+    soundfile.write(path, kit.noise(6.0), kit.rate)
+    stream = tiny.stream([path, kit.noise(0.5)])
+    assert next(stream).index == 1
+    path.unlink()
+    assert [type(result) for result in stream] == [Failure]
+
+
+# Real recordings
+
+
+def clips(kit):
+    return [kit.data / row["audio"] for row in rows_of(kit.data)]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+
+
+def test_shipped_recordings_are_read_with_their_lengths(tiny, kit):
+    for row, found in zip(rows_of(kit.data), tiny(clips(kit)), strict=True):
+        assert found.duration_s == pytest.approx(row["duration_s"], abs=0.02)
+
+
+def test_real_recordings_have_the_same_text_in_a_batch_and_alone(model, processor, kit):
+    def run(size):
+        options = TranscribeOptions(batch_size=size, **QUICK)
+        return Transcriber(model, processor, Decoder(seed=0), options)
+
+    one = [run(1)(path)[0] for path in clips(kit)]
+    assert [t.tokens for t in run(4)(clips(kit))] == [t.tokens for t in one]
+
+
+def test_the_trained_model_gives_the_same_text_in_a_batch_and_alone(trained, kit):
+    one = Transcriber.from_pretrained(trained, device="cpu", batch_size=1)
+    many = Transcriber.from_pretrained(trained, device="cpu", batch_size=4, draft="lookup")
+    assert [t.tokens for t in many(clips(kit))] == [t.tokens for t in one(clips(kit))]
+
+
+@pytest.mark.slow
+def test_all_thirty_recordings_are_read_and_equal_in_batches(model, processor, kit):
+    if not kit.shared.exists():
+        pytest.skip("some recordings may not be shipped, and ../shared/data/speech is not here")
+    rows = rows_of(kit.shared)
+    paths = [kit.shared / row["audio"] for row in rows]
+    assert len(paths) == 30
+
+    def run(size):
+        options = TranscribeOptions(batch_size=size, **QUICK)
+        return Transcriber(model, processor, Decoder(seed=0), options)(paths)
+
+    batched = run(8)
+    assert [t.tokens for t in batched] == [t.tokens for t in run(1)]
+    for row, found in zip(rows, batched, strict=True):
+        assert found.duration_s == pytest.approx(row["duration_s"], abs=0.02)

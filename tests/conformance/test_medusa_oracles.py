@@ -1,0 +1,174 @@
+"""What Medusa heads must do whatever their weights, on tiny random models."""
+
+import math
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from mmdecode import registry
+from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.engine.branch import ModelBranches, block_mask, triangle
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.contracts import Prompt
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.proposal import Proposal
+from tests.conformance.tiny import (
+    NEW,
+    TEXT_DRAFTS,
+    TREE,
+    VOCAB,
+    WIDTH,
+    audio,
+    generated,
+    model_of,
+    ours,
+    plain,
+    random_block,
+    random_heads,
+    reference,
+    whisper_model,
+)
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])
+
+
+@FAMILIES
+def test_zero_heads_say_what_the_model_says_bit_for_bit(family):
+    adapter = registry.adapter_for(model_of(family))
+    hidden = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = MedusaHeads(4, 2, WIDTH).logits(hidden, adapter)
+        base = adapter.head(hidden.expand(4, -1, -1))
+    assert torch.equal(logits, base)
+
+
+def test_zero_heads_behind_a_block_say_what_the_block_says():
+    model, block = whisper_model(), random_block().eval()
+    adapter = registry.adapter_for(model)
+    draft, seen = Medusa(MedusaHeads(3, 1, WIDTH), block), []
+    propose = draft.propose
+    draft.propose = lambda ctx, budget: seen.append(draft._state) or propose(ctx, budget)
+    options = {"language": "en", "task": "transcribe", "max_new_tokens": NEW}
+    out = model.generate(**audio(1), **options, custom_generate=Decoder(draft))
+    # all states of the text, then the block over all of them at once
+    prompt = torch.tensor([[61, 62, 64, 67]])
+    ids = torch.cat([prompt, out], 1)
+    with torch.no_grad():
+        encoded = model.get_encoder()(audio(1)["input_features"]).last_hidden_state
+        hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=encoded)[0]
+        cache = RaggedCache(1, 1, ids.device)
+        past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
+        _, ancestors = triangle(ids.shape[1], ids.device)
+        zero = torch.zeros(1, dtype=torch.long)
+        cache.open(ids.shape[1])
+        mask = block_mask(zero, zero, ancestors, ids.shape[1], hidden.dtype)
+        states = adapter.run_extra_layer(block, hidden, mask, past)[0]
+        logits = draft.heads.logits(seen[0], adapter)
+    assert torch.equal(logits, adapter.unembed(seen[0].expand(3, -1, -1)))
+    assert len(seen) > 1
+    for state in seen:  # whatever was accepted, the block saw the committed states and no other
+        assert (states - state[0]).abs().amax(1).min() < 1e-4
+
+
+class Oracle(MedusaHeads):
+    """Heads patched to say the true continuation."""
+
+    def __init__(self, row, count):
+        super().__init__(count, 1, WIDTH)
+        self.row, self.draft = row, None
+
+    def logits(self, hidden, adapter):
+        position = self.draft.position
+        known = [*self.row, *[0] * 20][position : position + self.weight.shape[1]]
+        return torch.nn.functional.one_hot(torch.tensor(known), VOCAB)[:, None].float()
+
+
+class WithPosition(Medusa):
+    def propose(self, ctx, budget):
+        self.position = int(ctx.length[0])
+        return super().propose(ctx, budget)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_heads_that_are_always_right_need_one_pass_for_each_block(count):
+    row = reference("llama", (("batch", 1),))[1][0]
+    heads = Oracle(row, count)
+    draft = heads.draft = WithPosition(heads)
+    decoder = Decoder(draft)
+    assert ours(decoder, "llama", batch=1).tolist() == plain("llama", batch=1).tolist()
+    # the prompt's own pass decides the first token
+    assert decoder.stats.passes == math.ceil((NEW - 1) / (count + 1))
+
+
+class Seen(LogitsProcessor):
+    """Notes the length of every prefix it is shown, and checks that it is the right one."""
+
+    def __init__(self, truth):
+        self.truth, self.lengths = truth, []
+
+    def __call__(self, input_ids, scores):
+        self.lengths.append(input_ids.shape[1])
+        assert input_ids[0].tolist() == self.truth[: input_ids.shape[1]]
+        return scores
+
+
+@pytest.mark.parametrize("heads", ["random", "oracle"])
+def test_a_processor_sees_each_prefix_once_and_nothing_beyond_a_rejection(heads):
+    truth = plain("llama", batch=1)[0].tolist()
+    module = random_heads() if heads == "random" else Oracle(truth[7:], 3)
+    draft = WithPosition(module, paths=TREE if heads == "random" else None)
+    if heads == "oracle":
+        module.draft = draft
+    watcher = Seen(truth)
+    ours(Decoder(draft), "llama", batch=1, logits_processor=[watcher])
+    assert watcher.lengths == list(range(7, 7 + NEW))
+
+
+@FAMILIES
+def test_the_order_of_the_tree_list_does_not_matter(family):
+    results = []
+    for paths in (TREE, TREE[::-1], sorted(TREE, key=lambda p: p[-1])):
+        decoder = Decoder(Medusa(random_heads(), paths=paths))
+        decoder.trace = []
+        results.append((ours(decoder, family).tolist(), decoder.trace))
+    assert results[0] == results[1] == results[2]
+    assert generated(results[0][1]) == reference(family, ())[1]
+
+
+@FAMILIES
+def test_no_heads_is_the_plain_loop(family):
+    draft = Medusa(random_heads())
+    draft.propose = lambda ctx, budget: Proposal.empty(ctx.batch, ctx.device)
+    decoder = Decoder(draft)
+    assert ours(decoder, family).tolist() == plain(family).tolist()
+    assert decoder.stats.passes == NEW - 1
+
+
+@FAMILIES
+@pytest.mark.parametrize("draft", ["known", "known_tree"])
+def test_the_cache_after_acceptance_is_that_of_a_fresh_prefill(family, draft, monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        ModelBranches,
+        "keep",
+        lambda self, *args, keep=ModelBranches.keep: kept.append(self) or keep(self, *args),
+    )
+    rows = reference(family, (("batch", 1),))[1]
+    decoder = Decoder(TEXT_DRAFTS[draft](family, rows))
+    out = ours(decoder, family, batch=1)
+    assert decoder.stats.accepted > 2
+    cache, model = kept[-1].cache, model_of(family)
+    used = int(cache.start[0])
+    with torch.no_grad():
+        if family == "whisper":
+            ids = torch.cat([torch.tensor([[61, 62, 64, 67]]), out], 1)[:, :used]
+            fresh = model(**audio(1), decoder_input_ids=ids, use_cache=True)
+            fresh = fresh.past_key_values.self_attention_cache
+        else:
+            fresh = model(out[:, :used], use_cache=True).past_key_values
+    assert used >= NEW
+    for ours_layer, fresh_layer in zip(cache.layers, fresh.layers, strict=True):
+        for name in ("keys", "values"):
+            mine = getattr(ours_layer, name)[:, :, :used]
+            torch.testing.assert_close(mine, getattr(fresh_layer, name), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,148 @@
+"""Known mistakes, planted one at a time: conformance must notice each of them."""
+
+import pytest
+import torch
+
+from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.whisper import WhisperAdapter
+from mmdecode.engine import branch
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.law import Nodes
+from mmdecode.engine.stop import Stopping
+from tests.conformance.tiny import DifferentError, assert_same, reference
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "whisper"])
+
+
+def assert_noticed(family, draft, **options):
+    with pytest.raises(DifferentError):
+        assert_same(family, draft, **options)
+
+
+def shifted(forward):
+    def run(self, tokens, mask, positions, past):
+        cache = getattr(past, "caches", past)
+        rows = getattr(cache, "self_attention_cache", cache).rows
+        return forward(self, tokens, mask, positions + (rows.start > 0)[:, None], past)
+
+    return run
+
+
+@FAMILIES
+def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    for adapter in (DecoderOnlyAdapter, WhisperAdapter):
+        monkeypatch.setattr(adapter, "forward", shifted(adapter.forward))
+    assert_noticed(family, "known")
+
+
+@FAMILIES
+def test_positions_by_slot_instead_of_depth_are_noticed(family, monkeypatch):
+    assert_same(family, "known_tree")
+
+    def by_slot(forward):
+        def run(self, tokens, mask, positions, past):
+            order = torch.arange(tokens.shape[1])
+            return forward(self, tokens, mask, positions[:, :1] + order, past)
+
+        return run
+
+    for adapter in (DecoderOnlyAdapter, WhisperAdapter):
+        monkeypatch.setattr(adapter, "forward", by_slot(adapter.forward))
+    assert_noticed(family, "known_tree")
+
+
+@FAMILIES
+def test_a_boolean_mask_under_eager_attention_is_noticed(family, monkeypatch):
+    assert_same(family, "known_tree", attention="eager")
+    additive = branch.block_mask
+    monkeypatch.setattr(branch, "block_mask", lambda *args: additive(*args) == 0)
+    assert_noticed(family, "known_tree", attention="eager")
+
+
+@FAMILIES
+def test_siblings_that_see_each_other_are_noticed(family, monkeypatch):
+    assert_same(family, "known_tree")
+    additive = branch.block_mask
+
+    def causal(begin, pads, ancestors, visible, dtype):
+        return additive(begin, pads, torch.ones_like(ancestors).tril(), visible, dtype)
+
+    monkeypatch.setattr(branch, "block_mask", causal)
+    assert_noticed(family, "known_tree")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_padding_that_is_attended_to_is_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    additive = branch.block_mask
+
+    def unpadded(begin, pads, *rest):
+        return additive(begin, torch.zeros_like(pads), *rest)
+
+    monkeypatch.setattr(branch, "block_mask", unpadded)
+    assert_noticed(family, "known")
+
+
+@FAMILIES
+def test_tree_nodes_that_are_not_moved_into_place_are_noticed(family, monkeypatch):
+    assert_same(family, "known_tree")
+    commit = RaggedCache.commit
+    monkeypatch.setattr(RaggedCache, "commit", lambda self, count, path=None: commit(self, count))
+    assert_noticed(family, "known_tree")
+
+
+@FAMILIES
+def test_a_root_that_is_not_kept_is_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    commit = RaggedCache.commit
+
+    def without_root(self, count, path=None):
+        commit(self, (count - 1).clamp_min(0), path)
+
+    monkeypatch.setattr(RaggedCache, "commit", without_root)
+    assert_noticed(family, "known")
+
+
+@FAMILIES
+def test_processors_that_see_the_roots_length_at_every_node_are_noticed(family, monkeypatch):
+    token = reference(family, ())[1][0][3]
+    options = {"eos_token_id": token, "pad_token_id": 0, "min_new_tokens": 3}
+    assert_same(family, "known_tree", **options)
+    begin = Nodes.__init__
+
+    def constant(self, ctx, proposal):
+        begin(self, ctx, proposal)
+        self.prefix_length = self.prefix_length[:, :1].expand_as(self.prefix_length)
+
+    monkeypatch.setattr(Nodes, "__init__", constant)
+    assert_noticed(family, "known_tree", **options)
+
+
+@FAMILIES
+def test_an_end_looked_for_in_the_last_token_only_is_noticed(family, monkeypatch):
+    token = reference(family, ())[1][0][3]
+    options = {"eos_token_id": token, "pad_token_id": 0}
+    assert_same(family, "known", **options)
+    cut = Stopping.cut
+
+    def last_only(self, ctx, block, count):
+        order = torch.arange(1, block.shape[1] + 1)
+        hidden = torch.where(order < count[:, None], -1, block)
+        return cut(self, ctx, hidden, count)
+
+    monkeypatch.setattr(Stopping, "cut", last_only)
+    assert_noticed(family, "known", **options)
+
+
+@FAMILIES
+def test_a_bonus_token_that_is_dropped_is_noticed_in_the_counts(family, monkeypatch):
+    healthy = assert_same(family, "known").stats.passes
+    cut = Stopping.cut
+
+    def without_bonus(self, ctx, block, count):
+        kept = torch.where(count > 1, count - 1, count)
+        return cut(self, ctx, block, kept)
+
+    monkeypatch.setattr(Stopping, "cut", without_bonus)
+    assert assert_same(family, "known").stats.passes > healthy
