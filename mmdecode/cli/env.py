@@ -24,6 +24,7 @@ PACKAGES = {
     "torchaudio": "asr",
     "librosa": "asr",
     "soundfile": "asr",
+    "soxr": "asr",
     "jiwer": "asr",
     "pillow": "vlm, image",
     "torchvision": "vlm, image",

@@ -24,6 +24,8 @@ def medusa(
     epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 12,
     nodes: Annotated[int, typer.Option(help="Tree size; 0 keeps a chain.")] = 12,
     limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
+    language: Annotated[str, typer.Option(help="Of the recordings, as a code.")] = "en",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -31,7 +33,9 @@ def medusa(
     from mmdecode.train.medusa import MedusaOptions, train_from_manifest
 
     options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
-    report = train_from_manifest(model, data, out, options, limit)
+    report = train_from_manifest(
+        model, data, out, options, limit=limit, device=device, language=language
+    )
     tree = report["expected_tokens_per_pass_tree"]
     console.print(
         f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "

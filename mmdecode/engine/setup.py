@@ -64,14 +64,14 @@ def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any
                 f"{name}={getattr(config, name)!r} asks for another decoding method of "
                 f"transformers, which a custom decoder replaces; drop {name} or custom_generate"
             )
+    if input_ids.shape[1] == 0:
+        raise IncompatibleError(
+            "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
+        )
     if inputs.get("inputs_embeds") is not None:
         raise IncompatibleError(
             "inputs_embeds came beside the ids; a mmdecode decoder reads the prompt by its ids: "
             "leave inputs_embeds out"
-        )
-    if input_ids.shape[1] == 0:
-        raise IncompatibleError(
-            "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
         )
 
 

@@ -25,16 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    WhisperTimeStampLogitsProcessor,
-)
+from transformers import StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import registry
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.prompts import processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.branch import block_mask, triangle
 from mmdecode.engine.cache import RaggedCache
@@ -123,8 +119,10 @@ def collect(
     """
     eos = model.generation_config.eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
+    device = next(model.parameters()).device
     for features, prompt in batches:
-        audio = model.get_encoder()(features.to(model.dtype)).last_hidden_state
+        prompt = prompt.to(device)
+        audio = model.get_encoder()(features.to(device, model.dtype)).last_hidden_state
         width = prompt.shape[1]
         ids = greedy(model, audio, prompt, decoder, max_new_tokens)
         hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=audio, use_cache=False)
@@ -132,10 +130,10 @@ def collect(
             ends = (tokens[width:] == eos).nonzero()
             length = width + (int(ends[0]) + 1 if len(ends) else tokens.shape[0] - width)
             yield Sample(
-                ids=tokens[:length].clone(),
+                ids=tokens[:length].cpu().clone(),
                 prompt=width,
-                hidden=hidden.last_hidden_state[row, :length].half(),
-                audio=audio[row].half(),
+                hidden=hidden.last_hidden_state[row, :length].half().cpu(),
+                audio=audio[row].half().cpu(),
             )
 
 
@@ -144,13 +142,8 @@ def greedy(model: Any, audio: Tensor, prompt: Tensor, decoder: Any, max_new_toke
     config = copy.deepcopy(model.generation_config)
     width = prompt.shape[1]
     config.update(max_length=width + max_new_tokens, max_new_tokens=None, do_sample=False)
-    rules = LogitsProcessorList()
-    if config.suppress_tokens:
-        rules.append(SuppressTokensLogitsProcessor(config.suppress_tokens))
-    if config.begin_suppress_tokens:
-        rules.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, width))
-    if int(prompt[0, -1]) != config.no_timestamps_token_id:
-        rules.append(WhisperTimeStampLogitsProcessor(config, begin_index=width))
+    timestamps = int(prompt[0, -1]) != config.no_timestamps_token_id
+    rules = processors(config, width, TranscribeOptions(timestamps=timestamps), 0.0)
     return decoder(
         model,
         prompt,
@@ -183,11 +176,13 @@ def train_heads(
     torch.manual_seed(options.seed)
     adapter = registry.adapter_for(model)
     width = samples[0].hidden.shape[-1]
-    heads = MedusaHeads(options.num_heads, options.num_layers, width)
+    device = next(model.parameters()).device
+    heads = MedusaHeads(options.num_heads, options.num_layers, width).to(device)
     block = None
     if options.kind == "block":
         block = adapter.extra_layer(model.config)
         block.load_state_dict(adapter.layers()[-1].state_dict())
+        block.to(device)
     order = torch.randperm(len(samples)).tolist()
     held = max(10, len(samples) // 10)
     valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
@@ -196,8 +191,14 @@ def train_heads(
     steps = options.epochs * math.ceil(len(rest) / options.batch)
     done, best, kept = 0, -1.0, None
     modules = nn.ModuleDict({"heads": heads} | ({"block": block} if block is not None else {}))
+    key = json.dumps([asdict(options), len(samples), int(sum(s.ids.sum() for s in samples))])
     if state_file is not None and state_file.exists():
         state = torch.load(state_file, weights_only=True)
+        if state["key"] != key:
+            raise OptionError(
+                f"{state_file} belongs to a training with other settings or data; delete it to "
+                "begin anew, or repeat the settings to go on"
+            )
         modules.load_state_dict(state["modules"])
         optimizer.load_state_dict(state["optimizer"])
         done, best, kept = state["done"], state["best"], state["kept"]
@@ -210,7 +211,7 @@ def train_heads(
             rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1, (step + 1) / 50)
             for group in optimizer.param_groups:
                 group["lr"] = options.peak_rate * (0.02 + 0.98 * rate)
-            batch = _pad([rest[i] for i in shuffled[start : start + options.batch]])
+            batch = _pad([rest[i] for i in shuffled[start : start + options.batch]], device)
             logits = _forward(adapter, heads, block, batch)
             losses = head_losses(logits, _targets(batch))
             losses.nanmean().backward()
@@ -226,6 +227,7 @@ def train_heads(
             partial = state_file.with_suffix(".tmp")
             torch.save(
                 {
+                    "key": key,
                     "modules": modules.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "done": epoch + 1,
@@ -266,7 +268,8 @@ def ranks(
     """
     found = []
     for start in range(0, len(samples), options.batch):
-        batch = _pad(samples[start : start + options.batch])
+        device = heads.weight.device
+        batch = _pad(samples[start : start + options.batch], device)
         logits = _forward(adapter, heads, block, batch)
         top = logits.topk(options.top, dim=-1).indices  # (K, B, T, top)
         targets = _targets(batch)
@@ -275,7 +278,7 @@ def ranks(
         for shift in range(len(top)):
             wanted = F.pad(targets[:, shift:], (0, shift), value=-100)
             rows.append((top[shift] == wanted[..., None])[asked])
-        found.append(torch.stack(rows))
+        found.append(torch.stack(rows).cpu())
     return torch.cat(found, 1)
 
 
@@ -318,23 +321,28 @@ class _Batch:
     audio: Tensor  # (B, S, H)
 
 
-def _pad(samples: Sequence[Sample]) -> _Batch:
+def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
     longest = max(len(s.ids) for s in samples)
+    behind = [longest - len(s.ids) for s in samples]
     return _Batch(
-        ids=torch.stack([F.pad(s.ids, (0, longest - len(s.ids))) for s in samples]),
-        length=torch.tensor([len(s.ids) for s in samples]),
-        prompt=torch.tensor([s.prompt for s in samples]),
+        ids=torch.stack([F.pad(s.ids, (0, n)) for s, n in zip(samples, behind, strict=True)]).to(
+            device
+        ),
+        length=torch.tensor([len(s.ids) for s in samples], device=device),
+        prompt=torch.tensor([s.prompt for s in samples], device=device),
         hidden=torch.stack(
-            [F.pad(s.hidden, (0, 0, 0, longest - len(s.ids))) for s in samples]
-        ).float(),
-        audio=torch.stack([s.audio for s in samples]).float(),
+            [F.pad(s.hidden, (0, 0, 0, n)) for s, n in zip(samples, behind, strict=True)]
+        )
+        .to(device)
+        .float(),
+        audio=torch.stack([s.audio for s in samples]).to(device).float(),
     )
 
 
 def _targets(batch: _Batch) -> Tensor:
     """What the first head is asked at each state: the token after the one the state decides."""
     after = F.pad(batch.ids[:, 2:], (0, 2))
-    position = torch.arange(batch.ids.shape[1])
+    position = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
     return after.masked_fill(~asked, -100)
 
@@ -349,7 +357,7 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
             cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio})
         )
         _, ancestors = triangle(length, hidden.device)
-        zero = torch.zeros(rows, dtype=torch.long)
+        zero = torch.zeros(rows, dtype=torch.long, device=hidden.device)
         cache.open(length)
         mask = block_mask(zero, zero, ancestors, length, hidden.dtype)
         hidden = adapter.run_extra_layer(block, hidden, mask, past)
@@ -358,7 +366,14 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
 
 
 def train_from_manifest(
-    model_name: str, manifest: Path, out: Path, options: MedusaOptions, limit: int | None = None
+    model_name: str,
+    manifest: Path,
+    out: Path,
+    options: MedusaOptions,
+    *,
+    limit: int | None = None,
+    device: str = "cpu",
+    language: str = "en",
 ) -> dict[str, Any]:
     """``mmdecode train medusa``: heads for a checkpoint from a manifest of audio files.
 
@@ -369,6 +384,8 @@ def train_from_manifest(
         out: Folder of the heads; training state lies in ``out/state`` until it is done.
         options: Settings.
         limit: Use the first so many lines.
+        device: Where to train.
+        language: Of the recordings, where the checkpoint knows several.
 
     Returns:
         The report, also written to ``out/report.json``.
@@ -380,7 +397,8 @@ def train_from_manifest(
     from mmdecode.engine.decoder import Decoder
 
     path = local_path(model_name)
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    model = model.to(device).eval()
     processor = AutoProcessor.from_pretrained(path)
     extractor = processor.feature_extractor
     rows = [json.loads(line) for line in manifest.read_text().splitlines() if line.strip()][:limit]
@@ -399,7 +417,8 @@ def train_from_manifest(
             batch = extractor(
                 waves[start : start + 8], sampling_rate=extractor.sampling_rate, return_tensors="pt"
             )
-            yield batch.input_features, whisper_prompt(model, len(batch.input_features), index % 2)
+            count = len(batch.input_features)
+            yield batch.input_features, whisper_prompt(model, count, index % 2, language)
 
     began = time.time()
     samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
@@ -414,12 +433,12 @@ def train_from_manifest(
     return report
 
 
-def whisper_prompt(model: Any, rows: int, timestamps: int) -> Tensor:
+def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en") -> Tensor:
     """Decoder prompts with or without timestamps, ``(rows, P)``."""
     config = model.generation_config
     ids = [config.decoder_start_token_id]
     if getattr(config, "is_multilingual", False):
-        ids += [config.lang_to_id["<|en|>"], config.task_to_id["transcribe"]]
+        ids += [config.lang_to_id[f"<|{language}|>"], config.task_to_id["transcribe"]]
     if not timestamps:
         ids.append(config.no_timestamps_token_id)
     return torch.tensor([ids]).expand(rows, -1).clone()
