@@ -234,7 +234,7 @@ class Medusa:
         return cls(draft.heads, draft.block) if chain else draft
 
     def save_pretrained(self, folder: str | Path, target_config: dict[str, Any]) -> None:
-        """Writes our layout: ``config.json`` and ``model.safetensors`` in the published keys."""
+        """Writes our layout, in half precision and with the published keys."""
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -243,7 +243,8 @@ class Medusa:
         if self.block is not None:
             block = self.block.state_dict()
             weights |= {f"medusa_block.{k}": v.detach().clone() for k, v in block.items()}
-        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+        half = {k: v.half().contiguous() for k, v in weights.items()}
+        save_file(half, folder / "model.safetensors")
         config = {
             "model_type": "mmdecode_medusa",
             "medusa_heads_type": "heads" if self.block is None else "medusa_block",

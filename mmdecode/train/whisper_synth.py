@@ -403,9 +403,8 @@ class Stream(torch.utils.data.IterableDataset):
             if step % 200 == 0:
                 windows.refresh()
             progress = float(self.clock)
-            full = windows.rng.random() < (
-                0.1 if progress < 0.25 else 0.4 if progress < 0.6 else 0.8
-            )
+            share = 0.3 if progress < 0.25 else 0.7 if progress < 0.6 else 1.0
+            full = windows.rng.random() < share
             count = self.options.batch // (2 if full else 1)
             prompted = windows.rng.random() < 0.1
             yield collate([windows.draw(full, prompted) for _ in range(count)], mel, full, pad)
