@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.checkpoints import local_path
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
+from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Accept, Draft, Guide
@@ -305,8 +307,14 @@ def load(
             raise UnsupportedModelError(
                 f"{model_id} is a {config.model_type} model; a Transcriber runs Whisper models"
             )
-        processor = WhisperProcessor.from_pretrained(path)
-        model = WhisperForConditionalGeneration.from_pretrained(path, dtype=kind)
+        if "WhisperMedusaModel" in (config.architectures or ()):
+            # heads, block and target in one checkpoint; the target may come with its own head 0
+            model = load_target(path).to(kind)
+            own = list(Path(path).glob("*processor_config.json"))
+            processor = WhisperProcessor.from_pretrained(path if own else config.whisper_model_name)
+        else:
+            processor = WhisperProcessor.from_pretrained(path)
+            model = WhisperForConditionalGeneration.from_pretrained(path, dtype=kind)
     except MMDecodeError:
         raise
     except (OSError, ValueError) as error:

@@ -221,15 +221,20 @@ class Medusa:
     def from_options(
         cls, path: str | None = None, model_id: str | None = None, chain: bool = False
     ) -> Medusa:
-        """From a string; without ``path``, a zoo model's own heads."""
+        """From a string; without ``path``, the heads that belong to the model at hand.
+
+        These are a zoo model's own, or those inside a Whisper-Medusa checkpoint.
+        """
+        if path is None and model_id is not None and model_id.startswith("zoo:"):
+            paired = f"{model_id.removeprefix('zoo:')}-medusa"
+            path = f"zoo:{paired}" if paired in zoo_names() else None
+        elif path is None:
+            path = model_id
         if path is None:
-            paired = f"{model_id.removeprefix('zoo:')}-medusa" if model_id else ""
-            if paired not in zoo_names():
-                raise OptionError(
-                    "medusa needs path=..., the folder of the heads; only zoo models have heads of "
-                    f"their own (the model at hand: {model_id})"
-                )
-            path = f"zoo:{paired}"
+            raise OptionError(
+                f"medusa needs path=..., the folder of the heads; {model_id or 'the model'} "
+                "has none of its own"
+            )
         draft = cls.from_pretrained(path)
         return cls(draft.heads, draft.block) if chain else draft
 
