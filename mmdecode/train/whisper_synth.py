@@ -330,6 +330,20 @@ class Windows:
         letters = None if cut is not None else ctc_ids(" ".join(s[2] for s in segments))
         return Window(wave, tokens, asked, letters)
 
+    def shift(self, batch: Batch) -> Batch:
+        """A batch of short windows as if it began somewhere in the full one.
+
+        Without this the encoder learns sentences at the beginning of a window only: heard two
+        seconds later, the same sentence was not recognised at all.
+        """
+        room = round(WINDOW_S / STEP_S) - batch.features.shape[-1] // 2
+        batch.offset = self.rng.randint(0, max(room, 0))
+        first, last = self.ids.first_timestamp, self.ids.first_timestamp + round(WINDOW_S / STEP_S)
+        for ids in (batch.ids, batch.targets):
+            ids += torch.where(ids >= first, batch.offset, 0)
+            ids.clamp_(max=last)
+        return batch
+
     def stamp(self, seconds: float) -> int:
         """The timestamp token nearest to a time."""
         return self.ids.first_timestamp + min(round(seconds / STEP_S), round(WINDOW_S / STEP_S))
@@ -364,6 +378,7 @@ class Batch:
     letters: Tensor  # concatenated
     letter_lengths: Tensor  # (B,)
     ctc_rows: Tensor  # (B,) bool
+    offset: int = 0  # encoder position of the first frame
 
 
 def collate(windows: list[Window], mel: Mel, full: bool, pad: int) -> Batch:
@@ -403,22 +418,29 @@ class Stream(torch.utils.data.IterableDataset):
             if step % 200 == 0:
                 windows.refresh()
             progress = float(self.clock)
-            share = 0.3 if progress < 0.25 else 0.7 if progress < 0.6 else 1.0
+            share = 0.1 if progress < 0.3 else 0.4 if progress < 0.6 else 0.8
             full = windows.rng.random() < share
             count = self.options.batch // (2 if full else 1)
             prompted = windows.rng.random() < 0.1
-            yield collate([windows.draw(full, prompted) for _ in range(count)], mel, full, pad)
+            batch = collate([windows.draw(full, prompted) for _ in range(count)], mel, full, pad)
+            yield batch if full else windows.shift(batch)
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
-def encode(model: WhisperForConditionalGeneration, features: Tensor) -> Tensor:
-    """Encoder states for features of any length: the stock forward insists on the full window."""
+def encode(model: WhisperForConditionalGeneration, features: Tensor, offset: int = 0) -> Tensor:
+    """Encoder states for features of any length: the stock forward insists on the full window.
+
+    Args:
+        model: A Whisper.
+        features: ``(B, mel, frames)``.
+        offset: Encoder position of the first frame.
+    """
     encoder = model.model.encoder
     hidden = F.gelu(encoder.conv1(features))
     hidden = F.gelu(encoder.conv2(hidden)).transpose(1, 2)
-    hidden = hidden + encoder.embed_positions.weight[: hidden.shape[1]]
+    hidden = hidden + encoder.embed_positions.weight[offset : offset + hidden.shape[1]]
     for layer in encoder.layers:
         hidden = layer(hidden, None)
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
@@ -429,7 +451,7 @@ def losses(
     model: WhisperForConditionalGeneration, head: CTCHead, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the decoder and CTC loss of the encoder, both per token."""
-    hidden = encode(model, batch.features)
+    hidden = encode(model, batch.features, batch.offset)
     output = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
         decoder_input_ids=batch.ids,

@@ -114,6 +114,27 @@ def test_one_step_lowers_both_losses_and_the_rate_ends_low(processor, corpus):
     assert rate_at(0.0, 0, 1.0) < 0.01 and rate_at(1.0, 10**6, 1.0) == pytest.approx(0.02)
 
 
+def test_shifted_windows_shift_their_times_and_their_positions(processor, corpus):
+    windows = Windows(corpus, processor, seed=3)
+    windows.refresh()
+    drawn = [windows.draw(False) for _ in range(16)]
+    mel = Mel(processor.feature_extractor)
+    plain, moved = (collate(drawn, mel, False, windows.ids.eot) for _ in range(2))
+    moved = windows.shift(moved)
+    first = windows.ids.first_timestamp
+    assert moved.offset > 0
+    stamps = plain.ids >= first
+    assert stamps.any()
+    assert torch.equal(moved.ids[stamps], plain.ids[stamps] + moved.offset)
+    assert torch.equal(moved.ids[~stamps], plain.ids[~stamps])
+    asked = plain.targets >= first
+    assert torch.equal(moved.targets[asked], plain.targets[asked] + moved.offset)
+    model = build_model(OPTIONS, processor).eval()
+    with torch.no_grad():
+        at_zero, at_offset = encode(model, plain.features), encode(model, plain.features, 40)
+    assert not torch.allclose(at_zero, at_offset)
+
+
 def test_letters_of_a_text():
     assert "".join("_ 'abcdefghijklmnopqrstuvwxyz"[i] for i in ctc_ids("It's 3 Cats!")) == (
         "it's cats"
