@@ -104,7 +104,8 @@ class MedusaHeads(nn.Module):
         return {key: value.detach().clone() for key, value in weights.items()}
 
 
-CPU_PASS_TOKENS = 64
+CPU_NODES = 5
+"""With ``zoo:whisper-synth`` 12 nodes gave 2.86 tokens a pass, 5 gave 2.62 in less time."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,8 @@ class Medusa:
         block: A decoder layer of the target's family that runs before the heads, or ``None``.
         paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of
             head 2 below the first choice of head 1. ``None``: the chain of first choices.
-        pass_tokens: Most tokens of one pass over the batch: a larger batch gets the first nodes of
-            the tree only. ``None``: `CPU_PASS_TOKENS` on a CPU, where a pass is bound by arithmetic
-            early, and no limit elsewhere.
+        nodes: Use the first so many nodes of the tree. ``None``: `CPU_NODES` on a CPU, where a pass
+            is soon bound by arithmetic, and all elsewhere.
 
     Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
     """
@@ -146,7 +146,7 @@ class Medusa:
         heads: MedusaHeads,
         block: nn.Module | None = None,
         paths: list[tuple[int, ...]] | None = None,
-        pass_tokens: int | None = None,
+        nodes: int | None = None,
     ) -> None:
         num_heads = heads.weight.shape[1]
         paths = paths or [(0,) * depth for depth in range(1, num_heads + 1)]
@@ -155,7 +155,7 @@ class Medusa:
                 f"a path of {max(map(len, paths))} ranks needs as many heads; there are {num_heads}"
             )
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
-        self.paths, self.pass_tokens = paths, pass_tokens
+        self.paths, self.nodes = paths, nodes
         self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
         self._shapes: dict[tuple[int, torch.device], _Shape] = {}
         self._state: Tensor | None = None
@@ -219,7 +219,11 @@ class Medusa:
 
     @classmethod
     def from_options(
-        cls, path: str | None = None, model_id: str | None = None, chain: bool = False
+        cls,
+        path: str | None = None,
+        model_id: str | None = None,
+        chain: bool = False,
+        nodes: int | None = None,
     ) -> Medusa:
         """From a string; without ``path``, the heads that belong to the model at hand.
 
@@ -236,7 +240,7 @@ class Medusa:
                 "has none of its own"
             )
         draft = cls.from_pretrained(path)
-        return cls(draft.heads, draft.block) if chain else draft
+        return cls(draft.heads, draft.block, None if chain else draft.paths, nodes)
 
     def save_pretrained(self, folder: str | Path, target_config: dict[str, Any]) -> None:
         """Writes our layout, in half precision and with the published keys."""
@@ -302,12 +306,11 @@ class Medusa:
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
 
     def _shape(self, ctx: Context) -> _Shape:
-        limit = self.pass_tokens
-        if limit is None and ctx.device.type == "cpu":
-            limit = CPU_PASS_TOKENS
         nodes = len(self.paths)
-        if limit is not None:
-            nodes = max(1, min(nodes, limit // ctx.batch - 1))
+        if self.nodes is not None:
+            nodes = min(nodes, self.nodes)
+        elif ctx.device.type == "cpu":
+            nodes = min(nodes, CPU_NODES)
         key = (nodes, ctx.device)
         if key not in self._shapes:
             self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)
