@@ -291,9 +291,8 @@ class Medusa:
         running = self._running[0].weight
         if (running.device, running.dtype) == (like.device, like.dtype):
             return
-        move = {"device": like.device, "dtype": like.dtype}
-        heads = copy.deepcopy(self.heads).to(**move)
-        block = copy.deepcopy(self.block).to(**move) if self.block is not None else None
+        heads = copy.deepcopy(self.heads).to(like)
+        block = copy.deepcopy(self.block).to(like) if self.block is not None else None
         self._running = (heads, block)
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
