@@ -104,10 +104,6 @@ class MedusaHeads(nn.Module):
         return {key: value.detach().clone() for key, value in weights.items()}
 
 
-CPU_NODES = 5
-"""With ``zoo:whisper-synth`` 12 nodes gave 2.86 tokens a pass, 5 gave 2.62 in less time."""
-
-
 @dataclass(frozen=True)
 class _Shape:
     """A tree with, for each node, its head and its rank."""
@@ -133,8 +129,9 @@ class Medusa:
         block: A decoder layer of the target's family that runs before the heads, or ``None``.
         paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of
             head 2 below the first choice of head 1. ``None``: the chain of first choices.
-        nodes: Use the first so many nodes of the tree. ``None``: `CPU_NODES` on a CPU, where a pass
-            is soon bound by arithmetic, and all elsewhere.
+        nodes: Use the first so many nodes of the tree; ``None``: all.
+        cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic; a checkpoint may
+            carry what was measured for its model.
 
     Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
     """
@@ -147,6 +144,7 @@ class Medusa:
         block: nn.Module | None = None,
         paths: list[tuple[int, ...]] | None = None,
         nodes: int | None = None,
+        cpu_nodes: int | None = None,
     ) -> None:
         num_heads = heads.weight.shape[1]
         paths = paths or [(0,) * depth for depth in range(1, num_heads + 1)]
@@ -155,7 +153,7 @@ class Medusa:
                 f"a path of {max(map(len, paths))} ranks needs as many heads; there are {num_heads}"
             )
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
-        self.paths, self.nodes = paths, nodes
+        self.paths, self.nodes, self.cpu_nodes = paths, nodes, cpu_nodes
         self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
         self._shapes: dict[tuple[int, torch.device], _Shape] = {}
         self._state: Tensor | None = None
@@ -215,7 +213,9 @@ class Medusa:
                 )
             layer = adapter.extra_layer(family)
             layer.load_state_dict({key: value.float() for key, value in block.items()})
-        return cls(module.float(), layer, paths or _paths(config.get("medusa_choices")))
+        cpu_nodes = None if paths else config.get("cpu_nodes")
+        paths = paths or _paths(config.get("medusa_choices"))
+        return cls(module.float(), layer, paths, cpu_nodes=cpu_nodes)
 
     @classmethod
     def from_options(
@@ -240,7 +240,8 @@ class Medusa:
                 "has none of its own"
             )
         draft = cls.from_pretrained(path)
-        return cls(draft.heads, draft.block, None if chain else draft.paths, nodes)
+        draft.nodes = nodes
+        return cls(draft.heads, draft.block) if chain else draft
 
     def save_pretrained(self, folder: str | Path, target_config: dict[str, Any]) -> None:
         """Writes our layout, in half precision and with the published keys."""
@@ -260,6 +261,7 @@ class Medusa:
             "medusa_num_heads": self.heads.weight.shape[1],
             "medusa_num_layers": self.heads.weight.shape[0],
             "medusa_choices": self.paths,
+            "cpu_nodes": self.cpu_nodes,
             "target_config": target_config,
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -308,8 +310,8 @@ class Medusa:
         nodes = len(self.paths)
         if self.nodes is not None:
             nodes = min(nodes, self.nodes)
-        elif ctx.device.type == "cpu":
-            nodes = min(nodes, CPU_NODES)
+        elif self.cpu_nodes is not None and ctx.device.type == "cpu":
+            nodes = min(nodes, self.cpu_nodes)
         key = (nodes, ctx.device)
         if key not in self._shapes:
             self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)
