@@ -82,7 +82,7 @@ def _follow_lazily(
         going = going & child.any(1)
         if not bool(going.any()):
             break
-        node = torch.where(going, child.long().argmax(1) if child.shape[1] else node, node)
+        node = torch.where(going, child.long().argmax(1), node)
         steps.append(torch.where(going, node, -1))
     path = torch.stack(steps, 1) if steps else node.new_zeros((ctx.batch, 0))
     return Outcome(path=path, num_accepted=(path >= 0).sum(1), next_token=next_token)

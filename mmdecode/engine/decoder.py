@@ -33,7 +33,7 @@ from mmdecode.engine.contracts import (
     Scorer,
     Scores,
 )
-from mmdecode.engine.law import Law, Processors
+from mmdecode.engine.law import Law, Processors, rows_along
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
@@ -328,7 +328,7 @@ class Run:
         count, ended = self.stopping.cut(ctx, block, count)
         kept = order < count[:, None]
         for name in self.recorder.rows:
-            along = law.along(path) if name == "scores" else _raw_along(main.logits, path)
+            along = law.along(path) if name == "scores" else rows_along(main.logits, path)
             self.recorder.add(name, along, count)
         if self.streamer is not None:
             self.streamer.put(block[0, : int(count[0])].cpu())
@@ -432,11 +432,6 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
             )
         scorers.append(ModelBranches(part, members, Needs() if other else needs))
     return sorted(scorers + built, key=lambda scorer: scorer.stage)
-
-
-def _raw_along(logits: Tensor, path: Tensor) -> Tensor:
-    rows = torch.nn.functional.pad(path + 1, (1, 0))
-    return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
 
 
 def _record(

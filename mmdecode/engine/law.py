@@ -225,6 +225,12 @@ class Processors:
         return scores
 
 
+def rows_along(scores: Tensor, path: Tensor) -> Tensor:
+    """The rows of ``scores (B, N + 1, V)`` at the root and along ``path (B, D)``."""
+    rows = torch.nn.functional.pad(path + 1, (1, 0))
+    return scores.gather(1, rows[..., None].expand(-1, -1, scores.shape[-1]))
+
+
 class Law:
     """See `mmdecode.engine.contracts.LawView`.
 
@@ -270,10 +276,9 @@ class Law:
 
     def along(self, path: Tensor) -> Tensor:
         """Processed, at the root and along ``path (B, D)``: ``(B, D + 1, V)``."""
-        rows = torch.nn.functional.pad(path + 1, (1, 0))
         if self.vectorised:
-            index = rows[..., None].expand(-1, -1, self._raw.shape[-1])
-            return self.all().gather(1, index)
+            return rows_along(self.all(), path)
+        rows = torch.nn.functional.pad(path + 1, (1, 0))
         rows = torch.where(torch.nn.functional.pad(path, (1, 0)) < 0, -1, rows)
         rows[:, 0] = torch.where(self._ctx.open, 0, -1)
         return torch.stack([self.at(column) for column in rows.unbind(1)], 1)

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import registry
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.prompts import processors
+from mmdecode.asr.prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.branch import block_mask, triangle
 from mmdecode.engine.cache import RaggedCache
@@ -224,8 +224,8 @@ def train_heads(
         if score > best:
             best, kept = score, copy.deepcopy(modules.state_dict())
         if state_file is not None:
-            partial = state_file.with_suffix(".tmp")
-            torch.save(
+            write_state(
+                state_file,
                 {
                     "key": key,
                     "modules": modules.state_dict(),
@@ -234,9 +234,7 @@ def train_heads(
                     "best": best,
                     "kept": kept,
                 },
-                partial,
             )
-            partial.rename(state_file)
     if kept is not None:
         modules.load_state_dict(kept)
     modules.eval()
@@ -252,6 +250,13 @@ def train_heads(
         "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
     }
     return Medusa(heads, block, paths), report
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Training state, written beside and renamed: a kill leaves the older one."""
+    partial = path.with_suffix(".tmp")
+    torch.save(state, partial)
+    partial.rename(path)
 
 
 @torch.no_grad()
@@ -436,12 +441,14 @@ def train_from_manifest(
 def whisper_prompt(model: Any, rows: int, timestamps: int, language: str = "en") -> Tensor:
     """Decoder prompts with or without timestamps, ``(rows, P)``."""
     config = model.generation_config
-    ids = [config.decoder_start_token_id]
-    if getattr(config, "is_multilingual", False):
-        ids += [config.lang_to_id[f"<|{language}|>"], config.task_to_id["transcribe"]]
-    if not timestamps:
-        ids.append(config.no_timestamps_token_id)
-    return torch.tensor([ids]).expand(rows, -1).clone()
+    multilingual = getattr(config, "is_multilingual", False)
+    options = TranscribeOptions(
+        timestamps=bool(timestamps),
+        language=language if multilingual else None,
+        task="transcribe" if multilingual else None,
+    )
+    prompts = Prompts.of(config, options)
+    return torch.tensor([prompts.initial(prompts.language)]).expand(rows, -1).clone()
 
 
 def target_config(model: Any) -> dict[str, Any]:

@@ -555,9 +555,9 @@ def save_state(
     step: int,
     spent: float,
 ) -> None:
-    """Written beside and renamed: a kill leaves the older state."""
-    partial = path.with_suffix(".tmp")
-    torch.save(
+    """What `train` needs to go on."""
+    medusa.write_state(
+        path,
         {
             "model": model.state_dict(),
             "head": head.state_dict(),
@@ -565,9 +565,7 @@ def save_state(
             "step": step,
             "spent": spent,
         },
-        partial,
     )
-    partial.rename(path)
 
 
 def export(
