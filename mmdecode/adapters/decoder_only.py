@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
 from mmdecode.engine.setup import left_padded
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 
@@ -28,6 +28,7 @@ class DecoderOnlyAdapter:
 
     model_types = ("llama", "qwen2")
     max_positions = None
+    windows: ClassVar = {"full_attention": None}
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -73,7 +74,11 @@ class DecoderOnlyAdapter:
         """The ragged cache itself."""
         return cache
 
-    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
+    def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """The prompt like any block."""
+        return self.forward(prompt.ids, mask, positions, past)
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the final norm."""
         return self._body(
             input_ids=tokens,

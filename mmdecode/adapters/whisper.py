@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class WhisperAdapter:
     """Runs the decoder alone; the encoder's states arrive with the prompt."""
 
     model_types = ("whisper",)
+    windows: ClassVar = {"full_attention": None}
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
         refuse_attention(model)
@@ -78,6 +79,10 @@ class WhisperAdapter:
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Ragged self-attention beside a cross-attention cache that is filled once."""
         return WhisperPast(cache, prompt.inputs["audio"])
+
+    def prefill(self, prompt: Prompt, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
+        """The prompt like any block: the audio lies in ``past``."""
+        return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
         """States after the decoder's final norm."""

@@ -335,8 +335,8 @@ class Medusa:
         self._state = _rows(states, last)[:, 0]
 
     def _run_block(self, ctx: Context, hidden: Tensor, visible: int) -> Tensor:
-        _, ancestors = triangle(hidden.shape[1], hidden.device)
-        mask = block_mask(self._cache.start, self._pads, ancestors, visible, hidden.dtype)
+        chain = triangle(hidden.shape[1], hidden.device)
+        mask = block_mask(self._cache.start, self._pads, *chain, visible, hidden.dtype)
         self._cache.open(visible)
         return ctx.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
 

@@ -52,7 +52,7 @@ class ModelBranches:
         self.width = width
         self._past = self.adapter.open(self.cache, prompt)
         depths, ancestors = triangle(width, device)
-        states = self.run(prompt.ids, depths, ancestors, visible=bucket(width))
+        states = self.run(prompt.ids, depths, ancestors, visible=bucket(width), prompt=prompt)
         self.cache.set_start(torch.full_like(self.pads, width))
         last = {key: value[:, -1:] for key, value in states.items()}
         return self._split(last, states if self.needs.prompt_hidden else {})
@@ -74,7 +74,14 @@ class ModelBranches:
         return self._split(self.run(tokens, depths, ancestors, visible=visible), {})
 
     def run(
-        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, *, visible: int, offset: int = 0
+        self,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        visible: int,
+        offset: int = 0,
+        prompt: Prompt | None = None,
     ) -> dict[int | str, Tensor]:
         """One forward pass that writes behind ``start + offset`` and commits nothing.
 
@@ -84,13 +91,20 @@ class ModelBranches:
             ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included.
             visible: Slots that attention covers; at least every row's ``start + offset + Q``.
             offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
+            prompt: What ``tokens`` are the ids of, when the prompt is read.
 
         Returns:
             States by layer as in `Scores.hidden`, ``(R, Q, H)``.
         """
         cache, adapter = self.cache, self.adapter
         begin = cache.start + offset
-        mask = block_mask(begin, self.pads, ancestors, visible, adapter.model.dtype)
+        masks = {
+            kind: block_mask(
+                begin, self.pads, depths, ancestors, visible, adapter.model.dtype, window
+            )
+            for kind, window in adapter.windows.items()
+        }
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
         top = None if adapter.max_positions is None else adapter.max_positions - 1
         positions = ((begin - self.pads)[:, None] + depths).clamp(min=0, max=top)
         cache.open(visible, offset)
@@ -99,7 +113,10 @@ class ModelBranches:
             for index in self.needs.hidden:
                 if isinstance(index, int):
                     hooks.enter_context(_capture(adapter.layers()[index], states, index))
-            states["last"] = adapter.forward(tokens.clamp_min(0), mask, positions, self._past)
+            if prompt is not None:
+                states["last"] = adapter.prefill(prompt, mask, positions, self._past)
+            else:
+                states["last"] = adapter.forward(tokens.clamp_min(0), mask, positions, self._past)
         return states
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
@@ -133,16 +150,24 @@ class ModelBranches:
 
 
 def block_mask(
-    begin: Tensor, pads: Tensor, ancestors: Tensor, visible: int, dtype: torch.dtype
+    begin: Tensor,
+    pads: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    visible: int,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> Tensor:
     """What each token of a block may attend to, as an additive mask ``(R, 1, Q, visible)``.
 
     Args:
         begin: Slot of the block's first token per row, ``(R,)``; everything before it is committed.
         pads: Padding slots at the left of each row, ``(R,)``.
+        depths: Distance of each token from the first, ``(1 or R, Q)``; a window counts by it.
         ancestors: ``(1 or R, Q, Q)`` bool, self included.
         visible: Slots that attention covers.
         dtype: The model's.
+        window: Tokens a sliding layer sees, the token itself included; ``None``: all.
     """
     width = ancestors.shape[-1]
     slots = torch.arange(visible, device=begin.device)
@@ -152,6 +177,11 @@ def block_mask(
     in_block = ancestors.expand(len(begin), -1, -1).gather(2, column) & inside[:, None]
     real = (slots >= pads[:, None])[:, None]
     seen = real & (in_block | (relative < 0)[:, None])
+    if window is not None:
+        # in the order of the text: a committed slot by itself, a slot of the block by its depth
+        depths = depths.expand(len(begin), -1)
+        place = torch.where(inside, depths.gather(1, relative.clamp(0, width - 1)), relative)
+        seen &= depths[:, :, None] - place[:, None] < window
     # a padding query would see nothing; let it see itself
     seen |= relative[:, None] == torch.arange(width, device=begin.device)[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype, device=begin.device)

@@ -247,6 +247,10 @@ class Prompt:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
+Mask = Tensor | Mapping[str, Tensor]
+"""Additive, ``(B, 1, Q, K)``; by layer type where these differ."""
+
+
 class Adapter(Protocol):
     """What a branch needs to run one model family; `mmdecode.adapters` holds them."""
 
@@ -255,6 +259,9 @@ class Adapter(Protocol):
     num_layers: int
     max_positions: int | None
     """Size of a learned position table; ``None`` where positions are unbounded."""
+    windows: Mapping[str, int | None]
+    """Tokens a layer sees, by layer type, itself included; ``None``: all. With several types a mask
+    is a dict by type."""
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The whole prompt of a branch."""
@@ -265,7 +272,10 @@ class Adapter(Protocol):
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """What the model is given as ``past_key_values``, around the engine's ragged cache."""
 
-    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
+    def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """States of the whole prompt; a model that sees images or mixes directions looks here."""
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the final norm, ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,7 @@ class TableAdapter:
 
     model_types = ("mmdecode_table",)
     max_positions = None
+    windows: ClassVar = {"full_attention": None}
     num_layers = LAYERS
 
     def __init__(self, model: Table) -> None:
@@ -217,6 +218,10 @@ class TableAdapter:
     def open(self, cache: RaggedCache, prompt: Prompt) -> TablePast:
         """The cache with the salt."""
         return TablePast(cache, prompt.inputs["salt"])
+
+    def prefill(self, prompt: Prompt, mask: Tensor, positions: Tensor, past: TablePast) -> Tensor:
+        """The prompt like any block."""
+        return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: TablePast) -> Tensor:
         """Integer states ``(R, Q, 1)``."""

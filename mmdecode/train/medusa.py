@@ -361,10 +361,10 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
         past = adapter.open(
             cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio})
         )
-        _, ancestors = triangle(length, hidden.device)
         zero = torch.zeros(rows, dtype=torch.long, device=hidden.device)
         cache.open(length)
-        mask = block_mask(zero, zero, ancestors, length, hidden.dtype)
+        chain = triangle(length, hidden.device)
+        mask = block_mask(zero, zero, *chain, length, hidden.dtype)
         hidden = adapter.run_extra_layer(block, hidden, mask, past)
     flat = heads.logits(hidden.flatten(0, 1), adapter)
     return flat.view(flat.shape[0], *hidden.shape[:2], -1)

@@ -59,10 +59,10 @@ def test_zero_heads_behind_a_block_say_what_the_block_says():
         hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=encoded)[0]
         cache = RaggedCache(1, 1, ids.device)
         past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
-        _, ancestors = triangle(ids.shape[1], ids.device)
         zero = torch.zeros(1, dtype=torch.long)
         cache.open(ids.shape[1])
-        mask = block_mask(zero, zero, ancestors, ids.shape[1], hidden.dtype)
+        chain = triangle(ids.shape[1], ids.device)
+        mask = block_mask(zero, zero, *chain, ids.shape[1], hidden.dtype)
         states = adapter.run_extra_layer(block, hidden, mask, past)[0]
         logits = draft.heads.logits(seen[0], adapter)
     assert torch.equal(logits, adapter.unembed(seen[0].expand(3, -1, -1)))

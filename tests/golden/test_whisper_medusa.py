@@ -60,10 +60,9 @@ def all_logits(name, features, ids, encoded=None):
         rows, length = ids.shape
         cache = RaggedCache(1, rows, ids.device)
         past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
-        _, ancestors = triangle(length, ids.device)
         zero = torch.zeros(rows, dtype=torch.long)
         cache.open(length)
-        mask = block_mask(zero, zero, ancestors, length, hidden.dtype)
+        mask = block_mask(zero, zero, *triangle(length, ids.device), length, hidden.dtype)
         read = adapter.run_extra_layer(draft.block, hidden, mask, past)
     heads = draft.heads.logits(read.flatten(0, 1), adapter)
     heads = heads.view(len(heads), *ids.shape, -1)
