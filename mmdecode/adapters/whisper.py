@@ -87,9 +87,9 @@ class WhisperAdapter:
     def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: Any) -> Tensor:
         """States after the decoder's final norm."""
         if self._lean and not any(layer._forward_pre_hooks for layer in self._decoder.layers):
-            cross = past.cross(self._decoder.layers)
+            layers = past.read(self._decoder.layers)
             return whisper_step.step(
-                self._decoder, tokens, mask, positions, past.cache.layers, cross
+                self._decoder, tokens, mask, positions, layers, past.cache.layers
             )
         return self._decoder(
             input_ids=tokens,
@@ -118,8 +118,7 @@ class WhisperAdapter:
         layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: WhisperPast
     ) -> Tensor:
         """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
-        cross = past.cross([layer])[0]
-        return whisper_step.run_layer(layer, hidden, mask, past.cache.layers[0], cross)
+        return whisper_step.run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0])
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
@@ -130,22 +129,22 @@ class WhisperPast:
     """Ragged self-attention, and the audio that every step attends to.
 
     The stock modules want a cross-attention cache and, although it is cached, the encoder's states;
-    the lean step wants keys and values. Each is made when it is first asked for.
+    the lean step wants keys and values beside the weights. Each is made when it is first asked for.
     """
 
     def __init__(self, cache: RaggedCache, audio: Tensor) -> None:
         self.cache, self.audio = cache, audio
         self.caches = EncoderDecoderCache(cache, DynamicCache())
-        self._cross: list[whisper_step.CrossStates] = []
+        self._layers: list[whisper_step.Layer] = []
 
-    def cross(self, layers: Iterable[torch.nn.Module]) -> list[whisper_step.CrossStates]:
-        """Keys and values of the audio, by layer."""
-        if not self._cross:
-            self._cross = [whisper_step.cross_states(layer, self.audio) for layer in layers]
-        return self._cross
+    def read(self, layers: Iterable[torch.nn.Module]) -> list[whisper_step.Layer]:
+        """Weights, and keys and values of the audio, by layer."""
+        if not self._layers:
+            self._layers = [whisper_step.Layer.of(layer, self.audio) for layer in layers]
+        return self._layers
 
     def reorder_cache(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``, in that order."""
         self.caches.reorder_cache(rows)
         self.audio = self.audio[rows]
-        self._cross = [(keys[rows], values[rows]) for keys, values in self._cross]
+        self._layers = [layer.reorder(rows) for layer in self._layers]

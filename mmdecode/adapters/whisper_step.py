@@ -9,16 +9,69 @@ offload or adapters, evaluation mode, sdpa attention; else the adapter runs the 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from mmdecode._compat import attention_implementation
 from mmdecode.engine.cache import RaggedLayer
 
-CrossStates = tuple[Tensor, Tensor]
-"""Keys and values of the audio for one layer, ``(B, heads, S, D)``."""
+Affine = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+Norm = tuple[tuple[int, ...], Tensor, Tensor, float]
+"""What ``torch.layer_norm`` takes behind its input."""
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, looked up once a call: attributes of modules are slow to read.
+
+    ``keys`` and ``values`` are those of the audio, ``(B, heads, S, D)``.
+    """
+
+    heads: int
+    self_norm: Norm
+    q: Affine
+    k: Affine
+    v: Affine
+    out: Affine
+    cross_norm: Norm
+    cross_q: Affine
+    cross_out: Affine
+    keys: Tensor
+    values: Tensor
+    final_norm: Norm
+    up: Affine
+    activation: Callable[[Tensor], Tensor]
+    down: Affine
+
+    @classmethod
+    def of(cls, layer: Any, audio: Tensor) -> Layer:
+        """Of a ``WhisperDecoderLayer`` that hears ``audio (B, S, H)``."""
+        own, cross = layer.self_attn, layer.encoder_attn
+        return cls(
+            heads=own.num_heads,
+            self_norm=_norm(layer.self_attn_layer_norm),
+            q=_affine(own.q_proj),
+            k=_affine(own.k_proj),
+            v=_affine(own.v_proj),
+            out=_affine(own.out_proj),
+            cross_norm=_norm(layer.encoder_attn_layer_norm),
+            cross_q=_affine(cross.q_proj),
+            cross_out=_affine(cross.out_proj),
+            keys=_split(linear(audio, *_affine(cross.k_proj)), cross.num_heads).contiguous(),
+            values=_split(linear(audio, *_affine(cross.v_proj)), cross.num_heads).contiguous(),
+            final_norm=_norm(layer.final_layer_norm),
+            up=_affine(layer.fc1),
+            activation=layer.activation_fn,
+            down=_affine(layer.fc2),
+        )
+
+    def reorder(self, rows: Tensor) -> Layer:
+        """The rows ``rows`` of the audio."""
+        return self._replace(keys=self.keys[rows], values=self.values[rows])
 
 
 def usable(decoder: Any) -> bool:
@@ -43,8 +96,8 @@ def step(
     tokens: Tensor,
     mask: Tensor,
     positions: Tensor,
-    layers: list[RaggedLayer],
-    cross: list[CrossStates],
+    layers: list[Layer],
+    caches: list[RaggedLayer],
 ) -> Tensor:
     """States after the final norm, ``(B, Q, H)``.
 
@@ -53,58 +106,43 @@ def step(
         tokens: ``(B, Q)``.
         mask: Additive, ``(B, 1, Q, K)``.
         positions: ``(B, Q)``.
-        layers: Self-attention cache, one per layer.
-        cross: From `cross_states`, one per layer.
+        layers: Its layers.
+        caches: Self-attention cache, one per layer.
     """
     hidden = decoder.embed_tokens.weight[tokens]
     if decoder.embed_scale != 1.0:
         hidden = hidden * decoder.embed_scale
     hidden = hidden + decoder.embed_positions.weight[positions]
-    for layer, cache, states in zip(decoder.layers, layers, cross, strict=True):
-        hidden = run_layer(layer, hidden, mask, cache, states)
-    return _norm(decoder.layer_norm, hidden)
+    for layer, cache in zip(layers, caches, strict=True):
+        hidden = run_layer(layer, hidden, mask, cache)
+    return torch.layer_norm(hidden, *_norm(decoder.layer_norm))
 
 
-def run_layer(
-    layer: Any, hidden: Tensor, mask: Tensor, cache: RaggedLayer, cross: CrossStates
-) -> Tensor:
+def run_layer(layer: Layer, hidden: Tensor, mask: Tensor, cache: RaggedLayer) -> Tensor:
     """One pre-norm layer: causal attention, attention to the audio, feed-forward."""
-    attention = layer.self_attn
-    heads = attention.num_heads
-    x = _norm(layer.self_attn_layer_norm, hidden)
+    heads = layer.heads
+    x = torch.layer_norm(hidden, *layer.self_norm)
     keys, values = cache.update(
-        _split(_linear(attention.k_proj, x), heads), _split(_linear(attention.v_proj, x), heads)
+        _split(linear(x, *layer.k), heads), _split(linear(x, *layer.v), heads)
     )
-    x = scaled_dot_product_attention(
-        _split(_linear(attention.q_proj, x), heads), keys, values, attn_mask=mask
-    )
-    hidden = hidden + _linear(attention.out_proj, _merge(x))
+    queries = _split(linear(x, *layer.q), heads)
+    x = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    hidden = hidden + linear(_merge(x), *layer.out)
 
-    attention = layer.encoder_attn
-    x = _norm(layer.encoder_attn_layer_norm, hidden)
-    x = scaled_dot_product_attention(_split(_linear(attention.q_proj, x), heads), *cross)
-    hidden = hidden + _linear(attention.out_proj, _merge(x))
+    queries = _split(linear(torch.layer_norm(hidden, *layer.cross_norm), *layer.cross_q), heads)
+    x = scaled_dot_product_attention(queries, layer.keys, layer.values)
+    hidden = hidden + linear(_merge(x), *layer.cross_out)
 
-    x = _norm(layer.final_layer_norm, hidden)
-    return hidden + _linear(layer.fc2, layer.activation_fn(_linear(layer.fc1, x)))
+    x = linear(torch.layer_norm(hidden, *layer.final_norm), *layer.up)
+    return hidden + linear(layer.activation(x), *layer.down)
 
 
-def cross_states(layer: Any, audio: Tensor) -> CrossStates:
-    """What one layer attends to in the audio, ``(B, S, H)``; computed once per call."""
-    attention = layer.encoder_attn
-    heads = attention.num_heads
-    return (
-        _split(_linear(attention.k_proj, audio), heads).contiguous(),
-        _split(_linear(attention.v_proj, audio), heads).contiguous(),
-    )
+def _affine(module: nn.Linear) -> Affine:
+    return module.weight, module.bias
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias)
-
-
-def _norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    return layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+def _norm(module: nn.LayerNorm) -> Norm:
+    return module.normalized_shape, module.weight, module.bias, module.eps
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
