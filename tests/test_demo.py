@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.checkpoints import ZOO
 from mmdecode.engine.decoder import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import wer
@@ -97,12 +96,6 @@ def report(*items, **changes):
 # The command
 
 
-needs_zoo = pytest.mark.skipif(
-    not (ZOO / "whisper-synth").exists(), reason="zoo:whisper-synth is not there"
-)
-
-
-@needs_zoo
 def test_demo_writes_a_page_and_says_where(tmp_path):
     words = ["demo", "--limit", "2", "--repeats", "1", "--json"]
     done = subprocess.run(

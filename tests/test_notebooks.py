@@ -6,8 +6,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mmdecode.checkpoints import ZOO
-
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -19,7 +17,6 @@ def test_there_are_notebooks():
 
 @pytest.mark.notebook
 @pytest.mark.filterwarnings("default")  # those of jupyter's own client
-@pytest.mark.skipif(not (ZOO / "whisper-synth").exists(), reason="zoo:whisper-synth is not there")
 @notebooks
 def test_notebook_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
