@@ -61,6 +61,7 @@ bench: $(VENV)/.installed
 # the machine with the GPU may lack pytest-timeout, whose option is then unknown to pytest
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W "ignore::pytest.PytestConfigWarning"
+	PYTHONPATH=. $(PYTHON) benchmarks/step_speed.py
 	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
 
 clean:

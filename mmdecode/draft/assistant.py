@@ -37,6 +37,7 @@ class Assistant:
 
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     needs = Needs()
+    static = True
 
     def __init__(self, model: Any, length: int = 5) -> None:
         if length < 0:

@@ -10,6 +10,7 @@ Source: Saxena 2023, prompt lookup decoding.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
@@ -28,6 +29,7 @@ class PromptLookup:
 
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
+    static = True
 
     def __init__(self, length: int = 10, ngram: int = 3) -> None:
         if length < 0 or ngram < 1:
@@ -49,15 +51,7 @@ class PromptLookup:
         padded = torch.nn.functional.pad(
             ~ctx.prompt_mask, (0, ids.shape[1] - ctx.prompt_length), value=False
         )
-        # longest[b, j]: how many tokens before column j equal the row's last tokens
-        longest = torch.zeros_like(ids)
-        alive = torch.ones_like(padded)
-        tail = ctx.last(self.ngram)
-        for back in range(1, self.ngram + 1):
-            before = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]]
-            hidden = torch.nn.functional.pad(padded, (back, 0), value=True)[:, : ids.shape[1]]
-            alive = alive & (before == tail[:, self.ngram - back, None]) & ~hidden
-            longest = longest + alive
+        longest = suffix_matches(ids, ~padded, ctx.last(self.ngram))
         usable = (columns < end) & (longest > 0)
         rank = torch.where(usable, longest * ids.shape[1] + columns, -1)
         best = rank.argmax(1, keepdim=True)
@@ -70,8 +64,30 @@ class PromptLookup:
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Nothing to learn: the context holds the history."""
 
-    def reorder(self, rows: torch.Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """Nothing to move."""
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+
+def suffix_matches(ids: Tensor, real: Tensor, tail: Tensor) -> Tensor:
+    """How many tokens before each column equal the last tokens of the row.
+
+    Args:
+        ids: Where to look, ``(B, W)``.
+        real: What may be matched, ``(B, W)`` bool.
+        tail: The last n tokens of each row, ``(B, n)``.
+
+    Returns:
+        0 to n, ``(B, W)``; a column's own token does not count.
+    """
+    width, size = ids.shape[1], tail.shape[1]
+    longest = torch.zeros_like(ids)
+    alive = torch.ones_like(real)
+    for back in range(1, size + 1):
+        before = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
+        known = torch.nn.functional.pad(real, (back, 0), value=False)[:, :width]
+        alive = alive & (before == tail[:, size - back, None]) & known
+        longest = longest + alive
+    return longest

@@ -137,6 +137,7 @@ class Medusa:
     """
 
     kinds: tuple[Kind, ...] = ("deterministic",)
+    static = True
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class Medusa:
         if self.block is None:
             return
         width = ctx.prompt_length
-        self._cache = RaggedCache(1, ctx.batch, ctx.device)
+        self._cache = RaggedCache(1, ctx.batch, ctx.device, ctx.reserved(width))
         self._pads = width - ctx.prompt_mask.sum(1)
         self._past = ctx.adapter.open(self._cache, ctx.adapter.prompt(ctx, MAIN))
         if width > 1:

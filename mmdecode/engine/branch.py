@@ -47,7 +47,7 @@ class ModelBranches:
         prompt = prompts[0] if len(prompts) == 1 else self.adapter.stack(_left_pad(prompts))
         rows, width = prompt.ids.shape
         device = prompt.ids.device
-        self.cache = RaggedCache(self.adapter.num_layers, rows, device)
+        self.cache = RaggedCache(self.adapter.num_layers, rows, device, ctx.reserved(width))
         self.pads = width - prompt.mask.sum(1)
         self.width = width
         self._past = self.adapter.open(self.cache, prompt)

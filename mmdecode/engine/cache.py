@@ -30,7 +30,8 @@ def bucket(length: int) -> int:
 class _Rows:
     """Write positions of all layers of one cache, and what the pass at hand may see."""
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, device: torch.device, reserved: int) -> None:
+        self.reserved = reserved
         self.start = torch.zeros(batch, dtype=torch.long, device=device)
         self.offset = 0  # a pass may write ahead of start
         self.slots: Tensor | None = None  # where the pass writes, the same for all layers
@@ -62,7 +63,8 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = len(self.rows.start)
         for name, states in (("keys", key_states), ("values", value_states)):
-            shape = (batch, states.shape[1], self.rows.visible, states.shape[-1])
+            slots = max(self.rows.visible, self.rows.reserved)
+            shape = (batch, states.shape[1], slots, states.shape[-1])
             setattr(self, name, states.new_zeros(shape))
         self.is_initialized = True
 
@@ -75,6 +77,7 @@ class RaggedLayer(CacheLayerMixin):
         rows = self.rows
         grown = rows.visible - self.keys.shape[2]
         if grown > 0:
+            assert not rows.reserved, "a captured round would write to the storage of before"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
         index = rows.write_to(key_states.shape[2])
@@ -111,10 +114,11 @@ class RaggedCache(Cache):
         layers: Number of layers.
         batch: Rows.
         device: Where the write positions live.
+        reserved: Slots to allocate at once, so that the storage never moves while it is enough.
     """
 
-    def __init__(self, layers: int, batch: int, device: torch.device) -> None:
-        self.rows = _Rows(batch, device)
+    def __init__(self, layers: int, batch: int, device: torch.device, reserved: int = 0) -> None:
+        self.rows = _Rows(batch, device, bucket(reserved) if reserved else 0)
         super().__init__(layers=[RaggedLayer(self.rows) for _ in range(layers)])
 
     @property
@@ -145,11 +149,11 @@ class RaggedCache(Cache):
                     )
                     place = target[:, None, :, None].expand_as(moved)
                     states.scatter_(2, place, states.gather(2, moved))
-        self.rows.start = self.rows.start + count
+        self.rows.start += count
 
     def set_start(self, start: Tensor) -> None:
         """Moves the write positions without touching the slots."""
-        self.rows.start = start
+        self.rows.start.copy_(start)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps the rows ``beam_idx``, in that order; a row may occur several times."""

@@ -38,7 +38,9 @@ class Context:
         do_sample: Whether the caller samples.
         tail: How a rule refills a rejected chain, see `Needs.tail`.
         adapter: Of the main model: what drafts and guides ask about it.
-        longest: Generated tokens of the longest row at the last transfer; a host number.
+        longest: Generated tokens of the longest row at the last transfer; a host number. Where
+            rounds are captured it is rounded up, so that shapes which follow from it change rarely.
+        fixed: Whether rounds are captured: tensors stay where they are, storage is reserved.
     """
 
     prompt_ids: Tensor
@@ -53,6 +55,7 @@ class Context:
     tail: Literal["redraw", "coupled"] | None = None
     adapter: Any = None
     longest: int = 0
+    fixed: bool = False
     mm_inputs: Mapping[str, Any] = field(default_factory=dict)
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,6 +78,10 @@ class Context:
         """Columns of `ids` in use per row, ``(B,)``."""
         return self.length + self.prompt_length
 
+    def reserved(self, width: int) -> int:
+        """Slots to reserve behind a prompt of ``width`` tokens; 0 where storage may grow."""
+        return width + self.ids.shape[1] if self.fixed else 0
+
     def last(self, count: int) -> Tensor:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
         columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
@@ -95,6 +102,7 @@ class Context:
             tail=self.tail,
             adapter=self.adapter,
             longest=self.longest,
+            fixed=self.fixed,
             mm_inputs={k: _take(v, rows) for k, v in self.mm_inputs.items()},
             model_inputs=self.model_inputs,
         )
@@ -184,7 +192,11 @@ class LawView(Protocol):
 
 @runtime_checkable
 class Draft(Protocol):
-    """Proposes tokens. Owns its cache; never reads acceptance noise."""
+    """Proposes tokens. Owns its cache; never reads acceptance noise.
+
+    A class attribute ``static = True`` says that in every round ``observe`` and ``propose`` run the
+    same operations on the same tensors, state changed in place: a captured round may be replayed.
+    """
 
     kinds: tuple[Kind, ...]
     """What it can propose; `begin` is told which."""
@@ -333,7 +345,6 @@ class Accept(Protocol):
     """What it takes, best first."""
     modes: frozenset[str]
     """Of ``greedy`` and ``sample``."""
-    needs_all_nodes: bool
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """The path, and the token after it."""

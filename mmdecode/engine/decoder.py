@@ -12,15 +12,16 @@ cut), `noise` (why a seed gives the same tokens with and without a draft).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine import setup
+from mmdecode.engine import capture, setup
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import (
     Accept,
@@ -67,13 +68,29 @@ class Round:
     kept: int
 
 
-@dataclass
+@dataclass(frozen=True)
+class Guided:
+    """What a scoring pass says: the main branch's scores and the guided logits."""
+
+    main: Scores
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a round leaves: the next proposal, `Stats` counts ``(B, 4)``, numbers for the host."""
+
+    proposal: Proposal
+    counts: Tensor
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
 class Status:
     """What the host knows of a round: the one transfer."""
 
     open: int
     longest: int
-    shortest: int
     width: int
 
 
@@ -88,6 +105,8 @@ class Decoder:
             seed are the same with any draft and in any batch. ``fastest`` samples with the exact
             rule that accepts most of what the draft proposes.
         seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
+        compile: On CUDA, capture rounds in graphs and replay them, see `mmdecode.engine.capture`;
+            what cannot be captured is run as usual, with a warning that says why.
 
     Attributes:
         stats: Counters; they accumulate over calls until ``stats.reset()``.
@@ -105,6 +124,7 @@ class Decoder:
         guide: Guide | str | None = None,
         accept: Accept | str = "auto",
         seed: int | None = None,
+        compile: bool = False,
     ) -> None:
         self.draft: Draft = (
             registry.create("draft", draft) if isinstance(draft, str) else draft or NoDraft()
@@ -120,6 +140,7 @@ class Decoder:
         if not isinstance(self.accept, str):
             self._kind(self.accept)
         self.seed = seed
+        self.compile = compile
         self.stats = Stats()
         self.trace: list[list[Round]] | None = None
 
@@ -176,6 +197,9 @@ class Decoder:
             criteria=stopping_criteria,
         )
         ctx.tail = self.draft.needs.tail
+        ctx.fixed = self.compile and capture.available(ctx.device)
+        if self.compile and not ctx.fixed:
+            warn(f"compile=True captures rounds on CUDA, not on {ctx.device}", stacklevel=2)
         adapter = ctx.adapter = registry.adapter_for(model)
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:
@@ -272,49 +296,75 @@ class Run:
     recorder: setup.Recorder
     streamer: Any = None
     trace: list[list[Round]] | None = None
+    constants: Any = None  # of the guide
+    shortest: int = 0  # open row's length at the last transfer
 
     def decode(self) -> int:
         """Runs to the end of every row; returns the length of the longest."""
-        ctx, draft, guide = self.ctx, self.draft, self.guide
+        ctx = self.ctx
         scores: dict[str, Scores] = {}
         for scorer in self.scorers:
             scores |= scorer.prefill(ctx, scores)
-        constants = guide.begin(ctx, scores) if guide else None
-        draft.begin(ctx, scores["main"], self.kind)
+        self.constants = self.guide.begin(ctx, scores) if self.guide else None
+        self.draft.begin(ctx, scores["main"], self.kind)
         if self.streamer is not None:
             self.streamer.put(ctx.prompt_ids.cpu())
         self.stats.calls += 1
 
-        proposal = Proposal.empty(ctx.batch, ctx.device)
-        status = Status(open=ctx.batch, longest=0, shortest=0, width=0)
+        # round 0: the prompt's last row decides, nothing was drafted
+        nothing = Proposal.empty(ctx.batch, ctx.device)
+        settled = self.settle(nothing, self.guided(nothing, scores), first=True)
+        self.stats.prefilled(settled.counts)
+        step = self.captured() if ctx.fixed else self.round
         while True:
-            logits = (
-                guide.apply(constants, ctx, proposal, scores) if guide else scores["main"].logits
-            )
-            law = Law(logits, ctx, proposal, self.processors)
-            outcome = self.rule(proposal, law, ctx.noise, ctx)
-            first = status.longest == 0  # round 0: the prompt's last row decided, nothing drafted
-            self.commit(proposal, scores["main"], law, outcome, first)
-            draft.observe(ctx, proposal, scores["main"], outcome)
-
-            # the next proposal comes before the transfer, so that one transfer tells its width too
-            proposal = draft.propose(ctx, min(ctx.limit - status.shortest - 1, MAX_NODES))
-            if proposal.size:
-                self.check(proposal)
-                proposal = proposal.masked(self.useful(proposal))
-            status = self.transfer(proposal)
-            ctx.longest = status.longest
+            status = self.transfer(settled)
             if not status.open:
                 return status.longest
-            proposal = proposal.narrow(status.width)
-            scores = {}
-            for scorer in self.scorers:
-                scores |= scorer.score(ctx, proposal, scores)
+            settled = step(settled.proposal.narrow(status.width))
+            self.stats.scored(settled.counts)
+
+    def round(self, proposal: Proposal) -> Settled:
+        """Root and nodes are scored, then settled."""
+        return self.settle(proposal, self.score(proposal))
+
+    def score(self, proposal: Proposal) -> Guided:
+        """What the branches say of root and nodes, stage by stage, and the guide makes of it."""
+        scores: dict[str, Scores] = {}
+        for scorer in self.scorers:
+            scores |= scorer.score(self.ctx, proposal, scores)
+        return self.guided(proposal, scores)
+
+    def guided(self, proposal: Proposal, scores: dict[str, Scores]) -> Guided:
+        """The main branch's scores beside the guided logits."""
+        logits = scores["main"].logits
+        if self.guide:
+            logits = self.guide.apply(self.constants, self.ctx, proposal, scores)
+        return Guided(scores["main"], logits)
+
+    def settle(self, proposal: Proposal, scored: Guided, first: bool = False) -> Settled:
+        """Decides what of a scored proposal is kept, commits it, and proposes again."""
+        ctx, main = self.ctx, scored.main
+        law = Law(scored.logits, ctx, proposal, self.processors)
+        outcome = self.rule(proposal, law, ctx.noise, ctx)
+        counts = self.commit(proposal, main, law, outcome, first)
+        self.draft.observe(ctx, proposal, main, outcome)
+        # before the transfer, so that one transfer tells the next proposal's width too
+        proposal = self.draft.propose(ctx, self.budget)
+        if proposal.size:
+            self.check(proposal)
+            proposal = proposal.masked(self.useful(proposal))
+        return Settled(proposal, counts, self.numbers(proposal))
+
+    @property
+    def budget(self) -> int:
+        """Levels of tokens that could still be committed in some row."""
+        ctx = self.ctx
+        return MAX_NODES if ctx.fixed else min(ctx.limit - self.shortest - 1, MAX_NODES)
 
     def commit(
         self, proposal: Proposal, main: Scores, law: Law, outcome: Outcome, first: bool
-    ) -> None:
-        """Cuts the block where a row ends, writes it, and moves caches and counters."""
+    ) -> Tensor:
+        """Cuts the block where a row ends, writes it, and moves caches; returns `Stats` counts."""
         ctx = self.ctx
         path, accepted = outcome.path, outcome.num_accepted
         order = torch.arange(path.shape[1] + 1, device=ctx.device)
@@ -336,15 +386,16 @@ class Run:
             _record(self.trace, proposal, tokens, outcome, count)
         columns = ctx.end()[:, None] + order
         ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
-        if first:
-            self.stats.prefilled(count)
-        else:
-            self.stats.scored(ctx.open, proposal.tokens, accepted, count)
+        if not first:
             for scorer in self.scorers:
                 scorer.keep(path, count, proposal.is_chain)
-        ctx.length = ctx.length + count
-        ctx.rounds = ctx.rounds + ctx.open
-        ctx.open = ctx.open & ~ended
+        drafted = (proposal.tokens >= 0).sum(1)
+        counts = torch.stack([ctx.open.long(), drafted, accepted, count], 1)
+        # in place: a captured round finds its tensors where they were
+        ctx.length += count
+        ctx.rounds += ctx.open
+        ctx.open &= ~ended
+        return counts
 
     def check(self, proposal: Proposal) -> None:
         """Raises where a draft does not keep what it promised."""
@@ -367,17 +418,52 @@ class Run:
         room = (self.ctx.limit - self.ctx.length)[:, None]
         return (depths < room) & self.ctx.open[:, None] & (proposal.tokens >= 0)
 
-    def transfer(self, proposal: Proposal) -> Status:
-        """The one synchronisation of a round."""
+    def numbers(self, proposal: Proposal) -> Tensor:
+        """What the host must know of a round: open rows, longest, shortest, width; ``(4,)``."""
         ctx = self.ctx
         order = torch.arange(1, proposal.size + 1, device=ctx.device)
         width = (
             (order * (proposal.tokens >= 0)).amax() if proposal.size else ctx.length.new_zeros(())
         )
         shortest = torch.where(ctx.open, ctx.length, ctx.limit).amin()
-        numbers = torch.stack([ctx.open.sum(), ctx.length.amax(), shortest, width])
-        is_open, longest, shortest_host, width_host = numbers.tolist()
-        return Status(is_open, longest, shortest_host, width_bucket(width_host, proposal.size))
+        return torch.stack([ctx.open.sum(), ctx.length.amax(), shortest, width])
+
+    def transfer(self, settled: Settled) -> Status:
+        """The one synchronisation of a round."""
+        is_open, longest, self.shortest, width = settled.numbers.tolist()
+        ctx = self.ctx
+        ctx.longest = min(capture.coarse(longest), ctx.limit) if ctx.fixed else longest
+        return Status(is_open, longest, width_bucket(width, settled.proposal.size))
+
+    def captured(self) -> Callable[[Proposal], Settled]:
+        """A round that replays what was captured of an earlier one of its shape.
+
+        All of it, or the scoring alone where the rest has something to do on the host.
+        """
+        own = [type(s).__name__ for s in self.scorers if not isinstance(s, ModelBranches)]
+        if own:
+            warn(
+                f"no round is captured: {own[0]} scores a branch by rules of its own", stacklevel=2
+            )
+            return self.round
+        reason = self.host_work()
+        if reason is None:
+            return capture.Replayed(self.round, self.ctx)
+        warn(f"of each round the scoring alone is captured: {reason}", stacklevel=2)
+        score = capture.Replayed(self.score, self.ctx)
+        return lambda proposal: self.settle(proposal, score(proposal))
+
+    def host_work(self) -> str | None:
+        """Why a round cannot be replayed as a whole."""
+        if not self.processors.vectorised:
+            return "a logits processor is of a type that is run on the host"
+        if self.stopping.others or self.stopping.per_call:
+            return "a stopping criterion is run on the host"
+        if self.recorder.rows or self.streamer is not None or self.trace is not None:
+            return "scores, a stream or a trace were asked for"
+        if not getattr(self.draft, "static", False):
+            return f"draft {type(self.draft).__name__} does not say that its rounds are alike"
+        return None
 
 
 class NoDraft:
@@ -385,6 +471,7 @@ class NoDraft:
 
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
+    static = True
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Nothing to prepare."""

@@ -7,6 +7,7 @@ ordinary token. Siblings carry different tokens and stand in the order in which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -157,12 +158,17 @@ class Proposal:
         """The first ``nodes`` nodes of every row; the caller knows that the others are unused."""
         if nodes == self.size:
             return self
+        tree = None if self.tree is None else self.tree.narrow(nodes)
+        return self.map(lambda held: held[:, :nodes], tree)
+
+    def map(self, change: Callable[[Tensor], Tensor], tree: Tree | None = None) -> Proposal:
+        """The proposal with each of its tensors changed, and its shape where that changes too."""
         return replace(
             self,
-            tokens=self.tokens[:, :nodes],
-            tree=None if self.tree is None else self.tree.narrow(nodes),
-            parents=None if self.parents is None else self.parents[:, :nodes],
-            log_q=None if self.log_q is None else self.log_q[:, :nodes],
+            tokens=change(self.tokens),
+            tree=self.tree if tree is None else tree,
+            parents=None if self.parents is None else change(self.parents),
+            log_q=None if self.log_q is None else change(self.log_q),
         )
 
     def masked(self, keep: Tensor) -> Proposal:

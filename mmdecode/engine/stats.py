@@ -27,40 +27,35 @@ class Stats:
         """Back to zero."""
         self.calls = self.passes = 0
         self._first: list[Tensor] = []
-        self._rounds: list[tuple[Tensor, ...]] = []
+        self._rounds: list[Tensor] = []
         self._sums = [0, 0, 0, 0, 0]  # first tokens, row passes, drafted, accepted, tokens
         self._counts: list[int] = []
 
-    def prefilled(self, committed: Tensor) -> None:
-        """Round 0 of a call: ``committed (B,)`` tokens that no scoring pass was needed for."""
-        self._first.append(committed)
+    def prefilled(self, counts: Tensor) -> None:
+        """Round 0 of a call: tokens that no scoring pass was needed for; see `scored`."""
+        self._first.append(counts)
 
-    def scored(self, open_rows: Tensor, drafted: Tensor, accepted: Tensor, kept: Tensor) -> None:
-        """One round; nothing is computed before a rate is asked for.
+    def scored(self, counts: Tensor) -> None:
+        """One round; nothing is added up before a rate is asked for.
 
         Args:
-            open_rows: Rows that took part, ``(B,)`` bool.
-            drafted: Proposed tokens, ``(B, N)``, -1 unused.
-            accepted: Nodes on the accepted path, ``(B,)``.
-            kept: Tokens committed after stop rules, ``(B,)``.
+            counts: ``(B, 4)``: whether the row took part, tokens proposed, nodes on the accepted
+                path, tokens committed after stop rules.
         """
         self.passes += 1
-        self._rounds.append((open_rows, drafted, accepted, kept))
+        self._rounds.append(counts.clone())  # a captured round writes the next ones to its place
         if len(self._rounds) >= 4096:
             self._reduce()
 
     def _reduce(self) -> None:
         if self._first:
-            self._sums[0] += int(torch.stack([first.sum() for first in self._first]).sum())
+            self._sums[0] += int(torch.cat(self._first)[:, 3].sum())
         if self._rounds:
-            sums = [
-                torch.stack([o.sum(), ((d >= 0).sum(1) * o).sum(), (a * o).sum(), k.sum()])
-                for o, d, a, k in self._rounds
-            ]
-            for index, value in enumerate(torch.stack(sums).sum(0).tolist()):
+            took_part, drafted, accepted, kept = torch.cat(self._rounds).unbind(1)
+            columns = (took_part, drafted * took_part, accepted * took_part, kept)
+            for index, value in enumerate(torch.stack(columns).sum(1).tolist()):
                 self._sums[index + 1] += value
-            accepted = torch.cat([torch.where(o, a, -1) for o, _, a, _ in self._rounds])
-            for count in accepted.tolist():
+            for count in torch.where(took_part > 0, accepted, -1).tolist():
                 self._counts += [0] * (count + 1 - len(self._counts))
                 if count >= 0:
                     self._counts[count] += 1

@@ -9,9 +9,11 @@ from mmdecode.engine import branch
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.law import Nodes
 from mmdecode.engine.stop import Stopping
-from tests.conformance.tiny import DifferentError, assert_same, reference
+from tests.conformance.tiny import TEXT_CONFIGS, DifferentError, assert_same, reference
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "whisper"])
+EVERY_FAMILY = pytest.mark.parametrize("family", [*TEXT_CONFIGS, "whisper"])
+WINDOWED = pytest.mark.parametrize("family", ["qwen2_mixed", "mistral", "gemma2", "gemma3"])
 
 
 def assert_noticed(family, draft, **options):
@@ -28,7 +30,7 @@ def shifted(forward):
     return run
 
 
-@FAMILIES
+@EVERY_FAMILY
 def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
     assert_same(family, "known")
     for adapter in (DecoderOnlyAdapter, WhisperAdapter):
@@ -60,13 +62,72 @@ def test_a_boolean_mask_under_eager_attention_is_noticed(family, monkeypatch):
     assert_noticed(family, "known_tree", attention="eager")
 
 
+def with_window(change):
+    """`block_mask` with another window."""
+    additive = branch.block_mask
+
+    def masked(begin, pads, depths, ancestors, visible, dtype, window):
+        return change(additive, (begin, pads, depths, ancestors, visible, dtype), window)
+
+    return masked
+
+
+@WINDOWED
+def test_a_window_that_is_dropped_is_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    dropped = with_window(lambda additive, args, window: additive(*args, None))
+    monkeypatch.setattr(branch, "block_mask", dropped)
+    assert_noticed(family, "known")
+
+
+@WINDOWED
+def test_a_window_that_is_one_too_wide_is_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    wider = with_window(lambda additive, args, window: additive(*args, window and window + 1))
+    monkeypatch.setattr(branch, "block_mask", wider)
+    assert_noticed(family, "known")
+
+
+@WINDOWED
+def test_a_window_that_counts_slots_of_a_tree_is_noticed(family, monkeypatch):
+    assert_same(family, "known_tree")
+
+    def by_slot(additive, args, window):
+        begin, pads, depths, *rest = args
+        order = torch.arange(depths.shape[1])[None]
+        return additive(begin, pads, order, *rest, window)
+
+    monkeypatch.setattr(branch, "block_mask", with_window(by_slot))
+    assert_noticed(family, "known_tree")
+
+
+@pytest.mark.parametrize("family", ["qwen2_mixed", "gemma2", "gemma3"])
+def test_one_window_for_layers_of_all_types_is_noticed(family, monkeypatch):
+    assert_same(family, "known")
+    forward = DecoderOnlyAdapter.forward
+
+    def swapped(self, tokens, mask, positions, past):
+        return forward(
+            self, tokens, dict.fromkeys(mask, mask["sliding_attention"]), positions, past
+        )
+
+    monkeypatch.setattr(DecoderOnlyAdapter, "forward", swapped)
+    assert_noticed(family, "known")
+
+
+def test_a_soft_cap_of_logits_that_is_dropped_is_noticed(monkeypatch):
+    assert_same("gemma2", "known", processors="penalties")
+    monkeypatch.setattr(DecoderOnlyAdapter, "head", DecoderOnlyAdapter.unembed)
+    assert_noticed("gemma2", "known", processors="penalties")
+
+
 @FAMILIES
 def test_siblings_that_see_each_other_are_noticed(family, monkeypatch):
     assert_same(family, "known_tree")
     additive = branch.block_mask
 
-    def causal(begin, pads, ancestors, visible, dtype):
-        return additive(begin, pads, torch.ones_like(ancestors).tril(), visible, dtype)
+    def causal(begin, pads, depths, ancestors, *rest):
+        return additive(begin, pads, depths, torch.ones_like(ancestors).tril(), *rest)
 
     monkeypatch.setattr(branch, "block_mask", causal)
     assert_noticed(family, "known_tree")

@@ -1,5 +1,7 @@
 """What only a CUDA device can show; everything else is tested on the CPU with the same code."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import (
@@ -103,6 +105,36 @@ def test_whisper_with_random_medusa_heads_decodes_as_generate_does():
         custom_generate=Decoder(draft=Medusa(heads, paths=paths)),
     )
     assert torch.equal(expected, drafted)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "lookup", "assistant"])
+def test_captured_rounds_decode_as_the_loop_does(drafter, sample):
+    model = llama()
+    ids = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(1)).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    make = {"none": lambda: None, "lookup": PromptLookup, "assistant": lambda: Assistant(small)}
+    small = llama(1, 1)
+    call = {"attention_mask": mask, "max_new_tokens": 200, "do_sample": sample}
+    plain = model.generate(ids, custom_generate=Decoder(make[drafter](), seed=3), **call)
+    decoder = Decoder(make[drafter](), seed=3, compile=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what cannot be captured says so
+        captured = model.generate(ids, custom_generate=decoder, **call)
+    assert torch.equal(plain, captured)
+
+
+def test_captured_medusa_decodes_as_generate_does():
+    model = whisper()
+    features = torch.randn(3, 16, 80, generator=torch.Generator().manual_seed(2)).cuda()
+    heads = MedusaHeads(3, 1, 32)
+    torch.nn.init.normal_(heads.weight, std=0.3)
+    draft = Medusa(heads, paths=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+    call = {"do_sample": False, "max_new_tokens": 40}
+    expected = model.generate(features, **call)
+    found = model.generate(features, custom_generate=Decoder(draft, compile=True), **call)
+    assert torch.equal(expected, found)
 
 
 def test_half_precision_runs_without_nan():

@@ -1,0 +1,348 @@
+"""What a decoding step costs against what it must cost: shapes of large models, random weights.
+
+    python benchmarks/step_speed.py                     # CUDA, bfloat16, about 8 minutes
+    python benchmarks/step_speed.py --device cpu --dtype float32 --tiny      # the script's own test
+
+The floor of a step at batch 1 is the time to read its weights and caches once at the bandwidth of
+a large copy. Measured against it: plain ``generate`` (eager, and compiled with a static cache), our
+undrafted loop (as it is, and with captured rounds), and drafting with a free drafter whose
+acceptance is simulated, so that the speed of the loop is told apart from the quality of a drafter:
+each drafted token is right with the stated probability, and the gain that follows from it,
+``(1 - a^(k+1)) / (1 - a)`` tokens per step, is compared with the gain in time. Host time per round
+is measured at two context lengths: it must not grow.
+
+Weights are random: times mean something here, tokens nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.engine.contracts import Needs
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.proposal import Proposal
+
+HERE = Path(__file__).parent
+NODES = 8
+RATES = (0.6, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape and what it decodes."""
+
+    config: Any
+    prompt: int
+    new: int
+    note: str = ""
+
+
+def shapes(tiny: bool) -> dict[str, Shape]:
+    """By name; the tiny ones keep the structure and nothing else."""
+
+    def llama(width, layers, heads, up, vocab, key_heads=None):
+        return LlamaConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads or heads,
+            intermediate_size=up,
+            vocab_size=vocab,
+            max_position_embeddings=8192,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+    def whisper(width, layers, heads, vocab, frames):
+        return WhisperConfig(
+            d_model=width,
+            encoder_layers=1,  # the encoder is no part of a step
+            decoder_layers=layers,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=4 * width,
+            decoder_ffn_dim=4 * width,
+            vocab_size=vocab,
+            max_source_positions=frames,
+            num_mel_bins=80,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+
+    if tiny:
+        return {
+            "whisper": Shape(whisper(32, 2, 4, 90, 20), 3, 24),
+            "llama": Shape(llama(32, 2, 4, 64, 90), 12, 24),
+        }
+    return {
+        "whisper-large-v3": Shape(whisper(1280, 32, 20, 51866, 1500), 4, 200),
+        "llama-7b": Shape(llama(4096, 32, 32, 11008, 32064), 600, 200, "a LLaVA-1.5 prompt"),
+        "llamagen-xl": Shape(
+            llama(1280, 36, 20, 3456, 16384), 1, 256, "Llama class of LlamaGen-XL's shape"
+        ),
+    }
+
+
+class Oracle:
+    """Proposes a known continuation in which each token is wrong with probability ``1 - rate``.
+
+    Args:
+        rows: What the model generates, ``(B, L)``.
+        rate: Share of drafted tokens that are right.
+        length: Tokens per round.
+    """
+
+    kinds = ("deterministic",)
+    needs = Needs()
+    static = True
+
+    def __init__(self, rows: torch.Tensor, rate: float, length: int, seed: int = 0) -> None:
+        draws = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed))
+        self.rows = torch.where(draws.to(rows.device) < rate, rows, rows + 1)
+        self.steps = torch.arange(length, device=rows.device)
+
+    def begin(self, ctx, prefill, kind):
+        """Nothing to prepare."""
+
+    def propose(self, ctx, budget):
+        """The next tokens of the row."""
+        index = ctx.length[:, None] + self.steps
+        inside = index < self.rows.shape[1]
+        tokens = self.rows.gather(1, index.clamp_max(self.rows.shape[1] - 1))
+        return Proposal(tokens=tokens.masked_fill(~inside, -1), kind="deterministic")
+
+    def observe(self, ctx, proposal, scores, outcome):
+        """Nothing to learn."""
+
+    def reorder(self, rows):
+        """Never asked for here."""
+
+    def reset(self):
+        """Nothing to forget."""
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    best = min(timed(device, lambda: target.copy_(source))[0] for _ in range(5))
+    return 2 * source.numel() * 4 / best
+
+
+def timed(device: torch.device, call):
+    """Seconds on the wall, and the result."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, result
+
+
+def step_bytes(model, shape: Shape) -> int:
+    """Weights, self-attention cache at half length, cross-attention cache: what a step reads."""
+    config, size = shape.config, model.dtype.itemsize
+    decoder = model.get_decoder()
+    weights = sum(p.numel() for p in decoder.layers.parameters())
+    weights += model.get_output_embeddings().weight.numel()
+    seen = shape.prompt + shape.new // 2
+    if config.is_encoder_decoder:
+        cross = sum(
+            p.numel()
+            for layer in decoder.layers
+            for name in ("k_proj", "v_proj")
+            for p in getattr(layer.encoder_attn, name).parameters()
+        )  # used once, at prefill
+        cache = 2 * config.decoder_layers * config.d_model * (seen + config.max_source_positions)
+        return size * (weights - cross + cache)
+    head = config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * seen
+    return size * (weights + cache)
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype):
+    """The model with random weights, and the inputs of a call."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        if shape.config.is_encoder_decoder:
+            model = WhisperForConditionalGeneration._from_config(shape.config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+    model.eval()
+    model.generation_config = transformers.GenerationConfig(
+        pad_token_id=0, eos_token_id=None, decoder_start_token_id=1
+    )
+    ids = torch.randint(2, shape.config.vocab_size, (1, shape.prompt), device=device)
+    if not shape.config.is_encoder_decoder:
+        return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    frames, width = shape.config.max_source_positions, shape.config.d_model
+    audio = torch.randn(1, frames, width, device=device, dtype=dtype)
+    outputs = BaseModelOutput(last_hidden_state=audio)
+    return model, {"decoder_input_ids": ids, "encoder_outputs": outputs}
+
+
+def runner(model, inputs, new: int, **options):
+    """``GenerationMixin.generate`` itself: Whisper's own wants audio and languages."""
+
+    def run():
+        return transformers.GenerationMixin.generate(
+            model, **inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
+        )
+
+    return run
+
+
+def per_token(device, run, new: int, repeats: int) -> tuple[float, Any]:
+    """Median milliseconds per token after a warm-up, and the ids."""
+    ids = run()
+    spent = [timed(device, run)[0] for _ in range(repeats)]
+    return 1e3 * statistics.median(spent) / new, ids
+
+
+def host_share(device, model, inputs, decoder, prompt: int) -> float:
+    """Milliseconds of processor time per round behind a prompt of ``prompt`` tokens."""
+    ids = torch.randint(2, model.config.vocab_size, (1, prompt), device=device)
+    inputs = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    run = runner(model, inputs, 32, custom_generate=decoder)
+    run()
+    began = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - began) / 32
+
+
+def measure(name: str, shape: Shape, device, dtype, speed: float, repeats: int) -> dict[str, Any]:
+    """All ways to decode one shape."""
+    model, inputs = build(shape, device, dtype)
+    floor = 1e3 * step_bytes(model, shape) / (speed / 2)
+    graphs = device.type == "cuda"
+    engines: dict[str, dict[str, Any]] = {
+        "generate": {},
+        "undrafted": {"custom_generate": Decoder()},
+    }
+    if graphs:
+        engines["undrafted, captured"] = {"custom_generate": Decoder(compile=True)}
+        engines["generate, compiled"] = {"cache_implementation": "static"}
+    result: dict[str, Any] = {
+        "shape": name,
+        "note": shape.note,
+        "parameters_m": round(sum(p.numel() for p in model.parameters()) / 1e6),
+        "megabytes_per_step": round(step_bytes(model, shape) / 1e6, 1),
+        "floor_ms": round(floor, 4),
+        "rows": [],
+    }
+    print(f"\n{name} {shape.note}: {result['megabytes_per_step']} MB a step, floor {floor:.3f} ms")
+    found: dict[str, Any] = {}
+
+    def add(label: str, milliseconds: float, **more: Any) -> None:
+        row = {"engine": label, "ms_per_token": round(milliseconds, 4), **more}
+        row["over_floor"] = round(milliseconds / floor, 2)
+        row["over_generate"] = round(found["generate"][0] / milliseconds, 2)
+        result["rows"].append(row)
+        extra = "".join(f"  {k} {v}" for k, v in more.items())
+        print(
+            f"  {label:28s} {milliseconds:8.3f} ms/token  {row['over_floor']:6.2f} x floor  "
+            f"{row['over_generate']:5.2f} x generate{extra}",
+            flush=True,
+        )
+
+    for label, options in engines.items():
+        try:
+            run = runner(model, inputs, shape.new, **options)
+            found[label] = per_token(device, run, shape.new, repeats)
+        except Exception as error:  # a way of transformers that this shape cannot go
+            print(f"  {label}: {type(error).__name__}: {str(error)[:90]}")
+            continue
+        same = torch.equal(found[label][1], found["generate"][1])
+        add(label, found[label][0], same_ids_as_generate=same)
+    base = "undrafted, captured" if "undrafted, captured" in found else "undrafted"
+    rows = found[base][1][:, shape.prompt :]
+    for rate in RATES:
+        decoder = Decoder(draft=Oracle(rows, rate, NODES), compile=graphs)
+        spent, _ = per_token(
+            device, runner(model, inputs, shape.new, custom_generate=decoder), shape.new, repeats
+        )
+        length = decoder.stats.acceptance_length
+        gain = found[base][0] / spent
+        add(
+            f"free drafter, rate {rate}",
+            spent,
+            tokens_per_pass=round(length, 3),
+            promised=round((1 - rate ** (NODES + 1)) / (1 - rate), 3),
+            gain_over_undrafted=round(gain, 3),
+            kept=round(gain / length, 3),
+        )
+    if not shape.config.is_encoder_decoder:
+        short, long = (
+            host_share(device, model, inputs, Decoder(compile=graphs), p)
+            for p in ((64, 512) if repeats == 1 else (128, 2048))
+        )
+        result["host_ms_per_round"] = {"short": round(short, 3), "long": round(long, 3)}
+        print(f"  host time per round: {short:.3f} ms behind a short prompt, {long:.3f} a long one")
+    return result
+
+
+def main() -> None:
+    """Measures every shape and writes one file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", help="one shape by name")
+    parser.add_argument("--tiny", action="store_true", help="shapes of toys, for the script itself")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("not run: there is no CUDA device here; --device cpu --tiny tries the script")
+        return
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    speed = bandwidth(device)
+    cuda = device.type == "cuda"
+    machine = {
+        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "dtype": arguments.dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "bandwidth_gb_per_s": round(speed / 1e9, 1),
+    }
+    print(json.dumps(machine, indent=2))
+    results = []
+    for name, shape in shapes(arguments.tiny).items():
+        if arguments.only in (None, name):
+            with torch.no_grad():
+                results.append(measure(name, shape, device, dtype, speed, arguments.repeats))
+            if cuda:
+                torch.cuda.empty_cache()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"step-{device.type}-{machine['date']}.json"
+    path.write_text(json.dumps({"machine": machine, "shapes": results}, indent=2) + "\n")
+    print(f"\nwritten: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Rounds as CUDA graphs: the launches of a round are recorded once and replayed as one.
+
+At small batch a step is bound by its launches, not by its arithmetic. A round has a fixed shape:
+its nodes, and the cache slots that attention sees. For each shape the first round is run as usual,
+the second is captured, and from then on only the proposal is copied in and the graph replayed. So
+everything that a round keeps for the next must stay where it is: `Context`, caches and drafts
+change their tensors in place (`Context.fixed`).
+
+A graph lives for one call. Slots are seen in wide steps here, because each step is a new graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import Context
+from mmdecode.engine.proposal import Proposal
+
+STEP = 128
+T = TypeVar("T")
+
+
+def available(device: torch.device) -> bool:
+    """Whether rounds can be captured there."""
+    return device.type == "cuda"
+
+
+def coarse(length: int) -> int:
+    """``length`` rounded up to the steps in which graphs see the cache."""
+    return -(-length // STEP) * STEP
+
+
+def record(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """What ``call`` returns, and what fills it anew; nothing is computed yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return result, graph.replay
+
+
+@dataclass
+class Graph(Generic[T]):
+    """One shape: where its proposal is put, what it returns, and how it is run."""
+
+    inputs: Proposal
+    output: T
+    replay: Callable[[], None]
+
+
+class Replayed(Generic[T]):
+    """A function of a proposal and of tensors that stay in place, replayed where it can be.
+
+    Args:
+        function: What is captured. Its results are overwritten by the next replay of that shape.
+        ctx: The call; its ``longest`` tells which slots attention sees.
+    """
+
+    def __init__(self, function: Callable[[Proposal], T], ctx: Context) -> None:
+        self.function, self.ctx = function, ctx
+        self.graphs: dict[Hashable, Graph[T] | None] = {}
+        self.broken = False
+
+    def __call__(self, proposal: Proposal) -> T:
+        """As the function, for the same proposal."""
+        key = (proposal.size, proposal.tree, self.ctx.longest)
+        if self.broken or key not in self.graphs:
+            self.graphs[key] = None  # the first round warms up what capturing must not meet cold
+            return self.function(proposal)
+        graph = self.graphs[key]
+        if graph is None:
+            try:
+                graph = self.graphs[key] = self._capture(proposal)
+            except RuntimeError as error:
+                self.broken = True
+                warn(f"a round could not be captured and is run as usual: {error}", stacklevel=2)
+                return self.function(proposal)
+        else:
+            for held, new in zip(_tensors(graph.inputs), _tensors(proposal), strict=True):
+                held.copy_(new)
+        graph.replay()
+        return graph.output
+
+    def _capture(self, proposal: Proposal) -> Graph[T]:
+        inputs = proposal.map(torch.clone)
+        output, replay = record(lambda: self.function(inputs))
+        return Graph(inputs, output, replay)
+
+
+def _tensors(proposal: Proposal) -> list[Tensor]:
+    held: tuple[Any, ...] = (proposal.tokens, proposal.parents, proposal.log_q)
+    return [value for value in held if value is not None]

@@ -1,0 +1,140 @@
+"""A captured round does what the round does; on a tape, which replays as a CUDA graph would."""
+
+import pytest
+from transformers.generation import logits_process as lp
+
+from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine import capture
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.guide.cfg import CFG
+from mmdecode.testing import drafts, tape
+from mmdecode.testing.checks import PROMPTS, SEED
+from mmdecode.testing.table import Table, decode, left_pad
+
+MODEL = Table(5, seed=3)
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Captures on the CPU, and counts replays."""
+    replays = []
+
+    def record(call):
+        result, replay = tape.record(call)
+        return result, lambda: (replays.append(1), replay())
+
+    monkeypatch.setattr(capture, "available", lambda device: True)
+    monkeypatch.setattr(capture, "record", record)
+    monkeypatch.setattr(capture, "STEP", 8)
+    return replays
+
+
+def rows(decoder, **options):
+    ids, mask = left_pad(PROMPTS)
+    known = [
+        lp.TemperatureLogitsWarper(0.7),
+        lp.MinNewTokensLengthLogitsProcessor(ids.shape[1], 16, 4),
+    ]
+    settings = {"mask": mask, "eos": 4, "max_new_tokens": 30, "processors": known, **options}
+    found = decode(MODEL, ids, decoder, **settings)
+    return getattr(found, "sequences", found).tolist()
+
+
+class StaticTree(drafts.Random):
+    static = True
+
+
+DRAFTS = {
+    "none": lambda: None,
+    "lookup": PromptLookup,
+    "assistant": lambda: Assistant(Table(5, seed=8), 3),
+    "tree": lambda: StaticTree(drafts.Tree((-1, -1, 0, 1))),
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("guide", [None, "cfg"], ids=["plain", "guided"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_replayed_rounds_generate_the_same(name, guide, do_sample, taped):
+    make = (lambda: CFG(2.0)) if guide else (lambda: None)
+    options = {"do_sample": do_sample}
+    plain = Decoder(DRAFTS[name](), make(), seed=SEED)
+    expected = rows(plain, **options)
+    assert not taped
+    captured = Decoder(DRAFTS[name](), make(), seed=SEED, compile=True)
+    assert rows(captured, **options) == expected
+    assert len(taped) >= 5
+    assert captured.stats.as_dict() == plain.stats.as_dict()
+
+
+def moved_length(run, *args):
+    """Commits as ever, but puts a new tensor where the old one was."""
+    result = COMMIT(run, *args)
+    run.ctx.length = run.ctx.length.clone()
+    return result
+
+
+def moved_start(cache, count, path=None):
+    CACHE_COMMIT(cache, count, path)
+    cache.rows.start = cache.rows.start.clone()
+
+
+COMMIT, CACHE_COMMIT = Run.commit, RaggedCache.commit
+MUTANTS = {"length": (Run, "commit", moved_length), "start": (RaggedCache, "commit", moved_start)}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_state_that_moves_is_found(name, taped, monkeypatch):
+    monkeypatch.setattr(*MUTANTS[name])
+    expected = rows(Decoder(PromptLookup()))
+    try:
+        found = rows(Decoder(PromptLookup(), compile=True))
+    except (RuntimeError, IndexError):  # a length that never moves runs out of the ids
+        return
+    assert found != expected
+
+
+class Odd(lp.LogitsProcessor):
+    """Known to nobody: forbids the token that came last."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:].clamp_max(4), -float("inf"))
+
+
+class Unlike(drafts.Random):
+    """Proposes, and says nothing of its rounds."""
+
+
+SPLIT = {
+    "logits processor": (None, {"processors": [Odd()]}),
+    "stopping criterion": (None, {"criteria": [lambda ids, scores: ids[:, -1] == 3]}),
+    "scores": (None, {"return_dict_in_generate": True, "output_scores": True}),
+    "draft Unlike": (lambda: Unlike(drafts.Tree((-1, -1, 0))), {}),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_the_host_must_do_leaves_the_scoring_captured(name, taped):
+    make, options = SPLIT[name]
+    make = make or PromptLookup
+    expected = rows(Decoder(make()), **options)
+    with pytest.warns(UserWarning, match=f"scoring alone is captured.*{name}"):
+        assert rows(Decoder(make(), compile=True), **options) == expected
+    assert taped
+
+
+def test_a_capture_that_fails_is_said_and_costs_nothing_else(taped, monkeypatch):
+    def refuse(call):
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(capture, "record", refuse)
+    expected = rows(Decoder(PromptLookup()))
+    with pytest.warns(UserWarning, match="no stream"):
+        assert rows(Decoder(PromptLookup(), compile=True)) == expected
+
+
+def test_a_device_without_graphs_says_so():
+    with pytest.warns(UserWarning, match="CUDA"):
+        rows(Decoder(compile=True))
