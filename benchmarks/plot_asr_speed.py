@@ -26,7 +26,7 @@ def main(result, out):
         for batch, times in cases:
             (row,) = [
                 r
-                for r in data["rows"]
+                for r in data["best"]
                 if (r["batch"], r["timestamps"], r["engine"]) == (batch, times, engine)
             ]
             heights.append(row["ms_per_token_row"])
@@ -40,8 +40,9 @@ def main(result, out):
     axes.legend(frameon=False)
     machine = data["machine"]
     axes.set_title(
-        f"Decode time, identical token ids: {machine['model']}, {machine['threads']} CPU threads, "
-        f"{machine['dtype']}, {machine['date']}",
+        f"Decode time, identical token ids: {machine['model']}, each at the better "
+        f"of {' and '.join(map(str, machine['threads']))} CPU threads, {machine['dtype']}, "
+        f"{machine['date']}",
         fontsize=9,
     )
     figure.tight_layout()
