@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmdecode import accept, adapters, asr, draft, engine, errors, guide, zoo
     from mmdecode.engine.decoder import Decoder
-    from mmdecode.frontdoor import generate
+    from mmdecode.frontdoor import attach, generate
 
 __version__ = "0.1.0.dev0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "accept",
     "adapters",
     "asr",
+    "attach",
     "draft",
     "engine",
     "errors",
@@ -34,6 +35,7 @@ __all__ = [
 
 _HOME = {
     "Decoder": "mmdecode.engine.decoder",
+    "attach": "mmdecode.frontdoor",
     "generate": "mmdecode.frontdoor",
 }
 _PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}

@@ -2,11 +2,15 @@
 
 transformers silently drops ``streamer``, ``assistant_model`` and ``tokenizer`` when it is handed a
 callable, and cannot resolve ``stop_strings`` without a tokenizer. This wrapper gives them to the
-decoder, and keeps the raw inputs for guides that need them.
+decoder, and keeps the raw inputs for guides and drafts that need them. `attach` does the last for
+plain ``model.generate`` and for pipelines.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import StoppingCriteriaList, StopStringCriteria
@@ -15,7 +19,14 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.errors import IncompatibleError, OptionError
 
-_RAW = ("pixel_values", "input_features", "input_values")
+_RAW = (
+    "pixel_values",
+    "pixel_attention_mask",
+    "image_sizes",
+    "image_grid_thw",
+    "input_features",
+    "input_values",
+)
 
 
 def generate(
@@ -70,15 +81,13 @@ def generate(
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
-    raw = {name: kwargs[name] for name in _RAW if kwargs.get(name) is not None}
-    if args and model.main_input_name in _RAW:
-        raw[model.main_input_name] = args[0]
-    raw |= kwargs.pop("mm_inputs", None) or {}
+    raw = _raw(model, args, kwargs)
+    kwargs.pop("mm_inputs", None)
     try:
         return model.generate(
             *args,
             custom_generate=decoder,
-            mm_inputs=raw or None,
+            mm_inputs=raw,
             mm_request=request,
             mm_streamer=streamer,
             **kwargs,
@@ -86,3 +95,44 @@ def generate(
     finally:
         if streamer is not None:
             streamer.end()  # also after an error: somebody may be waiting for it
+
+
+@contextmanager
+def attach(model: Any) -> Iterator[Any]:
+    """Lets decoders see raw images and audio in plain ``model.generate`` and in pipelines.
+
+    transformers encodes them before a decoder starts. Inside the ``with`` block, every call of
+    ``model.generate`` with a `Decoder` as ``custom_generate`` hands it the raw inputs too, as
+    `generate` here does. Afterwards the model is as it was.
+
+    Args:
+        model: A model of transformers; of a pipeline, its ``model``.
+
+    Yields:
+        The model.
+    """
+    stock, before = model.generate, vars(model).get("generate")
+
+    @functools.wraps(stock)
+    def generate_with_raw_inputs(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("custom_generate"), Decoder):
+            kwargs["mm_inputs"] = _raw(model, args, kwargs)
+        return stock(*args, **kwargs)
+
+    model.generate = generate_with_raw_inputs
+    try:
+        yield model
+    finally:
+        if before is None:
+            del model.generate
+        else:
+            model.generate = before
+
+
+def _raw(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Raw inputs among the arguments of ``generate``; what the caller named himself wins."""
+    raw = {name: kwargs[name] for name in _RAW if kwargs.get(name) is not None}
+    if args and model.main_input_name in _RAW:
+        raw[model.main_input_name] = args[0]
+    raw |= kwargs.get("mm_inputs") or {}
+    return raw or None

@@ -63,8 +63,8 @@ class Entry:
         name: What a user types.
         target: Where the class is, as ``module:Attr``.
         summary: One line.
-        law: ``exact`` (the output law is the guide's), ``heuristic``, or ``-`` where the question
-            belongs to another part.
+        law: ``exact`` (the output law is the guide's), ``exact for v`` (a law of its own),
+            ``heuristic``, or ``-`` where the question belongs to another part.
         source: The paper.
         plugin: The distribution an entry point came from; empty for our own.
     """
@@ -104,6 +104,38 @@ _BUILTIN = (
         source="Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024",
     ),
     Entry(
+        kind="draft",
+        name="recycling",
+        target="mmdecode.draft.recycling:Recycling",
+        summary="a tree of what the model held likely after the same tokens before",
+        law="exact",
+        source="Luo et al. 2024",
+    ),
+    Entry(
+        kind="draft",
+        name="source",
+        target="mmdecode.draft.source:Source",
+        summary="goes on as a source text does that the output mostly copies",
+        law="exact",
+        source="Sun et al. 2021 (aggressive decoding); Yang et al. 2023",
+    ),
+    Entry(
+        kind="draft",
+        name="layer_skip",
+        target="mmdecode.draft.layer_skip:LayerSkip",
+        summary="some of the model's own layers draft a chain",
+        law="exact",
+        source="Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024",
+    ),
+    Entry(
+        kind="draft",
+        name="adaptive",
+        target="mmdecode.draft.adaptive:Adaptive",
+        summary="another draft, cut to the depth that measured fastest, or switched off",
+        law="exact",
+        source="goodput control as in SmartSpec, Liu et al. 2024",
+    ),
+    Entry(
         kind="accept",
         name="greedy",
         target="mmdecode.accept.exact:GreedyMatch",
@@ -130,10 +162,10 @@ _BUILTIN = (
     Entry(
         kind="accept",
         name="rejection",
-        target="mmdecode.accept.exact:Rejection",
-        summary="rejection sampling of sampled drafts, with the residual law",
+        target="mmdecode.accept.rejection:Rejection",
+        summary="rejection sampling of sampled chains and trees, with the residual law",
         law="exact",
-        source="Leviathan et al. 2023; Chen et al. 2023",
+        source="Leviathan et al. 2023; SpecInfer, Miao et al. 2023; RSD, Jeon et al. 2024",
     ),
     Entry(
         kind="accept",
@@ -142,6 +174,22 @@ _BUILTIN = (
         summary="keeps drafted tokens that are likely enough for the law's entropy",
         law="heuristic",
         source="Cai et al. 2024",
+    ),
+    Entry(
+        kind="accept",
+        name="judge",
+        target="mmdecode.accept.judge:Judge",
+        summary="keeps drafted tokens nearly as likely as the likeliest",
+        law="heuristic",
+        source="in the spirit of Bachmann et al. 2025",
+    ),
+    Entry(
+        kind="accept",
+        name="ensemble",
+        target="mmdecode.accept.ensemble:Ensemble",
+        summary="rejection sampling against a mixture of target and draft",
+        law="exact for v",
+        source="Narasimhan et al. 2024",
     ),
     Entry(
         kind="guide",
@@ -166,9 +214,53 @@ _BUILTIN = (
     ),
     Entry(
         kind="adapters",
+        name="t5",
+        target="mmdecode.adapters.t5:T5Adapter",
+        summary="T5 and Flan-T5",
+        source="Raffel et al. 2020",
+    ),
+    Entry(
+        kind="adapters",
+        name="bart",
+        target="mmdecode.adapters.bart:BartAdapter",
+        summary="BART, mBART, Pegasus, Marian, Blenderbot and PLBart",
+        source="Lewis et al. 2020",
+    ),
+    Entry(
+        kind="adapters",
         name="decoder_only",
         target="mmdecode.adapters.decoder_only:DecoderOnlyAdapter",
-        summary="causal language models",
+        summary="Llama, Qwen, Mistral, Gemma and other causal language models",
+    ),
+    Entry(
+        kind="adapters",
+        name="default",
+        target="mmdecode.adapters.default:DefaultAdapter",
+        summary="any other causal language model, after a check at its first use",
+    ),
+    Entry(
+        kind="adapters",
+        name="vision_language",
+        target="mmdecode.adapters.vision_language:VisionLanguageAdapter",
+        summary="models that read images at placeholder tokens: LLaVA, Idefics3, Gemma3, ...",
+    ),
+    Entry(
+        kind="adapters",
+        name="qwen_vl",
+        target="mmdecode.adapters.vision_language:QwenVLAdapter",
+        summary="Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with positions in three dimensions",
+    ),
+    Entry(
+        kind="adapters",
+        name="paligemma",
+        target="mmdecode.adapters.vision_language:PaliGemmaAdapter",
+        summary="PaliGemma, whose prompt is read in both directions",
+    ),
+    Entry(
+        kind="adapters",
+        name="chameleon",
+        target="mmdecode.adapters.vision_language:ChameleonAdapter",
+        summary="Chameleon, writing text",
     ),
     Entry(
         kind="adapters",
@@ -404,6 +496,17 @@ def adapter_class(model_type: str) -> Any:
 
 
 def adapter_for(model: Any) -> Any:
-    """Builds the adapter for a model by its ``config.model_type``; see `adapter_class`."""
+    """Builds the adapter for a model by its ``config.model_type``; see `adapter_class`.
+
+    Raises:
+        UnsupportedModelError: The model has no adapter of its own and the default one does not fit.
+    """
     config = getattr(model, "config", None)
-    return adapter_class(getattr(config, "model_type", type(model).__name__))(model)
+    cls: Any
+    try:
+        cls = adapter_class(getattr(config, "model_type", type(model).__name__))
+    except UnsupportedModelError:
+        cls = _load(_entries("adapters")["default"])
+        if not cls.fits(model):
+            raise
+    return cls(model)

@@ -1,21 +1,40 @@
-"""`mmdecode.generate`: what a plain callable is not given by transformers."""
+"""`mmdecode.generate` and `attach`: what a plain callable is not given by transformers."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    CLIPImageProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    pipeline,
+)
 
 import mmdecode
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.testing.drafts import Known
-from tests.conformance.tiny import NEW, VOCAB, plain, prompts, reference, small_of, text_model
+from mmdecode.testing.drafts import Drafter, Known
+from tests.conformance.tiny import (
+    NEW,
+    VOCAB,
+    audio,
+    plain,
+    prompts,
+    reference,
+    small_of,
+    text_model,
+    whisper_model,
+)
+from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
 
 
-def letters():
-    """One printable character for each id of the tiny models."""
-    vocabulary = {chr(33 + index): index for index in range(VOCAB)}
+def letters(words=None):
+    """One printable character for each id of the tiny models; ``words`` for some of them."""
+    vocabulary = {(words or {}).get(i, chr(33 + i)): i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -116,3 +135,128 @@ def test_request_names_decide_the_noise():
     first, second = generate(2, decoder, request=["a", "b"], **options).tolist()
     assert first != second
     assert generate(2, decoder, request=["b", "a"], **options).tolist() == [second, first]
+
+
+class Listener(Drafter):
+    """Proposes nothing and keeps the raw inputs of each call."""
+
+    def __init__(self):
+        self.heard = []
+
+    def begin(self, ctx, prefill, kind):
+        self.heard.append(dict(ctx.mm_inputs))
+
+
+FAMILY_CALLS = {
+    "llava": lambda **options: vision_model("llava").generate(
+        **vision_inputs("llava"), max_new_tokens=2, do_sample=False, **options
+    ),
+    "whisper": lambda **options: whisper_model().generate(
+        audio(2)["input_features"], language="en", task="transcribe", max_new_tokens=2, **options
+    ),
+}
+RAW = {
+    "llava": (lambda: vision_model("llava"), vision_inputs("llava")["pixel_values"]),
+    "whisper": (whisper_model, audio(2)["input_features"]),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_CALLS)
+def test_raw_inputs_reach_a_decoder_inside_attach_and_only_there(family):
+    call, (model, raw) = FAMILY_CALLS[family], RAW[family]
+    draft = Listener()
+    decoder = Decoder(draft)
+    call(custom_generate=decoder)
+    with mmdecode.attach(model()) as attached:
+        assert attached is model()
+        inside = call(custom_generate=decoder)
+        call(custom_generate=decoder, mm_inputs={"note": ["a"]})
+        plainly = call()
+        mmdecode.generate(model(), decoder=decoder, **prompts_of(family))
+    call(custom_generate=decoder)
+    assert inside.tolist() == plainly.tolist()
+    before, during, named, front, after = draft.heard
+    assert before == after == {}
+    name = {"llava": "pixel_values", "whisper": "input_features"}[family]
+    assert torch.equal(during[name], raw)
+    assert named["note"] == ["a"] and torch.equal(named[name], raw)
+    assert torch.equal(front[name], raw)
+
+
+def prompts_of(family):
+    if family == "whisper":
+        return {**audio(2), "language": "en", "task": "transcribe", "max_new_tokens": 2}
+    return {**vision_inputs("llava"), "max_new_tokens": 2, "do_sample": False}
+
+
+def test_attach_leaves_no_trace():
+    model = text_model("llama")
+    before = dict(vars(model))
+
+    def other(*args, **kwargs):
+        return "of the caller's own"
+
+    with pytest.raises(RuntimeError, match="broken"), mmdecode.attach(model):
+        assert "generate" in vars(model)
+        raise RuntimeError("broken")
+    with mmdecode.attach(model):
+        with mmdecode.attach(model):
+            assert generate(3).tolist() == plain("llama").tolist()
+        assert plain("llama", custom_generate=Decoder()).tolist() == plain("llama").tolist()
+    assert vars(model) == before
+    model.generate = other
+    try:
+        with mmdecode.attach(model):
+            assert model.generate() == "of the caller's own"
+        assert vars(model)["generate"] is other
+    finally:
+        del model.generate
+    assert vars(model) == before
+
+
+def test_a_callable_that_is_no_decoder_is_left_alone_inside_attach():
+    def stranger(model, input_ids, **kwargs):
+        return sorted(name for name in kwargs if name.startswith("mm_"))
+
+    with mmdecode.attach(vision_model("llava")):
+        assert "mm_inputs" not in FAMILY_CALLS["llava"](custom_generate=stranger)
+
+
+def image_pipeline():
+    """Of a tiny LLaVA, whose processor reads letters and pictures of 8 by 8."""
+    tokenizer = letters({IMAGE: "<image>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "!"})
+    tokenizer.padding_side = "left"
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
+        ),
+        tokenizer=tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+    )
+    return pipeline("image-text-to-text", model=vision_model("llava"), processor=processor)
+
+
+def test_a_decoder_works_inside_the_image_pipeline():
+    ask = image_pipeline()
+    noise = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+    images = [Image.fromarray(picture) for picture in noise]
+    texts = ["<image>abc", "de<image>f"]
+
+    def answer(**options):
+        kwargs = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, **options}
+        return ask(images=images, text=texts, batch_size=2, generate_kwargs=kwargs)
+
+    expected = answer()
+    draft = Listener()
+    decoder = Decoder(draft)
+    assert answer(custom_generate=decoder) == expected
+    with mmdecode.attach(ask.model):
+        assert answer(custom_generate=decoder) == expected
+    seen = [call.get("pixel_values") for call in draft.heard]
+    half = len(seen) // 2
+    assert half and all(pixels is None for pixels in seen[:half])
+    assert all(pixels is not None for pixels in seen[half:])

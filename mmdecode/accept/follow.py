@@ -48,9 +48,35 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
     return path, count, end_row
 
 
-def follow(
-    proposal: Proposal, law: LawView, ctx: Context, choose: Callable[[Tensor, Tensor], Tensor]
-) -> Outcome:
+Choose = Callable[["Tensor", "Tensor"], "Tensor"]
+"""From scores ``(B, R, V)`` and the depths of their rows, ``(1 or B, R)``, to tokens ``(B, R)``."""
+
+
+def best(scores: Tensor, depths: Tensor) -> Tensor:
+    """The law's own choice in greedy generation; ties go to the lowest id."""
+    return scores.argmax(-1)
+
+
+def keyed(
+    proposal: Proposal, noise: Noise, ctx: Context, role: Role, trial: Tensor | None = None
+) -> Choose:
+    """The law's own choice in sampling: a Gumbel-max draw whose noise is keyed by position."""
+
+    def choose(scores: Tensor, depths: Tensor) -> Tensor:
+        positions = ctx.length[:, None] + depths
+        if depths.shape[1] > 1:  # nodes of one depth share their noise
+            deepest = proposal.size if proposal.tree is None else proposal.tree.depth
+            positions = ctx.length[:, None] + torch.arange(deepest + 1, device=depths.device)
+        gumbel = noise.gumbel(positions, role, scores.shape[-1], trial=trial)
+        if gumbel.shape[1] > 1:
+            index = depths.expand(len(scores), -1)[..., None].expand(-1, -1, scores.shape[-1])
+            gumbel = gumbel.gather(1, index)
+        return (scores + gumbel).argmax(-1)
+
+    return choose
+
+
+def follow(proposal: Proposal, law: LawView, ctx: Context, choose: Choose) -> Outcome:
     """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
     if not law.vectorised:
         return _follow_lazily(proposal, law, ctx, choose)
@@ -66,9 +92,7 @@ def follow(
     return Outcome(path=path, num_accepted=count, next_token=choices.gather(1, end[:, None])[:, 0])
 
 
-def _follow_lazily(
-    proposal: Proposal, law: LawView, ctx: Context, choose: Callable[[Tensor, Tensor], Tensor]
-) -> Outcome:
+def _follow_lazily(proposal: Proposal, law: LawView, ctx: Context, choose: Choose) -> Outcome:
     parents, _, _ = proposal.structure()
     parents = parents.expand(ctx.batch, -1)
     node = torch.full_like(ctx.length, -1)  # the root
@@ -86,6 +110,62 @@ def _follow_lazily(
         steps.append(torch.where(going, node, -1))
     path = torch.stack(steps, 1) if steps else node.new_zeros((ctx.batch, 0))
     return Outcome(path=path, num_accepted=(path >= 0).sum(1), next_token=next_token)
+
+
+def keep_likely(
+    proposal: Proposal,
+    law: LawView,
+    ctx: Context,
+    choose: Choose,
+    test: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Outcome:
+    """Keeps the longest path whose tokens all pass on their own, the likelier one of equals.
+
+    Args:
+        proposal: The tree.
+        law: At its nodes; processors of unknown type run behind passing nodes alone.
+        ctx: The rows.
+        choose: Decides the token after the path.
+        test: From the unnormalised log-law before each node ``(B, R, V)``, the node's token
+            ``(B, R)`` and the depth of its parent ``(B, R)`` to whether it passes, ``(B, R)``.
+    """
+    parents, depths, ancestors = proposal.structure()
+    parents, depths = parents.expand(ctx.batch, -1), depths.expand(ctx.batch, -1)
+    tokens, used = proposal.tokens.clamp_min(0), proposal.tokens >= 0
+
+    def judged(scores: Tensor, nodes: slice) -> tuple[Tensor, Tensor]:
+        passes = test(scores, tokens[:, nodes], depths[:, nodes] - 1) & used[:, nodes]
+        gain = scores.gather(2, tokens[:, nodes, None])[..., 0] - scores.logsumexp(-1)
+        return passes, gain
+
+    if not proposal.size:
+        whole, total = used, tokens.float()
+    elif law.vectorised:
+        rows = law.all()
+        index = (parents + 1)[..., None].expand(-1, -1, rows.shape[-1])
+        passes, gain = judged(rows.gather(1, index), slice(None))
+        above = ancestors[:, 1:, 1:]
+        whole = ~(above & ~passes[:, None]).any(-1)
+        total = (above * gain.clamp_min(-1e30)[:, None]).sum(-1)
+    else:
+        reached, sums = [ctx.open], [torch.zeros_like(ctx.length).float()]  # the root first
+        for node in range(proposal.size):
+            parent = parents[:, node, None] + 1
+            below = torch.stack(reached, 1).gather(1, parent)[:, 0] & used[:, node]
+            scores = law.at(torch.where(below, parent[:, 0], -1))[:, None]
+            passes, gain = judged(scores, slice(node, node + 1))
+            reached.append(below & passes[:, 0])
+            sums.append(torch.stack(sums, 1).gather(1, parent)[:, 0] + gain[:, 0])
+        whole, total = torch.stack(reached[1:], 1), torch.stack(sums[1:], 1)
+    if proposal.size:
+        deepest = (whole * depths).amax(1, keepdim=True)
+        rank = total.masked_fill(~(whole & (depths == deepest)), -torch.inf)
+        order = torch.arange(proposal.size, device=tokens.device)
+        end = (order == rank.argmax(1, keepdim=True)) & whole
+        whole = (ancestors[:, 1:, 1:] & end[..., None]).any(1)
+    path, count, last = deepest_path(whole, proposal)
+    scores = law.at(torch.where(ctx.open, last, -1))[:, None]
+    return Outcome(path=path, num_accepted=count, next_token=choose(scores, count[:, None])[:, 0])
 
 
 def finish(

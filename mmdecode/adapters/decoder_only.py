@@ -1,9 +1,9 @@
-"""Decoder-only text models of transformers whose layers all attend to everything before them."""
+"""Decoder-only text models of transformers with a cache of keys and values in every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,30 +18,41 @@ if TYPE_CHECKING:
 
     from mmdecode.engine.cache import RaggedCache
 
+_EMBEDS = "inputs_embeds"
+"""Given beside ids by models that merge images themselves, InstructBLIP among them."""
+
 
 class DecoderOnlyAdapter:
     """Llama-like models: `base_model` gives states after the final norm, a linear head logits.
 
+    Layers may see a window each, or all of them one; logits may be scaled or soft-capped.
+
     Raises:
-        UnsupportedModelError: A layer attends to a window, or attention is neither sdpa nor eager.
+        UnsupportedModelError: A layer attends in another way, or attention is neither sdpa nor
+            eager.
     """
 
-    model_types = ("llama", "qwen2")
-    max_positions = None
-    windows: ClassVar = {"full_attention": None}
+    model_types: tuple[str, ...] = (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+    )
+    max_positions: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config(decoder=True)
-        mixed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if mixed:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has layers of type {', '.join(sorted(mixed))}; this "
-                "version decodes models whose layers all attend to the full context"
-            )
         refuse_attention(model)
+        config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab = config.vocab_size
         self.num_layers = config.num_hidden_layers
+        self.windows: Mapping[str, int | None] = windows_of(config)
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._scale = getattr(config, "logit_scale", None) or 1.0
+        self._scale /= getattr(config, "logits_scaling", None) or 1.0
         self._body = model.base_model
         self._head = model.get_output_embeddings()
 
@@ -62,26 +73,48 @@ class DecoderOnlyAdapter:
             return Prompt(ids=ids, mask=left_padded(mask))
         if spec.prompt == "last_token":
             return Prompt(ids=ctx.prompt_ids[:, -1:], mask=ctx.prompt_mask[:, -1:])
-        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask)
+        embeds = ctx.model_inputs.get(_EMBEDS)
+        own = ctx.adapter is None or ctx.adapter.model is self.model
+        inputs = {_EMBEDS: embeds} if own and embeds is not None else {}
+        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> Prompt:
         """Rows of all prompts, branch by branch."""
+        inputs = {}
+        if any(_EMBEDS in p.inputs for p in prompts):
+            inputs[_EMBEDS] = torch.cat([self._embeds(p) for p in prompts])
         return Prompt(
-            ids=torch.cat([p.ids for p in prompts]), mask=torch.cat([p.mask for p in prompts])
+            ids=torch.cat([p.ids for p in prompts]),
+            mask=torch.cat([p.mask for p in prompts]),
+            inputs=inputs,
         )
+
+    def _embeds(self, prompt: Prompt) -> Tensor:
+        """What stands for the ids, as wide as these."""
+        embeds = prompt.inputs.get(_EMBEDS)
+        if embeds is None:
+            return self.model.get_input_embeddings()(prompt.ids)
+        missing = prompt.ids.shape[1] - embeds.shape[1]
+        return torch.nn.functional.pad(embeds, (0, 0, missing, 0))
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """The ragged cache itself."""
         return cache
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """The prompt like any block."""
-        return self.forward(prompt.ids, mask, positions, past)
+        """The prompt like any block, by its embeddings where these were given."""
+        embeds = prompt.inputs.get(_EMBEDS)
+        if embeds is None:
+            return self.forward(prompt.ids, mask, positions, past)
+        return self._run(mask, positions, past, inputs_embeds=embeds)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the final norm."""
+        return self._run(mask, positions, past, input_ids=tokens)
+
+    def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
         return self._body(
-            input_ids=tokens,
+            **tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=past,
@@ -89,13 +122,36 @@ class DecoderOnlyAdapter:
         ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
-        return self._head(hidden)
+        """Logits, scaled and soft-capped where the model's own are."""
+        logits = self._head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else (logits / self._cap).tanh() * self._cap
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The same: there is nothing between the last norm and the output matrix."""
+        """The output matrix alone."""
         return self._head(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self.model.get_decoder().layers
+
+
+def windows_of(config: Any) -> dict[str, int | None]:
+    """Tokens that layers see, by their type in ``config.layer_types``; ``None``: all.
+
+    Raises:
+        UnsupportedModelError: A type other than full and sliding attention.
+    """
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not types:
+        types = ["full_attention" if window is None else "sliding_attention"]
+    known = {"full_attention": None, "sliding_attention": window}
+    strange = sorted(set(types) - set(known))
+    if strange:
+        raise UnsupportedModelError(
+            f"a {config.model_type} model has layers of {', '.join(strange)}; expected "
+            "full_attention or sliding_attention: decode it with plain generate"
+        )
+    return {kind: known[kind] for kind in known if kind in types}

@@ -1,7 +1,20 @@
 """Drafters, one a file: who proposes the tokens. A drafter changes speed, never the law."""
 
+from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.recycling import Recycling
+from mmdecode.draft.source import Source
 
-__all__ = ["Assistant", "Medusa", "MedusaHeads", "PromptLookup"]
+__all__ = [
+    "Adaptive",
+    "Assistant",
+    "LayerSkip",
+    "Medusa",
+    "MedusaHeads",
+    "PromptLookup",
+    "Recycling",
+    "Source",
+]

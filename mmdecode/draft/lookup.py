@@ -1,8 +1,9 @@
 """Prompt lookup: propose what followed the last tokens where they occurred before.
 
 No parameters and no model pass; gains where the output repeats its prompt or itself. Padding is
-never matched. Differs from transformers' prompt lookup, which takes the leftmost match: here the
-longest match wins, and among equals the most recent.
+never matched, nor are ids that the model reads and never generates. Differs from transformers'
+prompt lookup, which takes the leftmost match: here the longest match wins, and among equals the
+most recent.
 
 Source: Saxena 2023, prompt lookup decoding.
 """
@@ -37,9 +38,11 @@ class PromptLookup:
                 f"length={length}, ngram={ngram}; expected length >= 0 and ngram >= 1"
             )
         self.length, self.ngram = length, ngram
+        self._vocab = 0
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
-        """Nothing to prepare."""
+        """Notes how many tokens there are: a prompt may hold ids that are never generated."""
+        self._vocab = prefill.logits.shape[-1]
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row, or nothing where nothing matches."""
@@ -48,17 +51,20 @@ class PromptLookup:
             return Proposal.empty(ctx.batch, ctx.device)
         ids, end = ctx.ids, ctx.end()[:, None]
         columns = torch.arange(ids.shape[1], device=ctx.device)
-        padded = torch.nn.functional.pad(
-            ~ctx.prompt_mask, (0, ids.shape[1] - ctx.prompt_length), value=False
+        real = torch.nn.functional.pad(
+            ctx.prompt_mask, (0, ids.shape[1] - ctx.prompt_length), value=True
         )
-        longest = suffix_matches(ids, ~padded, ctx.last(self.ngram))
+        real = real & (ids < self._vocab)
+        longest = suffix_matches(ids, real, ctx.last(self.ngram))
         usable = (columns < end) & (longest > 0)
         rank = torch.where(usable, longest * ids.shape[1] + columns, -1)
         best = rank.argmax(1, keepdim=True)
         found = rank.gather(1, best) >= 0
         source = best + torch.arange(length, device=ctx.device)
-        real = found & (source < end)
-        tokens = ids.gather(1, source.clamp_max(ids.shape[1] - 1)).masked_fill(~real, -1)
+        inside = source.clamp_max(ids.shape[1] - 1)
+        drafted = found & (source < end) & real.gather(1, inside)
+        drafted = drafted.long().cumprod(1).bool()  # nothing behind an id that is never generated
+        tokens = ids.gather(1, inside).masked_fill(~drafted, -1)
         return Proposal(tokens=tokens, kind="deterministic")
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:

@@ -68,10 +68,11 @@ def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any
         raise IncompatibleError(
             "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
         )
-    if inputs.get("inputs_embeds") is not None:
+    embeds = inputs.get("inputs_embeds")
+    if embeds is not None and embeds.shape[:2] != input_ids.shape:
         raise IncompatibleError(
-            "inputs_embeds came beside the ids; a mmdecode decoder reads the prompt by its ids: "
-            "leave inputs_embeds out"
+            f"inputs_embeds of shape {tuple(embeds.shape)} came beside ids of shape "
+            f"{tuple(input_ids.shape)}; expected one per id, or leave inputs_embeds out"
         )
 
 

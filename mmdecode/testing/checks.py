@@ -154,6 +154,7 @@ def assert_distribution(
     samples: int = 40_000,
     rows: int = 10_000,
     processors: Callable[[], Iterable[Any]] = tuple,
+    joint: Tensor | None = None,
 ) -> Tensor:
     """Asserts that sampled sequences have the joint law, and so does every prefix of them.
 
@@ -166,6 +167,7 @@ def assert_distribution(
         samples: Number of sequences.
         rows: Batch size.
         processors: Makes the logits processors.
+        joint: Their probabilities, ``(V, V, ...)``, where these are not products of ``law``.
 
     Returns:
         The sequences, ``(samples, length)``.
@@ -186,7 +188,8 @@ def assert_distribution(
         )
         parts.append(sequences[:, len(prompt) :])
     drawn = torch.cat(parts)
-    joint = exact_joint(law, prompt, length, processors())
+    if joint is None:
+        joint = exact_joint(law, prompt, length, processors())
     for count in range(1, length + 1):  # positions separately: a late fault drowns in the joint
         cell = (drawn[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
         counts = torch.bincount(cell, minlength=vocab**count)
@@ -235,7 +238,11 @@ def check_draft(make: Callable[[], Any], model: Any = None) -> None:
                 decoder, model, law_of(model), prompts, do_sample=do_sample, eos=[model.vocab - 1]
             )
     kinds = make().kinds
-    names = {"iid": "rejection", "deterministic": "membership"}
+    names = {
+        "iid": "rejection",
+        "without_replacement": "rejection",
+        "deterministic": "membership",
+    }
     for kind, rule in names.items():
         if kind in kinds:
             assert_distribution(
@@ -245,7 +252,7 @@ def check_draft(make: Callable[[], Any], model: Any = None) -> None:
                 samples=10_000,
                 length=3,
             )
-    if "iid" not in kinds:
+    if not {"iid", "without_replacement"} & set(kinds):
         _refused(lambda: Decoder(make(), accept="rejection"), type(make()).__name__, "Rejection")
 
 
@@ -253,7 +260,7 @@ def check_accept(make: Callable[[], Any]) -> None:
     """Checks that an acceptance rule gives the law it declares, for what it says it takes.
 
     Args:
-        make: A new rule. Where ``law`` is ``"heuristic"``, only an empty draft is judged.
+        make: A new rule. Unless its ``law`` is ``"exact"``, only an empty draft is judged.
 
     Raises:
         AssertionError: A promise is broken.
@@ -268,6 +275,12 @@ def check_accept(make: Callable[[], Any]) -> None:
             drafts.Bigram(bigram(4), kinds=(kind,), ragged=ragged)
             for kind in rule.kinds
             if kind in ("iid", "coupled", "deterministic")
+            for ragged in (False, True)
+        ]
+        proposers += [
+            drafts.Siblings(bigram(4), kinds=(kind,), ragged=ragged)
+            for kind in rule.kinds
+            if kind in ("iid", "without_replacement")
             for ragged in (False, True)
         ]
     proposers = [p for p in proposers if set(p.kinds) & set(rule.kinds)]

@@ -192,6 +192,63 @@ class Bigram(Drafter):
         return (law + gumbel[:, 0]).argmax(-1)
 
 
+class Siblings(Drafter):
+    """A tree drawn from a table q(next | previous), several children a node, as the rule prefers.
+
+    Args:
+        logits: ``(V, V)``.
+        widths: Children of each node, by depth.
+        kinds: What it offers: ``iid`` draws may repeat, ``without_replacement`` are in Gumbel-top-k
+            order, ``deterministic`` ones the likeliest.
+        ragged: Whether a row stops drafting behind each multiple of three positions.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        widths: Sequence[int] = (2, 2),
+        kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic"),
+        ragged: bool = False,
+    ) -> None:
+        self.logits, self.widths, self.kinds, self.ragged = logits, tuple(widths), kinds, ragged
+        parents: list[int] = []
+        level = [-1]
+        for width in self.widths:
+            below = [(parent, child) for parent in level for child in range(width)]
+            level = list(range(len(parents), len(parents) + len(below)))
+            parents += [parent for parent, _ in below]
+        self.tree = Tree(tuple(parents))
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """Level by level, siblings side by side."""
+        level = ctx.last(1)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        table = self.logits.to(ctx.device)
+        for step, width in enumerate(self.widths):
+            law = table[level]  # (B, n, V)
+            position = (ctx.length + step)[:, None]
+            chosen = self.draw(ctx, law, position, width)  # (B, n, width)
+            ended = ((position % 3 == 0) & self.ragged) | (tokens[-1][:, :1] < 0 if step else False)
+            level = chosen.flatten(1)
+            tokens.append(level.masked_fill(ended, -1))
+            laws.append(law.repeat_interleave(width, 1))
+        log_q = None if self.kind == "deterministic" else torch.cat(laws, 1)
+        return Proposal(tokens=torch.cat(tokens, 1), kind=self.kind, tree=self.tree, log_q=log_q)
+
+    def draw(self, ctx: Context, law: Tensor, position: Tensor, width: int) -> Tensor:
+        """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
+        if self.kind == "deterministic":
+            return law.topk(width, dim=-1).indices
+        batch, nodes, vocab = law.shape
+        size = nodes * width * vocab
+        gumbel = ctx.noise.gumbel(position, Role.DRAFT, size, trial=ctx.rounds)
+        noisy = law[:, :, None] + gumbel.view(batch, nodes, width, vocab)
+        if self.kind == "iid":
+            return noisy.argmax(-1)
+        return noisy[:, :, 0].topk(width, dim=-1).indices
+
+
 class Jacobi(Drafter):
     """Keeps the rest of a rejected window as the next draft, and fills up with fresh tokens.
 

@@ -32,6 +32,7 @@ from mmdecode import registry
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.trees import choose_tree, expected_length
 from mmdecode.engine.branch import block_mask, triangle
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
@@ -285,36 +286,6 @@ def ranks(
             rows.append((top[shift] == wanted[..., None])[asked])
         found.append(torch.stack(rows).cpu())
     return torch.cat(found, 1)
-
-
-def expected_length(hits: Tensor, paths: list[tuple[int, ...]] | None) -> float:
-    """Mean tokens per pass of a tree, the token after the path included."""
-    assert paths is not None
-    longest = torch.zeros(hits.shape[1])
-    for path in paths:
-        whole = torch.stack([hits[level, :, rank] for level, rank in enumerate(path)]).all(0)
-        longest = torch.maximum(longest, whole * len(path))
-    return 1 + float(longest.mean())
-
-
-def choose_tree(hits: Tensor, nodes: int) -> list[tuple[int, ...]]:
-    """The ``nodes`` rank paths that were right most often, best first, closed under prefixes.
-
-    A path's frequency never exceeds its prefix's, so taking the most frequent ones in order is
-    optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
-    """
-    chosen: list[tuple[int, ...]] = []
-    frontier: dict[tuple[int, ...], Tensor] = {
-        (rank,): hits[0, :, rank] for rank in range(hits.shape[2])
-    }
-    while frontier and len(chosen) < nodes:
-        path = max(frontier, key=lambda p: (int(frontier[p].sum()), -len(p), [-r for r in p]))
-        right = frontier.pop(path)
-        chosen.append(path)
-        if len(path) < len(hits):
-            for rank in range(hits.shape[2]):
-                frontier[(*path, rank)] = right & hits[len(path), :, rank]
-    return chosen
 
 
 @dataclass

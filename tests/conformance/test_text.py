@@ -1,4 +1,4 @@
-"""Llama and Qwen2: token for token what plain greedy `generate` gives, whatever drafts."""
+"""Text models: token for token what plain greedy `generate` gives, whatever drafts."""
 
 import pytest
 import torch
@@ -7,17 +7,22 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.decoder import Decoder
 from tests.conformance.tiny import (
+    NEW,
     PROCESSORS,
+    TEXT_CONFIGS,
     TEXT_DRAFTS,
+    WINDOW,
     assert_same,
     ours,
     plain,
+    prompts,
     reference,
     small_of,
     text_model,
 )
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2_mixed"])
+OTHERS = pytest.mark.parametrize("family", sorted({*TEXT_CONFIGS} - {"llama", "qwen2_mixed"}))
 EVERY_DRAFT = pytest.mark.parametrize("draft", TEXT_DRAFTS)
 
 
@@ -31,7 +36,7 @@ def test_drafted_tokens_are_those_of_generate(family, draft, processors):
 @EVERY_DRAFT
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_any_batch_gives_the_same(draft, batch):
-    assert_same("qwen2", draft, batch=batch)
+    assert_same("qwen2_mixed", draft, batch=batch)
 
 
 @EVERY_DRAFT
@@ -40,12 +45,40 @@ def test_eager_attention_gives_the_same(family, draft):
     assert_same(family, draft, attention="eager")
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("draft", "processors"),
+    [
+        ("none", "no_processor"),
+        ("known_tree", "penalties"),
+        ("assistant", "prefix_bias"),
+        ("assistant_is_target", "no_processor"),
+        ("medusa_tree", "no_processor"),
+    ],
+)
+@OTHERS
+def test_every_family_generates_what_transformers_does(family, draft, processors, attention):
+    assert_same(family, draft, processors=processors, attention=attention)
+
+
+def test_windows_are_shorter_than_the_shortest_sequence():
+    assert int(prompts(4)["attention_mask"].sum(1).min()) + NEW > 2 * WINDOW
+
+
 def token_at(family, position, **options):
     """A token that row 0 generates at ``position`` and not before."""
     _, rows = reference(family, tuple(sorted(options.items())))
     token = rows[0][position]
     assert token not in rows[0][:position], "take another position"
     return token
+
+
+@OTHERS
+def test_every_family_ends_inside_a_block(family):
+    token = token_at(family, 3)
+    decoder = assert_same(family, "known", eos_token_id=token, pad_token_id=0)
+    last = decoder.trace[0][-1]
+    assert last.kept <= len(last.accepted), "nothing was cut: the case did not occur"
 
 
 @pytest.mark.parametrize("draft", ["known", "known_tree", "assistant_is_target", "medusa_tree"])
@@ -81,6 +114,15 @@ def test_the_length_cap_cuts_a_block(draft, limit):
 @EVERY_DRAFT
 @FAMILIES
 def test_a_prompt_of_one_token_is_enough(family, draft):
+    assert_same_from_one_token(family, draft)
+
+
+@OTHERS
+def test_every_family_starts_from_one_token(family):
+    assert_same_from_one_token(family, "known_tree")
+
+
+def assert_same_from_one_token(family, draft):
     model = text_model(family)
     ids = torch.tensor([[5], [0], [41]])
     expected = model.generate(ids, max_new_tokens=14, do_sample=False)

@@ -4,7 +4,10 @@ import pytest
 from transformers.generation import logits_process as lp
 
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.recycling import Recycling
+from mmdecode.draft.source import Source
 from mmdecode.engine import capture
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder, Run
@@ -51,6 +54,9 @@ DRAFTS = {
     "lookup": PromptLookup,
     "assistant": lambda: Assistant(Table(5, seed=8), 3),
     "tree": lambda: StaticTree(drafts.Tree((-1, -1, 0, 1))),
+    "recycling": Recycling,
+    "source": lambda: Source(ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]]),
+    "layer_skip": lambda: LayerSkip(exit_layer=1),
 }
 
 

@@ -1,10 +1,16 @@
 """Tier B: sampled sequences, counted whole, have the law that enumeration gives."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import LogitsProcessor
 from transformers.generation import logits_process as lp
 
-from mmdecode.accept.exact import residual
+from mmdecode.accept.ensemble import Ensemble
+from mmdecode.accept.judge import Judge
+from mmdecode.accept.rejection import Rejection, residual
 from mmdecode.accept.typical import Typical, threshold
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.decoder import Decoder
@@ -41,6 +47,10 @@ def chain(kind, ragged=False):
     return drafts.Bigram(Q, kinds=(kind,), ragged=ragged)
 
 
+def siblings(kind, widths=(3, 2), ragged=False):
+    return drafts.Siblings(Q, widths, (kind,), ragged)
+
+
 PAIRS = {
     "coupled-coupled_chain": ("coupled", lambda: chain("coupled")),
     "coupled-tree": ("coupled", lambda: drafts.Random(TREE)),
@@ -48,6 +58,9 @@ PAIRS = {
     "membership-tree": ("membership", lambda: drafts.Random(TREE, ragged=True)),
     "rejection-chain": ("rejection", lambda: chain("iid")),
     "rejection-ragged_chain": ("rejection", lambda: chain("iid", ragged=True)),
+    "rejection-iid_tree": ("rejection", lambda: siblings("iid")),
+    "rejection-wor_tree": ("rejection", lambda: siblings("without_replacement")),
+    "rejection-ragged_tree": ("rejection", lambda: siblings("without_replacement", ragged=True)),
 }
 
 
@@ -70,6 +83,167 @@ def test_an_assistant_draws_what_it_claims():
     other = Table(4, seed=2, sharpness=1.0)
     make = lambda: Decoder(Assistant(other, 2), accept="rejection")  # noqa: E731
     assert_distribution(make, MODEL, law_of(MODEL), rows=5_000)
+
+
+class RowTrees(drafts.Siblings):
+    """The same trees as every row's own."""
+
+    def propose(self, ctx, budget):
+        proposal = super().propose(ctx, budget)
+        parents = torch.tensor(self.tree.parents).expand(ctx.batch, -1)
+        return replace(proposal, tree=None, parents=parents)
+
+
+def test_trees_of_a_rows_own_keep_the_law():
+    make = lambda: Decoder(RowTrees(Q, (2, 2)), accept="rejection")  # noqa: E731
+    assert_distribution(make, MODEL, law_of(MODEL), samples=20_000)
+
+
+def accepted(p, q, count, kind):
+    """Probability that one of ``count`` siblings is kept, by enumeration of their draws."""
+    if count == 0:
+        return 0.0
+    total = 0.0
+    for x in range(len(q)):
+        if q[x] == 0:
+            continue
+        keep = min(1.0, float(p[x] / q[x]))
+        rest = (p - q).clamp_min(0)
+        rest = rest / rest.sum() if rest.sum() > 0 else p
+        less = q.clone()
+        if kind == "without_replacement":
+            less[x] = 0
+            less = less / less.sum() if less.sum() > 0 else less
+        total += float(q[x]) * (keep + (1 - keep) * accepted(rest, less, count - 1, kind))
+    return total
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["iid", "without_replacement"])
+def test_siblings_are_accepted_as_often_as_enumeration_says(kind, count):
+    rows, prompt = 20_000, [1, 0, 2]
+    decoder = Decoder(siblings(kind, (count,)), accept="rejection", seed=9)
+    ids = torch.tensor([prompt]).repeat(rows, 1)
+    decode(MODEL, ids, decoder, do_sample=True, max_new_tokens=3, request=range(rows))
+    first = MODEL.law(prompt).double().softmax(-1)
+    q = Q.double().softmax(-1)
+    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    expected = sum(float(first[t]) * accepted(p[t], q[t], count, kind) for t in range(4))
+    sigma = (expected * (1 - expected) / rows) ** 0.5
+    assert abs(decoder.stats.accepted / rows - expected) < 4 * sigma
+
+
+# The ensemble rule has a law of its own
+
+
+def ensemble_joint(prompt, length, weight, drafted):
+    """All sequences under an ensemble with chains of ``drafted`` tokens from the table q."""
+    q_table = Q.double().softmax(-1)
+
+    def below(new, done):  # done: accepted so far in this round; it ends with a token of p
+        p = MODEL.law([*prompt, *new]).double().softmax(-1)
+        if not new or done == drafted or len(new) == length - 1:
+            kept, drawn = torch.zeros_like(p), p  # the last position has no room for a draft
+        else:
+            q = q_table[new[-1]]
+            v = weight * p + (1 - weight) * q
+            kept, drawn = torch.minimum(v, q), (v - q).clamp_min(0)
+        if len(new) == length - 1:
+            return drawn
+        return torch.stack(
+            [
+                kept[t] * below([*new, t], done + 1) + drawn[t] * below([*new, t], 0)
+                for t in range(4)
+            ]
+        )
+
+    return below([], 0)
+
+
+@pytest.mark.parametrize(("weight", "drafted"), [(0.5, 1), (0.7, 2)])
+def test_the_ensemble_rule_follows_its_own_law(weight, drafted):
+    joint = ensemble_joint([1, 0, 2], 5, weight, drafted)
+    assert float(joint.sum()) == pytest.approx(1)
+    make = lambda: Decoder(drafts.Bigram(Q, drafted, ("iid",)), accept=Ensemble(weight))  # noqa: E731
+    options = {"length": 5, "samples": 20_000}
+    assert_distribution(make, MODEL, law_of(MODEL), joint=joint, **options)
+    plain = lambda: Decoder(drafts.Bigram(Q, drafted, ("iid",)), accept="rejection")  # noqa: E731
+    with pytest.raises(AssertionError, match="another law"):
+        assert_distribution(plain, MODEL, law_of(MODEL), joint=joint, **options)
+    with pytest.raises(AssertionError, match="another law"):
+        assert_distribution(make, MODEL, law_of(MODEL), **options)
+
+
+def test_an_ensemble_of_siblings_has_its_law_where_it_drafts():
+    weight, prompt = 0.6, [1, 0, 2]
+    first = MODEL.law(prompt).double().softmax(-1)
+    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    second = weight * p + (1 - weight) * Q.double().softmax(-1)
+    third = [[MODEL.law([*prompt, a, b]).double().softmax(-1) for b in range(4)] for a in range(4)]
+    joint = (first[:, None] * second)[..., None] * torch.stack([torch.stack(r) for r in third])
+    for kind in ("iid", "without_replacement"):
+        make = lambda kind=kind: Decoder(siblings(kind, (3,)), accept=Ensemble(weight))  # noqa: E731
+        options = {"length": 3, "samples": 20_000, "joint": joint}
+        assert_distribution(make, MODEL, law_of(MODEL), **options)
+
+
+def test_an_ensemble_of_the_target_alone_is_plain_rejection():
+    found = [
+        run_rows(Decoder(siblings("iid"), accept=rule, seed=3), MODEL, PROMPTS, do_sample=True)
+        for rule in (Ensemble(1.0), Rejection())
+    ]
+    assert found[0] == found[1]
+
+
+# The judge
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("processors", [(), ("unknown",)], ids=["known", "unknown"])
+def test_a_judge_that_wants_the_whole_share_is_neutral(do_sample, processors):
+    options = {"do_sample": do_sample, "max_new_tokens": 30}
+    for draft in (drafts.RandomTrees(), drafts.FullTree(2), drafts.Random()):
+        made = [Seen() for _ in processors]
+        decoder = Decoder(draft, accept=Judge(share=1.0), seed=1)
+        found = run_rows(decoder, MODEL, PROMPTS, **options, processors=made)
+        made = [Seen() for _ in processors]
+        assert found == run_rows(Decoder(seed=1), MODEL, PROMPTS, **options, processors=made)
+
+
+def test_a_judge_keeps_exactly_what_exceeds_its_share():
+    for token, share in itertools.product(range(4), (0.0, 0.3, 0.6, 0.9)):
+        decoder = Decoder(drafts.Constant(token, length=1), accept=Judge(share))
+        [row] = run_rows(decoder, MODEL, [[1, 2]], max_new_tokens=3)
+        p = MODEL.law([1, 2, row[0]]).softmax(-1)
+        kept = bool(p[token] > share * p.max()) or token == int(p.argmax())
+        assert decoder.stats.accepted == kept
+
+
+class Seen(LogitsProcessor):
+    """Of unknown type: leaves the scores alone and notes each row's new tokens."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes += input_ids.tolist()
+        return scores
+
+
+@pytest.mark.parametrize("rule", [Typical, Judge])
+def test_a_rule_that_tests_every_node_gives_unknown_processors_what_passes_alone(rule):
+    options = {"max_new_tokens": 12}
+    known = run_rows(Decoder(drafts.RandomTrees(), accept=rule()), MODEL, PROMPTS, **options)
+    seen = Seen()
+    options["processors"] = [seen]
+    found = run_rows(Decoder(drafts.RandomTrees(), accept=rule()), MODEL, PROMPTS, **options)
+    assert found == known
+    never = rule(epsilon=1.0, delta=1e9) if rule is Typical else rule(share=1.0)
+    seen.prefixes.clear()
+    draft = drafts.Constant(0, length=6)
+    [row] = run_rows(Decoder(draft, accept=never), MODEL, PROMPTS[:1], **options)
+    start = len(PROMPTS[0])
+    assert all(prefix[start:] == row[: len(prefix) - start] for prefix in seen.prefixes)
 
 
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])

@@ -7,7 +7,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as lp
 
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership, Rejection
+from mmdecode.accept.ensemble import Ensemble
+from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
+from mmdecode.accept.judge import Judge
+from mmdecode.accept.rejection import Rejection
 from mmdecode.accept.typical import Typical
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
@@ -367,6 +370,9 @@ def test_fastest_takes_the_exact_rule_for_the_kind():
         rule, chosen = decoder._resolve(do_sample=True)
         assert (type(rule), chosen) == (expected, kind)
         assert type(decoder._resolve(do_sample=False)[0]) is GreedyMatch
+    decoder = Decoder(drafts.Siblings(bigram(5)), accept="fastest")
+    rule, chosen = decoder._resolve(do_sample=True)
+    assert (type(rule), chosen) == (Rejection, "without_replacement")
 
 
 @modes
@@ -384,7 +390,9 @@ def test_our_drafts_pass_the_public_check(name):
     check_draft(DRAFTS[name])
 
 
-@pytest.mark.parametrize("rule", [GreedyMatch, Coupled, Membership, Rejection, Typical])
+@pytest.mark.parametrize(
+    "rule", [GreedyMatch, Coupled, Membership, Rejection, Typical, Judge, Ensemble]
+)
 def test_our_rules_pass_the_public_check(rule):
     check_accept(rule)
 

@@ -2,8 +2,7 @@
 
 A suite whose mutants pass proves nothing. Not mutants: leaving out the bonus token (slower, still
 exact), a draft under other processors than the target (exact, if q is its true law), one-hot
-membership without the round in its key (it becomes the coupled rule). The order of siblings matters
-to rules without replacement alone; its mutant comes with the first such rule.
+membership without the round in its key (it becomes the coupled rule).
 """
 
 import inspect
@@ -17,7 +16,9 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as lp
 
 from mmdecode.accept import exact
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership, Rejection
+from mmdecode.accept import rejection as rejection_rule
+from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
+from mmdecode.accept.rejection import Rejection
 from mmdecode.engine import branch, decoder, law
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder
@@ -190,38 +191,36 @@ def test_a_draft_that_reads_the_acceptance_noise_is_found():
 
 
 call = Rejection.__call__
-CHOICE = "next_token = (final.log() + gumbel[:, 0]).argmax(-1)"
+CHOICE = "next_token = (p.log() + gumbel[:, 0]).argmax(-1)"
 RULES = {
-    "ratio_upside_down": ("uniform[:, depth] * q_x < p_x", "uniform[:, depth] * p_x < q_x"),
-    "resampled_from_p": ("residual(p, q[:, depth]), final", "p, final"),
-    "residual_of_the_next_q": ("residual(p, q[:, depth])", "residual(p, q[:, depth - 1])"),
+    "ratio_upside_down": ("> q_x.log() - p_x.log()", "> p_x.log() - q_x.log()"),
+    "resampled_from_p": ("residual(p, q), p)", "p, p)"),
+    "residual_of_the_first_q": ("residual(p, q)", "residual(p, proposal.log_q[:, 0].softmax(-1))"),
     "bonus_unwarped": (
         CHOICE,
         "raw = law.raw()[:, -1].softmax(-1)\n"
-        "    final = torch.where((count == proposal.size)[:, None], raw, final)\n    " + CHOICE,
+        "    p = torch.where((count == proposal.size)[:, None], raw, p)\n    " + CHOICE,
     ),
     "bonus_is_the_argmax": (
         CHOICE,
-        CHOICE + "\n    next_token = torch.where(count == proposal.size, final.argmax(-1), "
-        "next_token)",
+        CHOICE + "\n    next_token = torch.where(count == proposal.size, p.argmax(-1), next_token)",
     ),
     "bonus_from_q": (
         CHOICE,
         "if proposal.size:\n"
         "        q_last = proposal.log_q[:, -1].softmax(-1)\n"
         "        full = (count == proposal.size)[:, None]\n"
-        "        final = torch.where(full, q_last, final)\n    " + CHOICE,
+        "        p = torch.where(full, q_last, p)\n    " + CHOICE,
     ),
     "one_noise_for_all_rounds": (
-        "positions = ctx.length[:, None] + order\n    uniform = noise.uniform(positions, "
-        "Role.ACCEPT, trial=ctx.rounds)",
-        "uniform = noise.uniform(order.expand(ctx.batch, -1), Role.ACCEPT)",
+        "noise.gumbel(ctx.length[:, None], Role.ACCEPT, len(tests), trial=ctx.rounds)",
+        "noise.gumbel(0 * ctx.length[:, None], Role.ACCEPT, len(tests))",
     ),
-    "unused_nodes_are_tested": ("q = q * (tokens >= 0)[..., None]", "tokens[:, :-1].clamp_(min=0)"),
+    "unused_nodes_are_tested": (" & (proposal.tokens[:, nodes] >= 0)", ""),
     "residual_unnormalised_by_inverse_cdf": (
         CHOICE,
         "unit = noise.uniform((ctx.length + count)[:, None], Role.RESIDUAL, ctx.rounds)\n"
-        "    next_token = (final.cumsum(-1) < unit).sum(-1).clamp_max(final.shape[-1] - 1)",
+        "    next_token = (p.cumsum(-1) < unit).sum(-1).clamp_max(p.shape[-1] - 1)",
     ),
 }
 
@@ -229,7 +228,7 @@ RULES = {
 @pytest.mark.parametrize("mutant", RULES)
 def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
     if mutant == "residual_unnormalised_by_inverse_cdf":
-        monkeypatch.setattr(exact, "residual", lambda p, q: (p - q).clamp_min(0))
+        monkeypatch.setattr(rejection_rule, "residual", lambda p, q: (p - q).clamp_min(0))
     rule = type("Mutant", (Rejection,), {"__call__": edited(call, *RULES[mutant])})
     rejected(rejection, rule, lambda: iid(ragged=mutant.startswith("unused")))
 
@@ -237,11 +236,93 @@ def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
 def test_without_renormalising_a_gumbel_draw_is_still_right(monkeypatch):
     # argmax(log c r + G) does not depend on c: the mutant above needs another way of drawing
     monkeypatch.setattr(
-        exact,
+        rejection_rule,
         "residual",
         lambda p, q: torch.where(((p - q) > 0).any(-1, keepdim=True), (p - q).clamp_min(0), p),
     )
     rejection()
+
+
+def wor():
+    return drafts.Siblings(Q, (3, 2), ("without_replacement",))
+
+
+def iid_tree():
+    return drafts.Siblings(Q, (3, 2), ("iid",))
+
+
+class SameSiblings(drafts.Siblings):
+    """Independent draws that are not: all siblings are one draw, or two never agree."""
+
+    def __init__(self, distinct):
+        super().__init__(Q, (3, 2), ("iid",))
+        self.distinct = distinct
+
+    def draw(self, ctx, law, position, width):
+        if not self.distinct:
+            return super().draw(ctx, law, position, 1).expand(-1, -1, width)
+        self.kind = "without_replacement"
+        drawn = super().draw(ctx, law, position, width)
+        self.kind = "iid"
+        return drawn
+
+
+class Ranked(drafts.Siblings):
+    """Siblings in the order of their probability, not of their draw."""
+
+    def draw(self, ctx, law, position, width):
+        drawn = super().draw(ctx, law, position, width)
+        best = law.gather(2, drawn).argsort(dim=-1, descending=True)
+        return drawn.gather(2, best)
+
+
+TREES = {
+    "q_keeps_the_rejected_siblings": (wor, 'proposal.kind == "without_replacement"', "False"),
+    "q_loses_siblings_that_were_drawn_anew": (
+        iid_tree,
+        'proposal.kind == "without_replacement"',
+        "True",
+    ),
+    "q_not_renormalised": (wor, "q = q / q.sum(", "q = q / torch.ones_like(q).mean("),
+    "siblings_share_their_noise": (wor, "draws[:, index]", "draws[:, 0]"),
+    "siblings_of_the_parent_stay_drawn": (wor, "drawn = drawn & ~keep[:, None]", "pass"),
+    "the_law_behind_a_child_is_its_parents": (
+        wor,
+        "torch.where(keep, child + 1, -1)).s",
+        "node + 1).s",
+    ),
+    "p_stays_for_the_next_sibling": (
+        iid_tree,
+        "p = torch.where(stay[:, None], residual(p, q), p)",
+        "later = residual(p, q) if index == len(tests) - 1 else p\n"
+        "        p = torch.where(stay[:, None], later, p)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", TREES)
+def test_a_wrong_rule_for_siblings_is_found(mutant):
+    draft, old, new = TREES[mutant]
+    rule = type("Mutant", (Rejection,), {"__call__": edited(call, old, new)})
+    rejected(rejection, rule, draft)
+
+
+def test_siblings_out_of_the_order_in_which_they_were_drawn_are_found():
+    rejected(rejection, draft=lambda: Ranked(Q, (3, 2), ("without_replacement",)))
+
+
+@pytest.mark.parametrize("distinct", [False, True], ids=["one_draw", "never_equal"])
+def test_siblings_that_are_not_independent_are_found(distinct):
+    rejected(rejection, draft=lambda: SameSiblings(distinct))
+
+
+def test_siblings_tested_in_the_wrong_order_are_found(monkeypatch):
+    sound = rejection_rule._tests
+    backwards = lambda *args: sorted(  # noqa: E731
+        sound(*args), key=lambda nodes: (len(nodes), -int(nodes[0]))
+    )
+    monkeypatch.setattr(rejection_rule, "_tests", backwards)
+    rejected(rejection, draft=wor)
 
 
 @pytest.mark.parametrize("check", [rejection, membership])

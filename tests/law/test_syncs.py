@@ -7,8 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
+from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.recycling import Recycling
+from mmdecode.draft.source import Source
 from mmdecode.engine.branch import ModelBranches
 from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.cfg import CFG
@@ -96,6 +100,13 @@ SOUND = {
     "row_trees": (drafts.RandomTrees, "membership"),
     "iid": (lambda: drafts.Bigram(bigram(5), kinds=("iid",)), "rejection"),
     "jacobi": (drafts.Jacobi, "auto"),
+    "recycling": (Recycling, "auto"),
+    "source": (lambda: Source(ids=[[0, 1, 2, 3, 4, 0, 1]]), "auto"),
+    "layer_skip": (lambda: LayerSkip(exit_layer=1), "auto"),
+    "adaptive": (lambda: Adaptive(Recycling(), (2,)), "auto"),
+    "iid_tree": (lambda: drafts.Siblings(bigram(5), kinds=("iid",)), "rejection"),
+    "wor_tree": (lambda: drafts.Siblings(bigram(5), kinds=("without_replacement",)), "ensemble"),
+    "judged": (drafts.RandomTrees, "judge"),
 }
 
 

@@ -2,7 +2,8 @@ import itertools
 
 import torch
 
-from mmdecode.train.medusa import choose_tree, expected_length, head_losses
+from mmdecode.draft.trees import choose_tree, expected_length
+from mmdecode.train.medusa import head_losses
 
 
 def test_head_losses_are_zero_for_a_model_that_knows_the_sequence_and_not_for_a_shift():

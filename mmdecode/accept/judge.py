@@ -1,0 +1,53 @@
+"""Judge-style threshold: keep what the model itself finds nearly as likely as its favourite.
+
+Heuristic. A drafted token that is not the law's own choice is kept where its probability exceeds a
+share of the largest one; the law's own choice (argmax, or the keyed sample) is always kept.
+
+Source: in the spirit of Bachmann et al. 2025 (Judge Decoding), arXiv:2501.19309, who accept what a
+trained judge or the standard test accepts; here the judge is a threshold and needs no training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from mmdecode.accept.follow import best, finish, keep_likely, keyed
+from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import OptionError
+
+
+class Judge:
+    """Keeps a drafted token if ``p(x) > share * max p``, or if it is the law's own choice.
+
+    Args:
+        share: 0..1; lower keeps more. ``1`` is neutral: the greedy and the coupled rule.
+
+    Law: heuristic; no closed form. Do not call its output lossless.
+    """
+
+    law: ClassVar[Literal["heuristic"]] = "heuristic"
+    kinds: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacement")
+    modes = frozenset({"greedy", "sample"})
+
+    def __init__(self, share: float = 0.3) -> None:
+        if not 0 <= share <= 1:
+            raise OptionError(f"share must be in 0..1, got {share}; 1 is neutral")
+        self.share = share
+
+    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+        """See `mmdecode.engine.contracts.Accept`."""
+        choose = keyed(proposal, noise, ctx, Role.TARGET) if ctx.do_sample else best
+
+        floor = math.log(self.share) if self.share else -math.inf
+
+        def test(scores: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
+            likely = scores.gather(2, tokens[..., None])[..., 0] > scores.amax(-1) + floor
+            return likely | (tokens == choose(scores, depths))
+
+        outcome = keep_likely(proposal, law, ctx, choose, test)
+        return finish(outcome, proposal, law, noise, ctx)

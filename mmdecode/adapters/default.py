@@ -1,0 +1,215 @@
+"""Causal language models that nobody wrote an adapter for, checked before they are trusted.
+
+The check compares cached scoring with separate, uncached forward passes of the whole model: of two
+padded prompts of unequal length, of a three-node tree behind them, and of the token that follows
+what each row keeps of it. So it covers masks, positions, the cache and what lies between the last
+norm and the logits. The tolerance is a multiple of how much the model's own passes of different
+widths differ. Whatever the config calls a window is exceeded by the prompts, up to `LONGEST`; a
+longer ``sliding_window`` is taken as transformers defines it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode._compat import attention_implementation
+from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.errors import IncompatibleError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LONGEST = 256
+"""Windows up to this length are checked by prompts that exceed them."""
+
+TREE = Tree((-1, -1, 0))
+PREPARED = frozenset(
+    ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+)
+
+_checked: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
+class DefaultAdapter(DecoderOnlyAdapter):
+    """Any causal language model whose layers keep keys and values in a cache of transformers.
+
+    Raises:
+        UnsupportedModelError: Cached scoring differs from the model's own forward pass, or fails.
+    """
+
+    model_types = ()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if self._has_position_table():
+            self.max_positions = model.config.max_position_embeddings
+        used = attention_implementation(model.config)
+        if model not in _checked or _checked[model] != used:
+            check(self)
+            _checked[model] = used
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether this is a causal language model of transformers that reads text alone."""
+        config = getattr(model, "config", None)
+        if config is None or not callable(getattr(model, "can_generate", None)):
+            return False
+        modalities = getattr(model, "input_modalities", "text")
+        return bool(
+            model.can_generate()
+            and modalities in ("text", ["text"], ("text",))
+            and config.get_text_config(decoder=True) is config
+            and not getattr(config, "is_encoder_decoder", False)
+        )
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The prompt; inputs that only this family knows are refused, not dropped."""
+        given = {name for name, value in ctx.model_inputs.items() if value is not None}
+        strange = sorted(given - PREPARED)
+        if strange and ctx.adapter is self:
+            raise IncompatibleError.between(
+                f"input {', '.join(strange)}",
+                type(self.model).__name__,
+                "models without an adapter of their own are run from ids and mask",
+                "leave it out, or decode with plain generate",
+            )
+        return super().prompt(ctx, spec)
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The one list of the model that is as long as it has layers."""
+        for module in self._body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return list(module)
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} has no list of {self.num_layers} layers to read hidden "
+            "states from; use a draft that needs none"
+        )
+
+    def _has_position_table(self) -> bool:
+        words = self.model.get_input_embeddings()
+        tables = (m for m in self._body.modules() if isinstance(m, nn.Embedding) and m is not words)
+        return any(True for _ in tables)
+
+
+@torch.no_grad()
+def check(adapter: DecoderOnlyAdapter) -> None:
+    """Compares cached scoring with uncached passes; see the top of this file.
+
+    Raises:
+        UnsupportedModelError: They differ, or a pass fails.
+    """
+    name = type(adapter.model).__name__
+    advice = (
+        "decode it with plain generate, or register an adapter under the entry-point group "
+        "mmdecode.adapters"
+    )
+    try:
+        where, worst, tolerance = _largest_difference(adapter)
+    except Exception as error:  # a model may object to a mask or a cache in any way
+        raise UnsupportedModelError(
+            f"{name} has no adapter, and the default one failed its start-up check: "
+            f"{type(error).__name__}: {error}; {advice}"
+        ) from error
+    if not worst <= tolerance:
+        raise UnsupportedModelError(
+            f"{name} has no adapter, and through the default one logits at {where} differ by "
+            f"{worst:.3g} from a pass of their own; expected at most {tolerance:.3g}: {advice}"
+        )
+
+
+def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]:
+    """Where scoring is furthest from plain passes, how far, and what passes differ by anyway."""
+    device = next((p.device for p in adapter.model.parameters() if not p.is_meta), None)
+    longest = _longest_window(adapter.model.config) + 12
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(adapter.vocab, (2, longest + 8), generator=dice).to(device)
+    prompts, (root, *nodes, last) = ids[:, :longest], ids[:, longest : longest + 5].T
+    mask = torch.ones_like(prompts, dtype=torch.bool)
+    mask[1, :4] = False
+    kept = torch.tensor([[0, 2], [1, -1]], device=device)
+
+    ctx = _context(prompts, mask)
+    branches = ModelBranches(adapter, [MAIN])
+    drafted = Proposal(tokens=torch.stack(nodes, 1), kind="deterministic", tree=TREE)
+    found = [branches.prefill(ctx, {})["main"].logits]
+    _append(ctx, root)
+    found.append(branches.score(ctx, drafted, {})["main"].logits)
+    count = (kept >= 0).sum(1)
+    branches.keep(kept, count + 1, chain=False)
+    _append(ctx, last, skip=count)
+    found.append(branches.score(ctx, Proposal.empty(2, ids.device), {})["main"].logits)
+
+    worst, where, noise, scale = 0.0, "the prompt", 0.0, 0.0
+    for row in range(2):
+        tokens = [[root[row], nodes[0][row], nodes[2][row]], [root[row], nodes[1][row]]]
+        new = [torch.stack([*path, last[row]]) for path in tokens]
+        prompt = prompts[row][mask[row]]
+        plain = [_plain(adapter.model, torch.cat([prompt, path])) for path in new]
+        end = len(prompt) - 1
+        places = {
+            "the prompt": (found[0][row, 0], plain[0][end]),
+            "the root": (found[1][row, 0], plain[0][end + 1]),
+            "a node": (found[1][row, 1], plain[0][end + 2]),
+            "its sibling": (found[1][row, 2], plain[1][end + 2]),
+            "its child": (found[1][row, 3], plain[0][end + 3]),
+            "the token after a kept path": (found[2][row, 0], plain[row][-1]),
+        }
+        for place, (ours, expected) in places.items():
+            difference = float((ours - expected).abs().amax())
+            if not difference <= worst:  # so that NaN counts
+                worst, where = difference, place
+        for width in (1, 4, end + 1):
+            short = _plain(adapter.model, prompt[:width])
+            noise = max(noise, float((short - plain[0][:width]).abs().amax()))
+        scale = max(scale, float(plain[0].abs().amax()))
+    noise = max(noise, torch.finfo(adapter.model.dtype).eps * scale)
+    if noise > scale / 32:
+        return "a prefix, for which what follows matters,", noise, scale / 32
+    return where, worst, 8 * noise
+
+
+def _longest_window(config: Any) -> int:
+    """The longest window that is short enough to be checked; 0 where there is none."""
+    windows = {
+        name: value
+        for name, value in config.to_dict().items()
+        if "window" in name and isinstance(value, int)
+    }
+    for name, value in windows.items():
+        if value > LONGEST and name != "sliding_window":
+            raise ValueError(f"{name}={value} is too long to be checked")
+    return max((value for value in windows.values() if value <= LONGEST), default=0)
+
+
+def _plain(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids[None], use_cache=False).logits[0].float()
+
+
+def _append(ctx: Context, token: Tensor, skip: Tensor | int = 0) -> None:
+    """Commits ``token (B,)`` behind ``skip`` further tokens per row that scoring does not read."""
+    ctx.length = ctx.length + 1 + skip
+    ctx.ids.scatter_(1, ctx.end()[:, None] - 1, token[:, None])
+    ctx.longest = int(ctx.length.max())
+
+
+def _context(ids: Tensor, mask: Tensor) -> Context:
+    zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+    return Context(
+        prompt_ids=ids,
+        prompt_mask=mask,
+        ids=nn.functional.pad(ids, (0, 8)),
+        length=zeros,
+        open=zeros == 0,
+        rounds=zeros.clone(),
+        noise=Noise.of(0, range(len(ids)), ids.device),
+        limit=8,
+    )

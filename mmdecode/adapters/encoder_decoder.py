@@ -1,0 +1,127 @@
+"""What encoder-decoders that read text have in common: the decoder runs, the encoder has run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from mmdecode.adapters.attention import refuse_attention
+from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mmdecode.engine.cache import RaggedCache
+
+
+class EncoderDecoderAdapter:
+    """Runs the decoder alone; the encoder's states and their padding arrive with the prompt."""
+
+    windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
+    max_positions: int | None = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_attention(model)
+        self.model = model
+        self.vocab = model.config.vocab_size
+        self._decoder = model.get_decoder()
+        self._head = model.get_output_embeddings()
+        self.num_layers = len(self.layers())
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The caller's decoder prompt with the source it came with."""
+        name = type(self.model).__name__
+        if spec.view is not None or isinstance(spec.prompt, Tensor):
+            raise IncompatibleError.between(
+                f"branch {spec.name!r}",
+                name,
+                "an encoder-decoder has no views and takes no foreign prompts",
+                "use prompt='same' or prompt='last_token'",
+            )
+        ids, mask = ctx.prompt_ids, ctx.prompt_mask
+        if spec.prompt == "last_token":
+            ids, mask = ids[:, -1:], mask[:, -1:]
+        source = ctx.model_inputs["encoder_outputs"][0]
+        width = self.model.config.d_model
+        if source.shape[0] != len(ids) or source.shape[-1] != width:
+            raise IncompatibleError(
+                f"encoder states of shape {tuple(source.shape)} for {len(ids)} decoder rows; "
+                f"{name} expects one each, of width {width}: an assistant that reads the target's "
+                "encoder must have its width"
+            )
+        read = ctx.model_inputs.get("attention_mask")
+        read = torch.ones(source.shape[:2], device=source.device) if read is None else read
+        return Prompt(ids=ids, mask=mask, inputs={"source": source, "source_mask": read.bool()})
+
+    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Rows of all prompts, branch by branch."""
+        return Prompt(
+            ids=torch.cat([p.ids for p in prompts]),
+            mask=torch.cat([p.mask for p in prompts]),
+            inputs={
+                name: torch.cat([p.inputs[name] for p in prompts]) for name in prompts[0].inputs
+            },
+        )
+
+    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
+        """Ragged self-attention beside a cross-attention cache that is filled once."""
+        return SourcePast(cache, prompt)
+
+    def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """The prompt like any block: the source lies in ``past``."""
+        return self.forward(prompt.ids, mask, positions, past)
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """States after the decoder's final norm."""
+        return self._decoder(
+            input_ids=tokens,
+            attention_mask=mask,
+            encoder_hidden_states=past.source,
+            encoder_attention_mask=past.source_mask,
+            past_key_values=past.caches,
+            use_cache=True,
+        ).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        return self.unembed(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The output matrix."""
+        return self._head(hidden)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The decoder's layers."""
+        return self._decoder.layers
+
+
+class SourcePast:
+    """Ragged self-attention, and the source that every step attends to.
+
+    Attributes:
+        cache: The engine's.
+        caches: What the decoder takes; it still wants the encoder's states beside a filled cache.
+        source: The encoder's states, ``(R, S, H)``.
+        source_mask: Additive, ``(R, 1, 1, S)``.
+        pads: Padding slots at the left of the decoder's prompt, ``(R,)``.
+    """
+
+    def __init__(self, cache: RaggedCache, prompt: Prompt) -> None:
+        self.cache = cache
+        self.caches = EncoderDecoderCache(cache, DynamicCache())
+        self.source = prompt.inputs["source"]
+        read = prompt.inputs["source_mask"][:, None, None]
+        mask = torch.zeros(read.shape, dtype=self.source.dtype, device=read.device)
+        self.source_mask = mask.masked_fill_(~read, torch.finfo(mask.dtype).min)
+        self.pads = (~prompt.mask).sum(1)
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``, in that order."""
+        self.caches.reorder_cache(rows)
+        self.source, self.source_mask = self.source[rows], self.source_mask[rows]
+        self.pads = self.pads[rows]

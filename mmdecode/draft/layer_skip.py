@@ -1,0 +1,156 @@
+"""Layer skipping: the model drafts for itself with some of its own layers.
+
+A shallow view of the model shares every weight and runs a subset of its layers; it drafts a chain
+like an assistant, with a small cache of its own. The first layers alone are an early exit through
+the model's own last norm and head. No parameters; how well it drafts depends on the model, since
+ordinary models were not trained to be cut short.
+
+Sources: Zhang et al. 2023 (Draft & Verify), arXiv:2309.08168; Elhoushi et al. 2024 (LayerSkip),
+arXiv:2404.16710, section 4.3. Differs from both: the layers to skip are given, not searched for,
+and the keys and values of the draft are not reused by verification.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import IncompatibleError, OptionError
+
+
+class LayerSkip:
+    """Drafts ``length`` tokens with a subset of the target's layers.
+
+    Args:
+        exit_layer: Run the first so many layers; the number of the model's layers is the whole
+            model. Give this or ``skip``.
+        skip: Indices of layers to leave out, from 0; ``()`` is the whole model.
+        length: Tokens per round; 0 is neutral.
+
+    Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
+    Lossless under every exact rule.
+
+    Raises:
+        OptionError: At the call: the model has no such layers.
+        IncompatibleError: At the call: the model's adapter offers no view of some of its layers.
+    """
+
+    kinds: tuple[Kind, ...] = Assistant.kinds
+    needs = Needs()
+    static = True
+
+    def __init__(
+        self, exit_layer: int | None = None, skip: Sequence[int] | None = None, length: int = 4
+    ) -> None:
+        if (exit_layer is None) == (skip is None):
+            raise OptionError(
+                f"exit_layer={exit_layer}, skip={skip}; expected one of the two: the number of "
+                "first layers to run, or the indices of layers to leave out"
+            )
+        if length < 0:
+            raise OptionError(f"length must be >= 0, got {length}")
+        self.exit_layer, self.skip, self.length = exit_layer, skip, length
+        self._inner: Assistant | None = None
+
+    @classmethod
+    def from_options(
+        cls, exit_layer: int | None = None, skip: int | str | None = None, length: int = 4
+    ) -> LayerSkip:
+        """From a string; layers to skip are joined by a slash: ``skip=3/5/7``."""
+        try:
+            layers = None if skip is None else [int(part) for part in str(skip).split("/")]
+        except ValueError as error:
+            raise OptionError(f"skip={skip!r} lists no layers; write skip=3/5/7") from error
+        return cls(exit_layer, layers, length)
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Makes the view, and lets it read the prompt."""
+        adapter = ctx.adapter
+        count = len(adapter.layers())
+        if self.exit_layer is not None:
+            keep = list(range(self.exit_layer))
+        else:
+            assert self.skip is not None
+            keep = [layer for layer in range(count) if layer not in self.skip]
+            if len(adapter.windows) > 1 and len(keep) < count:
+                raise IncompatibleError.between(
+                    "draft LayerSkip with skip",
+                    type(adapter).__name__,
+                    "its layers differ in what they see, by their place in the model",
+                    "use exit_layer, which keeps every layer in its place",
+                )
+        asked = keep if self.exit_layer is not None else [*(self.skip or ())]
+        if not keep or any(not 0 <= layer < count for layer in asked):
+            raise OptionError(
+                f"exit_layer={self.exit_layer}, skip={self.skip}; the model has {count} layers: "
+                f"exit_layer may be 1..{count}, skip may hold 0..{count - 1} but not all of them"
+            )
+        self._inner = Assistant(shallow(adapter, keep), self.length)
+        self._inner.begin(ctx, prefill, kind)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """A chain per row."""
+        assert self._inner is not None, "begin was not called"
+        return self._inner.propose(ctx, budget)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Moves the view's write position."""
+        assert self._inner is not None
+        self._inner.observe(ctx, proposal, scores, outcome)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        if self._inner is not None:
+            self._inner.reorder(rows)
+
+    def reset(self) -> None:
+        """Forgets the call, and the view with it."""
+        self._inner = None
+
+
+def shallow(adapter: Any, keep: Sequence[int]) -> Any:
+    """The adapter's model with the layers ``keep`` alone; it shares every weight with the model.
+
+    Only the modules between the model and its list of layers are copied. Layers know their own
+    place in a cache, so a cache of the full depth serves the view, and skipped layers stay empty
+    in it. A copied module runs the ``forward`` of its class: one that was put on the original as an
+    attribute (accelerate does so) is bound to the original, and would run all its layers.
+
+    Raises:
+        IncompatibleError: The layers are in no ``ModuleList`` of the model.
+    """
+    layers = list(adapter.layers())
+    lists = [
+        name
+        for name, module in adapter.model.named_modules()
+        if isinstance(module, nn.ModuleList) and list(module) == layers
+    ]
+    if not lists:
+        raise IncompatibleError.between(
+            "draft LayerSkip",
+            type(adapter).__name__,
+            f"the {len(layers)} layers of {type(adapter.model).__name__} are in no module list",
+            "use an assistant model, or a draft without one",
+        )
+    view = copied = _copy(adapter.model)
+    *above, last = lists[0].split(".")
+    for part in above:
+        copied._modules[part] = _copy(copied._modules[part])
+        copied = copied._modules[part]
+    copied._modules[last] = nn.ModuleList(layers[index] for index in keep)
+    return view
+
+
+def _copy(module: Any) -> Any:
+    module = copy.copy(module)
+    module._modules = dict(module._modules)
+    for name in ("_old_forward", "_hf_hook"):
+        module.__dict__.pop(name, None)
+    module.forward = type(module).forward.__get__(module)
+    return module

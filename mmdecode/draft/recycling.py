@@ -1,0 +1,143 @@
+"""Token recycling: propose what the model itself held likely after the same token before.
+
+Every scored node says which tokens are likeliest after it, most of which are thrown away. They are
+kept here, by token, and the next draft reads its tree off this table: the children of a node are
+the kept candidates of its token. No parameters, no training, no model pass.
+
+Source: Luo et al. 2024 (Token Recycling), arXiv:2408.08696, sections 3.1 and 3.2. Differs from the
+reference: unknown candidates are -1 and draft nothing, where a table of zeros drafts token 0 many
+times; of nodes with one token the deepest decides, so that drafts do not depend on the order of
+writes; each row has its own table, unless it is kept from call to call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mmdecode.draft.trees import Path, plan
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.errors import OptionError
+
+
+@lru_cache
+def default_paths(nodes: int = 40, ranks: int = 8) -> tuple[Path, ...]:
+    """The tree that is best if rank r is right in 0.5 * 0.4^r of cases, at all of five levels."""
+    rates = [[0.5 * 0.4**rank for rank in range(ranks)]] * 5
+    return tuple(plan(rates, nodes))
+
+
+class Recycling:
+    """Drafts a tree of the model's own earlier candidates.
+
+    Args:
+        nodes: Nodes of the default tree; 0 is neutral. Not used beside ``paths``.
+        ranks: Candidates kept per token: k.
+        paths: Rank paths of another tree, see `mmdecode.draft.trees`.
+        keep: Keep one table from call to call, shared by all rows; it is warm from the first token
+            on. Greedy and coupled tokens do not depend on it; under membership the sample, not its
+            law, then depends on what was decoded before and beside it.
+
+    Proposes deterministic trees from the main branch's scores, ``(V, k)`` int32 per row. Lossless
+    under every exact rule, whatever the table holds.
+    """
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    needs = Needs()
+    static = True
+
+    def __init__(
+        self,
+        nodes: int = 40,
+        ranks: int = 8,
+        paths: list[Path] | None = None,
+        keep: bool = False,
+    ) -> None:
+        if nodes < 0 or ranks < 1:
+            raise OptionError(f"nodes={nodes}, ranks={ranks}; expected nodes >= 0 and ranks >= 1")
+        self.tree, order = Tree.from_paths(
+            list(paths if paths is not None else default_paths(nodes, ranks))
+        )
+        self.ranks, self.keep = ranks, keep
+        self._ranks = [path[-1] for path in order]
+        if any(path[-1] >= ranks for path in order):
+            raise OptionError(
+                f"a path names rank {max(path[-1] for path in order)}; with ranks={ranks} the "
+                f"highest is {ranks - 1}"
+            )
+        self._table: Tensor | None = None
+        self._root: Tensor | None = None
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """An empty table per row, or the one that was kept."""
+        vocab = prefill.logits.shape[-1]
+        self._root = ctx.prompt_ids[:, -1:].clone()
+        if self.keep and self._table is not None and self._table.shape[1] == vocab + 1:
+            self._table = self._table.to(ctx.device)
+            return
+        # entry V is scratch: what must not be written goes there
+        shape = (1 if self.keep else ctx.batch, vocab + 1, min(self.ranks, vocab))
+        self._table = torch.full(shape, -1, dtype=torch.int32, device=ctx.device)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The tree below the last token, as far as its candidates are known."""
+        assert self._table is not None and self._root is not None, "begin was not called"
+        self._root.copy_(ctx.last(1))
+        if budget <= 0 or not len(self.tree):
+            return Proposal.empty(ctx.batch, ctx.device)
+        table, ranks = self._table, self._table.shape[2]
+        row = torch.arange(ctx.batch, device=ctx.device) % len(table)
+        level, levels = self._root, []
+        for index in _levels(self.tree, tuple(self._ranks), ranks, ctx.device):
+            known = table[row[:, None], level].long()  # (B, n, k); -1 reads the scratch entry
+            known = known.masked_fill(level[..., None] < 0, -1).flatten(1)
+            known = torch.nn.functional.pad(known, (0, 1), value=-1)  # for ranks beyond V
+            level = known[:, index]
+            levels.append(level)
+        return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Writes the best candidates of every scored node behind its token."""
+        assert self._table is not None and self._root is not None
+        vocab = self._table.shape[1] - 1
+        best = scores.logits.topk(self._table.shape[2], dim=-1).indices.int()
+        tokens = torch.cat([self._root, proposal.tokens], 1)
+        if len(self._table) == 1:
+            tokens, best = tokens.reshape(1, -1), best.reshape(1, -1, best.shape[-1])
+        used = torch.where(tokens < 0, vocab, tokens)
+        order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        last = order.new_zeros(len(tokens), vocab + 1).scatter_reduce(1, used, order, "amax")
+        written = torch.where(last.gather(1, used) == order, used, vocab)
+        self._table.scatter_(1, written[..., None].expand_as(best), best)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        if self._root is not None:
+            self._root = self._root[rows]
+        if self._table is not None and not self.keep:
+            self._table = self._table[rows]
+
+    def reset(self) -> None:
+        """Forgets the call, and the table unless it is kept."""
+        self._root = None
+        if not self.keep:
+            self._table = None
+
+
+@lru_cache(maxsize=64)
+def _levels(tree: Tree, ranks: tuple[int, ...], width: int, device: torch.device) -> list[Tensor]:
+    """By depth: where each node's token stands among the candidates of the level above."""
+    result, first = [], -1
+    for depth in range(1, tree.depth + 1):
+        nodes = [u for u, d in enumerate(tree.depths) if d == depth]
+        above = nodes[0] - first  # nodes of the level above; the root is the first level
+        index = [
+            (tree.parents[u] - first) * width + ranks[u] if ranks[u] < width else above * width
+            for u in nodes
+        ]
+        result.append(torch.tensor(index, device=device))
+        first = nodes[0]
+    return result

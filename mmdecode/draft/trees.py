@@ -1,0 +1,150 @@
+"""Which tree to draft, from what was measured: rank paths for a budget of nodes.
+
+A rank path ``(0, 2)`` is the third choice below the first choice. The value of a tree is the number
+of tokens a pass commits on average: one for the law itself, and for every node the probability that
+its whole path is accepted.
+
+Sources: Chen et al. 2024 (Sequoia), arXiv:2402.12374, section 3.1, with rates that may differ by
+depth; Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.3, with joint counts in place of
+products of accuracies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import OptionError
+
+Path = tuple[int, ...]
+
+
+def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
+    """The best tree of at most ``nodes`` nodes in which a sibling follows all better ones.
+
+    Args:
+        rates: ``rates[d][r]``: how often the child of rank r is accepted, given that its parent (of
+            depth d; the root has depth 0) was. The ranks of one depth add up to 1 at most.
+        nodes: Budget; nodes that could never be accepted are left out.
+
+    Returns:
+        Rank paths, the most often accepted first; every beginning of the list is a tree.
+    """
+    if any(sum(row) > 1 + 1e-6 or min(row, default=0) < 0 for row in rates):
+        raise OptionError(
+            f"rates {[list(row) for row in rates]} are no probabilities: the ranks of one depth "
+            "exclude each other, so they add up to 1 at most"
+        )
+
+    @cache
+    def best(budget: int, depth: int, rank: int) -> tuple[float, int]:
+        """Value of the children from ``rank`` on, and how many nodes the first of them takes."""
+        if budget == 0 or depth == len(rates) or rank == len(rates[depth]):
+            return 0.0, 0
+        found = (0.0, 0)
+        for size in range(1, budget + 1):
+            below, beside = best(size - 1, depth + 1, 0)[0], best(budget - size, depth, rank + 1)[0]
+            value = rates[depth][rank] * (1 + below) + beside
+            if value > found[0] + 1e-12:
+                found = (value, size)
+        return found
+
+    paths: list[Path] = []
+
+    def collect(path: Path, budget: int) -> None:
+        rank = 0
+        while size := best(budget, len(path), rank)[1]:
+            paths.append((*path, rank))
+            collect((*path, rank), size - 1)
+            budget, rank = budget - size, rank + 1
+
+    collect((), nodes)
+    return sorted(paths, key=lambda path: (-_product(rates, path), len(path), path))
+
+
+def value(rates: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
+    """Tokens that a pass over the tree ``paths`` commits on average, see `plan`."""
+    return 1 + sum(_product(rates, path) for path in paths)
+
+
+def fastest(
+    rates: Sequence[Sequence[float]],
+    pass_times: Mapping[int, float],
+    level_time: float = 0.0,
+) -> list[Path]:
+    """The tree with the most tokens per second; no node at all where drafting loses.
+
+    Args:
+        rates: See `plan`.
+        pass_times: Measured time of a scoring pass by its number of nodes; 0 is the plain step.
+        level_time: Measured time of drafting one level.
+
+    Raises:
+        OptionError: The time of a pass without nodes is missing.
+    """
+    if 0 not in pass_times:
+        raise OptionError("pass_times has no entry for 0 nodes; measure the plain step too")
+    best: tuple[float, list[Path]] = (0.0, [])
+    for depth in range(len(rates) + 1):
+        for nodes, seconds in sorted(pass_times.items()):
+            if (nodes == 0) != (depth == 0):
+                continue
+            paths = plan(rates[:depth], nodes)
+            speed = value(rates, paths) / (seconds + depth * level_time)
+            if speed > best[0]:
+                best = (speed, paths)
+    return best[1]
+
+
+def acceptance(hits: Tensor) -> list[list[float]]:
+    """Rates for `plan` from hits by level, ``(levels, positions, ranks)`` bool.
+
+    Level k counts positions at which some rank of every level before it was right.
+    """
+    alive = torch.ones(hits.shape[1], dtype=torch.bool, device=hits.device)
+    rates = []
+    for level in hits:
+        rates.append(((level & alive[:, None]).sum(0) / alive.sum().clamp_min(1)).tolist())
+        alive = alive & level.any(-1)
+    return rates
+
+
+def choose_tree(hits: Tensor, nodes: int) -> list[Path]:
+    """The ``nodes`` rank paths that were right most often, best first, closed under prefixes.
+
+    A path's frequency never exceeds its prefix's, so taking the most frequent ones in order is
+    optimal for the sample. Counts joint hits, where the Medusa paper multiplies accuracies.
+
+    Args:
+        hits: Whether rank r of level k was right at each position, ``(levels, positions, ranks)``.
+        nodes: Size of the tree.
+    """
+    chosen: list[Path] = []
+    frontier: dict[Path, Tensor] = {(rank,): hits[0, :, rank] for rank in range(hits.shape[2])}
+    while frontier and len(chosen) < nodes:
+        path = max(frontier, key=lambda p: (int(frontier[p].sum()), -len(p), [-r for r in p]))
+        right = frontier.pop(path)
+        chosen.append(path)
+        if len(path) < len(hits):
+            for rank in range(hits.shape[2]):
+                frontier[(*path, rank)] = right & hits[len(path), :, rank]
+    return chosen
+
+
+def expected_length(hits: Tensor, paths: Sequence[Path]) -> float:
+    """Mean tokens per pass of a tree on a sample of hits, the token after the path included."""
+    longest = torch.zeros(hits.shape[1])
+    for path in paths:
+        whole = torch.stack([hits[level, :, rank] for level, rank in enumerate(path)]).all(0)
+        longest = torch.maximum(longest, whole * len(path))
+    return 1 + float(longest.mean())
+
+
+def _product(rates: Sequence[Sequence[float]], path: Path) -> float:
+    result = 1.0
+    for depth, rank in enumerate(path):
+        result *= rates[depth][rank]
+    return result

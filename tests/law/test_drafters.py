@@ -1,0 +1,357 @@
+"""Drafters that need no training: what each proposes, beside its output that never changes."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmdecode.draft.adaptive import Adaptive
+from mmdecode.draft.layer_skip import LayerSkip, shallow
+from mmdecode.draft.lookup import PromptLookup, suffix_matches
+from mmdecode.draft.recycling import Recycling
+from mmdecode.draft.source import Source
+from mmdecode.engine.contracts import Scores
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.testing import check_draft, drafts
+from mmdecode.testing.checks import (
+    PROMPTS,
+    SEED,
+    _context,
+    assert_lossless,
+    bigram,
+    law_of,
+    run_rows,
+)
+from mmdecode.testing.table import Table, TableAdapter, left_pad
+
+MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+SOURCE = [0, 1, 2, 3, 1, 1, 0, 2, 4, 4, 1, 2]
+DRAFTS = {
+    "recycling": Recycling,
+    "recycling_kept": lambda: Recycling(keep=True),
+    "source": lambda: Source(ids=[SOURCE]),
+    "layer_skip": lambda: LayerSkip(exit_layer=1),
+    "adaptive": lambda: Adaptive(Recycling(), (1,)),
+}
+modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_they_pass_the_public_check(name):
+    check_draft(DRAFTS[name])
+
+
+# Token recycling
+
+
+def recycled(draft, tokens, tree, logits, root):
+    """The draft after one round in which ``tokens`` were scored below ``root``."""
+    ctx = _context(*left_pad([[0]] * len(tokens)), None)
+    vocab = logits.shape[-1]
+    draft.begin(ctx, Scores(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
+    ctx.ids[:, 1], ctx.length = torch.tensor(root), torch.ones(len(tokens), dtype=torch.long)
+    draft.propose(ctx, 9)
+    proposal = Proposal(tokens=torch.tensor(tokens), kind="deterministic", tree=tree)
+    draft.observe(ctx, proposal, Scores(logits=logits), None)
+    return ctx
+
+
+def test_the_table_holds_the_best_of_each_scored_node_and_the_deepest_of_equals():
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    draft = Recycling(ranks=3)
+    tree = Tree((-1, -1, 0, 1))
+    recycled(draft, [[3, 5, 3, -1], [1, 2, 6, 1]], tree, logits, [4, 1])
+    best = logits.topk(3, dim=-1).indices.tolist()
+    rows = draft._table[:, :7].tolist()
+    none = [-1] * 3
+    wanted = {3: best[0][3], 4: best[0][0], 5: best[0][2]}  # 3 was scored twice, -1 not at all
+    assert rows[0] == [wanted.get(token, none) for token in range(7)]
+    wanted = {1: best[1][4], 2: best[1][2], 6: best[1][3]}
+    assert rows[1] == [wanted.get(token, none) for token in range(7)]
+
+
+def test_a_kept_table_is_one_for_all_rows():
+    logits = torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(0))
+    draft = Recycling(ranks=2, keep=True)
+    recycled(draft, [[3], [3]], Tree((-1,)), logits, [1, 2])
+    best = logits.topk(2, dim=-1).indices.tolist()
+    wanted = {1: best[0][0], 2: best[1][0], 3: best[1][1]}  # of equals the last row decides
+    assert draft._table[:, :7].tolist() == [[wanted.get(t, [-1, -1]) for t in range(7)]]
+
+
+def test_a_tree_is_read_off_the_table():
+    paths = [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (3,)]
+    draft = Recycling(ranks=4, paths=paths)
+    logits = torch.full((1, 3, 3), -9.0)  # three tokens: rank 3 never exists
+    for row, order in enumerate([[1, 2, 0], [2, 0, 1], [0, 1, 2]]):  # after 0, 1 and 2
+        logits[0, row, order] = torch.tensor([3.0, 2.0, 1.0])
+    ctx = recycled(draft, [[1, 2]], Tree((-1, -1)), logits, [0])
+    proposal = draft.propose(ctx, 9)
+    after = {0: [1, 2, 0, -1], 1: [2, 0, 1, -1], 2: [0, 1, 2, -1]}
+    tree, order = Tree.from_paths(paths)
+    assert proposal.tree == tree
+    for node, path in enumerate(order):
+        token = 0
+        for rank in path:
+            token = after[token][rank]
+        assert int(proposal.tokens[0, node]) == token
+
+
+@modes
+def test_a_kept_table_changes_no_token_of_a_later_call(do_sample):
+    draft = Recycling(keep=True)
+    decoder = Decoder(draft, seed=SEED)
+    first = assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    cold = decoder.stats.accepted
+    other = Table(5, seed=77)
+    assert_lossless(decoder, other, law_of(other), do_sample=do_sample)
+    decoder.stats.reset()
+    assert first == assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    assert decoder.stats.accepted != cold
+
+
+def test_a_table_that_is_not_kept_is_forgotten():
+    decoder, accepted = Decoder(Recycling()), []
+    for model in (MODEL, Table(5, seed=77), MODEL):
+        run_rows(decoder, model, PROMPTS)
+        accepted.append(decoder.stats.accepted)
+        decoder.stats.reset()
+    assert accepted[0] == accepted[2] > 0
+
+
+def test_what_repeats_by_the_last_token_is_recycled_whole():
+    model = Table(5, sharpness=0.0, bias={2: 1.0})  # always 2
+    decoder = Decoder(Recycling(paths=[(0,), (0, 0), (0, 0, 0)]))
+    [row] = run_rows(decoder, model, [[1]], max_new_tokens=20)
+    assert row == [2] * 20
+    assert decoder.stats.passes == 1 + 5  # a round to see what follows 2, then 4 tokens a pass
+
+
+# Lookup in a text
+
+
+def test_suffix_matches_counts_equal_tokens_before_a_column():
+    ids = torch.tensor([[1, 2, 3, 1, 2, 4, 2]])
+    real = torch.ones_like(ids).bool()
+    found = suffix_matches(ids, real, torch.tensor([[3, 1, 2]]))
+    assert found.tolist() == [[0, 0, 2, 0, 0, 3, 0]]
+    real[0, 0] = False
+    assert suffix_matches(ids, real, torch.tensor([[3, 1, 2]])).tolist() == [[0, 0, 1, 0, 0, 3, 0]]
+
+
+LONG = run_rows(Decoder(), Table(40, seed=5), PROMPTS, max_new_tokens=60)
+
+
+def source_rounds(texts, **options):
+    model = Table(40, seed=5)
+    decoder = Decoder(Source(**options))
+    ids = {"mm_inputs": {"source_ids": texts}}
+    assert run_rows(decoder, model, PROMPTS, max_new_tokens=60, **ids) == LONG
+    return decoder.stats.rounds / len(PROMPTS)
+
+
+EDITS = {
+    # what the output is made from, and the most rounds of a row; 59 tokens in blocks of 17 are 4
+    "same": (lambda row: row, 4),
+    "replaced": (lambda row: [*row[:20], (row[20] + 1) % 40, *row[21:]], 6),
+    "missing": (lambda row: [*row[:20], *row[22:]], 8),
+    "superfluous": (lambda row: [*row[:20], 7, 7, *row[20:]], 8),
+    "later": (lambda row: [39, 38, 37, *row], 5),
+    "none": (lambda row: [], 59),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_source_is_found_again_behind_an_edit(edit):
+    change, most = EDITS[edit]
+    assert source_rounds([change(row) for row in LONG], length=16) <= most
+
+
+def test_a_row_reads_its_own_source():
+    assert source_rounds(LONG) < source_rounds(LONG[::-1]) / 3
+    texts = [torch.tensor(row) for row in LONG]
+    assert source_rounds(texts) == source_rounds(LONG)
+
+
+def test_of_equal_matches_the_nearest_is_taken():
+    model = Table(3, seed=5)  # every token occurs everywhere
+    right = run_rows(Decoder(), model, [[1], [2]], max_new_tokens=61)
+    decoder = Decoder(Source(length=4, ngram=1, ids=right))
+    assert run_rows(decoder, model, [[1], [2]], max_new_tokens=61) == right
+    assert decoder.stats.rounds == 2 * 60 // 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [(None, "mm_inputs"), ([[1], [2], [3]], "3 source texts for 4 rows"), ([[1, 40]], "id 40")],
+)
+def test_a_source_that_does_not_fit_is_refused(texts, says):
+    with pytest.raises(InputError, match=says):
+        source_rounds(texts) if texts else run_rows(Decoder(Source()), MODEL, PROMPTS)
+
+
+# Layers of the model's own
+
+
+@modes
+@pytest.mark.parametrize("options", [{"exit_layer": 2}, {"skip": ()}], ids=["exit", "skip"])
+def test_the_whole_model_accepts_all_that_it_drafts(options, do_sample):
+    decoder = Decoder(LayerSkip(**options, length=3), seed=SEED)
+    assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    assert decoder.stats.accepted == decoder.stats.drafted > 0
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return [*x, self.index]
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Layer() for _ in range(4))
+        for index, layer in enumerate(self.parts):
+            layer.index = index
+
+    def forward(self):
+        x = []
+        for layer in self.parts:
+            x = layer(x)
+        return x
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Stack()
+
+    def forward(self):
+        return self.body()
+
+
+class StackAdapter:
+    def __init__(self, model, layers):
+        self.model, self._layers = model, layers
+
+    def layers(self):
+        return self._layers
+
+
+def test_a_view_runs_its_layers_and_leaves_the_model_alone():
+    model = Whole()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    view = shallow(StackAdapter(model, model.body.parts), [0, 2])
+    assert view() == [0, 2] and model() == [0, 1, 2, 3]
+    assert view.body.parts[1] is model.body.parts[2]
+    assert before == {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def test_a_view_of_a_wrapped_module_does_not_run_the_whole_of_it():
+    model = Whole()
+    for module in (model, model.body):  # as accelerate wraps: an attribute, bound to the original
+        module._old_forward, module._hf_hook = module.forward, object()
+        module.forward = lambda module=module: type(module).forward(module)
+    assert shallow(StackAdapter(model, model.body.parts), [1])() == [1]
+    assert model() == [0, 1, 2, 3]
+
+
+def test_layers_that_are_in_no_list_are_refused():
+    model = Whole()
+    with pytest.raises(IncompatibleError, match=r"LayerSkip.*StackAdapter"):
+        shallow(StackAdapter(model, list(model.body.parts)[:3]), [0])
+
+
+def test_layers_that_do_not_exist_are_refused():
+    for options in ({"exit_layer": 3}, {"exit_layer": 0}, {"skip": [2]}, {"skip": [0, 1]}):
+        with pytest.raises(OptionError, match="2 layers"):
+            run_rows(Decoder(LayerSkip(**options)), MODEL, PROMPTS)
+    for options in ({}, {"exit_layer": 1, "skip": [0]}, {"exit_layer": 1, "length": -1}):
+        with pytest.raises(OptionError):
+            LayerSkip(**options)
+    assert LayerSkip.from_options(skip="3/5").skip == [3, 5]
+
+
+def test_skipping_is_refused_where_layers_differ_by_place():
+    ctx = _context(*left_pad(PROMPTS), None)
+    ctx.adapter = TableAdapter(MODEL)
+    ctx.adapter.windows = {"full_attention": None, "sliding_attention": 4}
+    with pytest.raises(IncompatibleError, match=r"LayerSkip with skip.*TableAdapter"):
+        LayerSkip(skip=[0]).begin(ctx, Scores(logits=torch.zeros(4, 1, 5)), "deterministic")
+
+
+# Draft-length control
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+
+class Costly(drafts.Known):
+    """A right draft that takes its time."""
+
+    def __init__(self, rows, clock, cost):
+        super().__init__(rows, length=5)
+        self.clock, self.cost, self.begun = clock, cost, 0
+
+    def begin(self, ctx, prefill, kind):
+        super().begin(ctx, prefill, kind)
+        self.begun += 1
+
+    def propose(self, ctx, budget):
+        self.clock.now += self.cost * min(budget, self.length)
+        return super().propose(ctx, budget)
+
+    def observe(self, ctx, proposal, scores, outcome):
+        self.clock.now += 1.0  # a pass
+
+
+@pytest.mark.parametrize(("cost", "levels"), [(0.1, None), (3.0, 0)])
+def test_the_depth_that_measures_fastest_is_used(cost, levels, monkeypatch):
+    right = run_rows(Decoder(), MODEL, PROMPTS, max_new_tokens=31)
+    clock = Clock(monkeypatch)
+    draft = Costly(right, clock, cost)
+
+    class Passing(Adaptive):
+        def observe(self, ctx, proposal, scores, outcome):
+            if self._off:
+                clock.now += 1.0
+            super().observe(ctx, proposal, scores, outcome)
+
+    decoder = Decoder(Passing(draft, (None, 2, 0), every=10))
+    used = []
+    for _ in range(9):
+        assert run_rows(decoder, MODEL, PROMPTS, max_new_tokens=31) == right
+        last = max(decoder.draft.measured, key=lambda depth: depth.asked)
+        used.append(last.levels)
+    assert used[:3] == [None, 2, 0] and used[3:] == [levels] * 6
+    assert draft.begun == (8 if levels is None else 2)  # where it is off, it is not even begun
+    speeds = {depth.levels: depth.speed for depth in decoder.draft.measured}
+    assert speeds[0] == pytest.approx(1.0)  # a token a pass
+    assert speeds[None] == pytest.approx(6 / (1 + 5 * cost))
+    stalest = min(decoder.draft.measured, key=lambda depth: depth.asked)
+    run_rows(decoder, MODEL, PROMPTS, max_new_tokens=31)  # the tenth call looks around
+    assert max(decoder.draft.measured, key=lambda depth: depth.asked) is stalest
+    assert stalest.asked == 10
+
+
+def test_a_depth_cuts_chains_and_trees():
+    for draft in (drafts.Random(), drafts.FullTree(2), drafts.RandomTrees(7), PromptLookup()):
+        for levels in (1, 2):
+            adaptive = Adaptive(draft, (levels,))
+            decoder = Decoder(adaptive, seed=SEED)
+            assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=True)
+            assert len(decoder.stats.histogram) <= levels + 1
+            assert decoder.stats.accepted > 0
+
+
+def test_a_sampled_draft_keeps_its_length_unless_asked():
+    for sampled, levels in ((False, 3), (True, 1)):
+        draft = drafts.Bigram(bigram(5), 3, ("iid",))
+        decoder = Decoder(Adaptive(draft, (1,), sampled=sampled), accept="rejection", seed=1)
+        run_rows(decoder, MODEL, PROMPTS, do_sample=True, max_new_tokens=40)
+        assert len(decoder.stats.histogram) == levels + 1

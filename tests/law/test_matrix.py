@@ -1,0 +1,196 @@
+"""Every registered draft, rule and guide together: lawful, or refused with both sides named."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from mmdecode import registry
+from mmdecode.accept.exact import GreedyMatch, Membership
+from mmdecode.accept.rejection import Rejection
+from mmdecode.draft.adaptive import Adaptive
+from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
+from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.draft.recycling import Recycling
+from mmdecode.draft.source import Source
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.linear import Linear
+from mmdecode.testing import drafts
+from mmdecode.testing.checks import LEVEL, PROMPTS, SEED, bigram, p_value, run_rows
+from mmdecode.testing.table import Table, decode
+
+V = 4
+MODEL = Table(V, seed=11, sharpness=1.5)
+OTHER = Table(V, seed=2, sharpness=1.0)
+CELLS = V**3
+
+
+def medusa():
+    heads = MedusaHeads(2, 1, 1, vocab=V)
+    torch.nn.init.normal_(heads.out, generator=torch.Generator().manual_seed(0))
+    return Medusa(heads, paths=[(0,), (1,), (0, 0), (1, 2)])
+
+
+EXAMPLES = {
+    # a part that cannot be made without options, or says nothing on a table model without them
+    "draft": {
+        "assistant": lambda: Assistant(OTHER, length=2),
+        "medusa": medusa,
+        "recycling": lambda: Recycling(nodes=6),
+        "source": lambda: Source(length=3, ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]]),
+        "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
+        "adaptive": lambda: Adaptive(Assistant(OTHER, length=3), (2,), sampled=True),
+    },
+    "accept": {  # rules whose law is another one: at their neutral setting it is the model's
+        "typical": lambda: registry.create("accept", "typical:epsilon=1,delta=1e9"),
+        "judge": lambda: registry.create("accept", "judge:share=1"),
+        "ensemble": lambda: registry.create("accept", "ensemble:weight=1"),
+    },
+    "guide": {
+        "contrast": lambda: Linear.contrast(
+            BranchSpec(name="far", view="salt", view_options={"by": 77}), 1.0, 0.2
+        ),
+    },
+}
+
+
+def make(kind, name):
+    """A part by its name; ``None`` for no guide."""
+    if name is None:
+        return None
+    example = EXAMPLES[kind].get(name)
+    try:
+        return example() if example else registry.create(kind, name)
+    except OptionError as error:
+        raise AssertionError(f"{kind} {name!r} needs an example in this test: {error}") from error
+
+
+@functools.cache
+def undrafted(guide, do_sample):
+    return run_rows(
+        Decoder(None, make("guide", guide), seed=SEED), MODEL, PROMPTS, **mode(do_sample)
+    )
+
+
+@functools.cache
+def undrafted_law(guide):
+    """Frequencies of three tokens in the undrafted loop, none of them zero."""
+    return (cells(Decoder(None, make("guide", guide)), 20_000, seed=1) + 0.5) / (
+        20_000 + 0.5 * CELLS
+    )
+
+
+def cells(decoder, rows, seed):
+    decoder.seed = seed
+    ids = torch.tensor([[1, 0, 2]]).repeat(rows, 1)
+    options = {"do_sample": True, "max_new_tokens": 3, "request": range(rows)}
+    new = decode(MODEL, ids, decoder, **options)[:, 3:]
+    return torch.bincount((new * V ** torch.arange(3).flip(0)).sum(1), minlength=CELLS)
+
+
+def mode(do_sample):
+    return {"do_sample": do_sample, "eos": [V - 1]}
+
+
+def refusal(call, *sides):
+    """Asserts that ``call`` is refused and that the message names both sides."""
+    with pytest.raises(IncompatibleError) as caught:
+        call()
+    for side in sides:
+        assert side in str(caught.value), f"the refusal does not name {side}: {caught.value}"
+
+
+def lawful(draft, rule, guide):
+    """Asserts that the three decode with the law of the undrafted loop, or are refused.
+
+    Args:
+        draft: Makes a draft.
+        rule: Makes a rule.
+        guide: Name of a guide, or ``None``.
+    """
+    names = type(draft()).__name__, type(rule()).__name__
+
+    def decoder():
+        return Decoder(draft(), make("guide", guide), rule(), seed=SEED)
+
+    if not set(draft().kinds) & set(rule().kinds):
+        return refusal(decoder, *names)
+    for do_sample in (False, True):
+        asked = "sample" if do_sample else "greedy"
+        run = lambda: run_rows(decoder(), MODEL, PROMPTS, **mode(do_sample))  # noqa: B023, E731
+        if asked not in rule().modes:
+            refusal(run, names[1], f"do_sample={do_sample}")
+        elif not do_sample or not isinstance(rule(), (Membership, Rejection)):
+            assert run() == undrafted(guide, do_sample), "other tokens than the undrafted loop's"
+        else:
+            assert all(0 <= token < V for row in run() for token in row)
+            p = p_value(cells(decoder(), 4_000, seed=2), undrafted_law(guide))
+            assert p > LEVEL, f"another law than the undrafted loop's: p = {p:.2g}"
+    return None
+
+
+@pytest.mark.parametrize("guide", [None, *registry.names("guide")])
+@pytest.mark.parametrize(
+    ("draft", "rule"), list(itertools.product(registry.names("draft"), registry.names("accept")))
+)
+def test_a_triple_is_lawful_or_refused(draft, rule, guide):
+    lawful(lambda: make("draft", draft), lambda: make("accept", rule), guide)
+
+
+# The walk itself must notice what is wrong
+
+
+class TakesAnything(Rejection):
+    kinds = ("deterministic", "iid")
+
+
+class Trusting(GreedyMatch):
+    def __call__(self, proposal, law, noise, ctx):
+        outcome = super().__call__(proposal, law, noise, ctx)
+        if not proposal.size:
+            return outcome
+        kept = (proposal.tokens[:, :1] >= 0) & ctx.open[:, None]
+        path = torch.where(kept, 0, -1)
+        return type(outcome)(
+            path=path, num_accepted=kept[:, 0].long(), next_token=outcome.next_token
+        )
+
+
+class Hot(Rejection):
+    def target(self, p, q):
+        return (1.5 * p.log()).softmax(-1)
+
+
+class Selfish(drafts.Bigram):
+    def propose(self, ctx, budget):
+        if self.kind == "iid":
+            raise IncompatibleError("this does not fit")
+        return super().propose(ctx, budget)
+
+
+def chain(*kinds, cls=drafts.Bigram):
+    return lambda: cls(bigram(V), kinds=kinds)
+
+
+PLANTED = {
+    "a rule that trusts the draft": (chain("deterministic"), Trusting, "other tokens"),
+    "a rule of another temperature": (chain("iid"), Hot, "another law"),
+    "a rule that takes what it cannot judge": (chain("deterministic"), TakesAnything, None),
+    "a draft that refuses what it offers": (chain("iid", cls=Selfish), Rejection, "does not fit"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_walk_finds(name):
+    draft, rule, says = PLANTED[name]
+    with pytest.raises((AssertionError, IncompatibleError), match=says):
+        lawful(draft, rule, None)
+
+
+def test_a_refusal_that_names_one_side_is_found():
+    with pytest.raises(AssertionError, match="does not name Bigram"):
+        refusal(lambda: run_rows(Decoder(chain("iid", cls=Selfish)()), MODEL, PROMPTS), "Bigram")
