@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": "Transcribe shipped speech with a shipped model, plain and drafted.",
     "transcribe": "Transcribe audio files.",
     "train": "Train heads or zoo models.",
+    "audit": "Prove that drafting leaves the output of your model as it is.",
     "bench": "Measure speed against plain decoding.",
     "zoo": "List the tiny models that ship with the package.",
     "methods": "List drafters, acceptance rules, guides and adapters.",

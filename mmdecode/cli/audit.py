@@ -1,0 +1,406 @@
+"""``mmdecode audit``: does drafted output follow the plain law, on this model and device?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json as json_module
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.errors import InputError, MMDecodeError, OptionError
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.audit import AuditReport, Case, Finding
+
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ROWS = 30
+"""Sequences that the table shows at most; those that differ come first."""
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(help="The model: a folder, a Hub id or zoo:NAME.")
+    ] = "zoo:whisper-synth",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Who drafts, as name or name:key=value,...; see 'mmdecode methods draft'."
+        ),
+    ] = None,
+    guide: Annotated[
+        str | None, typer.Option(help="The law the tokens follow; see 'mmdecode methods guide'.")
+    ] = None,
+    accept: Annotated[
+        str, typer.Option(help="The acceptance rule; see 'mmdecode methods accept'.")
+    ] = "auto",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For a Whisper an audio file, or a folder to search; else a text file with one "
+            "prompt per line. Repeat it for more. Default for a Whisper: the shipped clips."
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="Judge these instead of a draft: JSON or JSON lines with generated ids per input, "
+            "as lists in the order of the data, or as objects with 'name' and 'tokens'."
+        ),
+    ] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Audit sampling instead of greedy decoding.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="Of --sample; without top-k and top-p.")
+    ] = 1.0,
+    draws: Annotated[
+        int,
+        typer.Option(min=1, help="Sequences per input, where sampling is judged by statistics."),
+    ] = 8,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens per input; 64 for text models.")
+    ] = None,
+    language: Annotated[
+        str | None, typer.Option(help="Of the audio; else the model's own, else detected.")
+    ] = None,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps/--no-timestamps", help="Let a Whisper predict times.")
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; fp32, bf16, fp16 for short.")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many inputs.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Prove that a draft leaves the output of your model as it is, on your device and dtype.
+
+    In float32 the tokens are compared with plain generate and with our loop without a draft. Where
+    rounding makes tokens differ, as it does in half precision, each token is fed to plain generate:
+    by how much would that have preferred another, and is it more than the measured noise of scoring
+    tokens in blocks? The verdict is 'passes', 'fails' or, where the noise is as large as the
+    model's own preferences, 'inconclusive'. The exit code is 0 only if it passes.
+
+    Long recordings are cut into windows, each an input of its own.
+
+    For example:
+
+      mmdecode audit --model zoo:whisper-synth --draft medusa --dtype bf16
+
+      mmdecode audit --model my-llama --draft lookup --data prompts.txt
+
+      mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
+    """
+    from transformers.utils import logging
+
+    from mmdecode import registry
+    from mmdecode.checkpoints import config_of, local_path
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.evaluation import audit as auditing
+
+    if tokens is not None and (draft or guide or accept != "auto"):
+        raise OptionError(
+            "--tokens are judged as they are; leave --draft, --guide and --accept out"
+        )
+    if not sample and temperature != 1.0:
+        raise OptionError(f"--temperature {temperature} needs --sample")
+    kind = SHORT.get(dtype, dtype)
+    try:
+        family = config_of(local_path(model)).model_type
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model {model!r} cannot be read: {' '.join(str(error).split())[:300]}; give a folder, "
+            "a Hub id that can be reached, or zoo:NAME"
+        ) from error
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    failures: list[dict[str, str]] = []
+    options: dict[str, Any] = {"temperature": temperature, "top_k": 0} if sample else {}
+    if family == "whisper":
+        network, cases = _speech(
+            model, data, language, timestamps, max_new_tokens, device, kind, limit, failures
+        )
+        from transformers import GenerationMixin
+
+        # Whisper's own generate cuts, repeats and strips; what it calls does none of that
+        generate = functools.partial(GenerationMixin.generate, network)
+    else:
+        network, cases = _text(model, data, device, kind, limit)
+        options["max_new_tokens"] = max_new_tokens or 64
+        generate = network.generate
+    if not cases:
+        raise InputError("none of the inputs can be read: " + failures[0]["error"])
+    decoder, foreign = None, None
+    if tokens is not None:
+        foreign = read_tokens(tokens, [case.name for case in cases])
+    else:
+        at_hand = {"target": network, "model_id": model}
+        drafter = registry.create("draft", draft, **at_hand) if draft else None
+        law = registry.create("guide", guide, **at_hand) if guide else None
+        decoder = Decoder(drafter, law, accept, seed)
+    with _progress() as bar:
+        task = bar.add_task("auditing", total=len(foreign or cases))
+        report = auditing.audit(
+            network,
+            cases,
+            decoder,
+            tokens=foreign,
+            sample=sample,
+            draws=draws,
+            plain=auditing.Plain(network, generate, **options),
+            progress=lambda name: bar.advance(task),
+        )
+    if json:
+        given = {"model": model, "draft": draft, "guide": guide, "accept": accept, "seed": seed}
+        emit_json(
+            dataclasses.asdict(report)
+            | {"tokens": report.tokens, "given": given, "failures": failures}
+        )
+    else:
+        out.print(_table(report))
+        colour = {"passes": "green", "fails": "red", "inconclusive": "yellow"}[report.verdict]
+        out.print(report.words, style=colour, markup=False, highlight=False, soft_wrap=True)
+    for failure in failures:
+        console.print(
+            f"failed: {failure['error']}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    if failures or report.verdict != "passes":
+        raise typer.Exit(1)
+
+
+def _speech(
+    model: str,
+    data: list[str] | None,
+    language: str | None,
+    timestamps: bool,
+    max_new_tokens: int | None,
+    device: str | None,
+    dtype: str,
+    limit: int | None,
+    failures: list[dict[str, str]],
+) -> tuple[Any, list[Case]]:
+    """The model, and each window of the recordings as a case; unreadable ones are noted."""
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.transcriber import load
+    from mmdecode.cli.transcribe import find_audio
+    from mmdecode.zoo.speech import speech_test
+
+    if data:
+        files = {path: path for path in find_audio(data)}
+    else:
+        files = {clip.name: str(clip.path) for clip in speech_test()}
+    network, processor = load(model, device, dtype)
+    options = TranscribeOptions(
+        language=language, timestamps=timestamps, max_new_tokens=max_new_tokens
+    )
+    cases: list[Case] = []
+    for name, path in list(files.items())[:limit]:
+        try:
+            cases += speech_cases(network, processor, name, path, options)
+        except MMDecodeError as error:
+            failures.append({"source": path, "error": str(error)})
+    return network, cases[:limit]
+
+
+def speech_cases(
+    model: Any, processor: Any, name: str, path: str, options: Any = None
+) -> Iterator[Case]:
+    """The windows of one recording, for ``GenerationMixin.generate`` of a Whisper.
+
+    Args:
+        model: A ``WhisperForConditionalGeneration``.
+        processor: Its ``WhisperProcessor``.
+        name: Of the recording; further windows are called ``name#2`` and so on.
+        path: Its file.
+        options: `mmdecode.asr.options.TranscribeOptions`: language, task, timestamps and length.
+
+    Raises:
+        InputError: The recording cannot be read.
+    """
+    import torch
+    from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from mmdecode.asr.audio import source_of
+    from mmdecode.asr.features import Mel, Speech
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.prompts import Prompts
+    from mmdecode.evaluation.audit import Case
+
+    options = options or TranscribeOptions()
+    config = model.generation_config
+    prompts = Prompts.of(config, options)
+    encoder = model.get_encoder()
+    frames = encoder.conv1.stride[0] * encoder.conv2.stride[0] * model.config.max_source_positions
+    mel = Mel(processor.feature_extractor, frames)
+    speech = Speech(source_of(path, mel.rate, 0), mel, options.padding)
+    for index, seek in enumerate(range(0, speech.frames, frames)):
+        features = speech.window(seek)[None].to(model.device, model.dtype)
+        with torch.no_grad():
+            audio = encoder(features).last_hidden_state
+        spoken = prompts.language
+        if spoken is None and prompts.languages:
+            spoken = int(model.detect_language(encoder_outputs=BaseModelOutput(audio))[0])
+        ids = torch.tensor([prompts.initial(spoken)], device=model.device)
+        width, most = ids.shape[1], model.config.max_target_positions
+        if options.max_new_tokens is not None:
+            most = min(most, width + options.max_new_tokens)
+        inputs: dict[str, Any] = {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=audio),
+            "decoder_input_ids": ids,
+            "max_length": most,
+        }
+        if options.timestamps:
+            inputs["logits_processor"] = [WhisperTimeStampLogitsProcessor(config, width)]
+        yield Case(name=name if not index else f"{name}#{index + 1}", inputs=inputs)
+
+
+def _text(
+    model: str, data: list[str] | None, device: str | None, dtype: str, limit: int | None
+) -> tuple[Any, list[Case]]:
+    """The model, and each line of the files as a case."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mmdecode.checkpoints import local_path
+    from mmdecode.evaluation.audit import Case
+
+    if not data:
+        raise OptionError(f"{model} is a text model; give --data FILE with one prompt per line")
+    lines: list[str] = []
+    for path in data:
+        try:
+            lines += Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"prompts {path}: {error}; expected a text file in UTF-8") from error
+    prompts = [line for line in lines if line.strip()][:limit]
+    if not prompts:
+        raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
+    floats = getattr(torch, dtype, None)
+    if not isinstance(floats, torch.dtype) or not floats.is_floating_point:
+        raise OptionError(f"dtype={dtype!r}; expected float32, bfloat16 or float16")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(local_path(model))
+        network = AutoModelForCausalLM.from_pretrained(local_path(model), dtype=floats).eval()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model {model!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
+            "folder with a causal language model and its tokenizer"
+        ) from error
+    network = network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cases = []
+    for index, prompt in enumerate(prompts, 1):
+        encoded = tokenizer(prompt, return_tensors="pt").to(network.device)
+        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        cases.append(Case(name=f"line {index}", inputs=inputs))
+    return network, cases
+
+
+def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
+    """Generated ids by input.
+
+    Args:
+        path: JSON or JSON lines: lists in the order of ``names``; objects with ``tokens`` and
+            ``name`` (or ``source``); or one object from names to lists.
+        names: Of the inputs; a file name stands for its path.
+
+    Raises:
+        InputError: The file cannot be read, or names an input that does not exist.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"tokens {path}: {error}") from error
+    try:
+        rows = json_module.loads(text)
+    except ValueError:
+        try:
+            rows = [json_module.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise InputError(f"tokens {path}: {error}; expected JSON or JSON lines") from error
+    if isinstance(rows, Mapping) and "tokens" in rows:
+        rows = [rows]
+    elif isinstance(rows, Mapping):
+        rows = [{"name": name, "tokens": row} for name, row in rows.items()]
+    if isinstance(rows, list) and rows and isinstance(rows[0], int):
+        rows = [rows]
+    known = {Path(name).name: name for name in names} | {name: name for name in names}
+    found: dict[str, list[int]] = {}
+    for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        name = names[index] if index < len(names) else None
+        if isinstance(row, Mapping):
+            given = row.get("name", row.get("source", name))
+            name, row = known.get(str(given)), row.get("tokens")
+        else:
+            given = f"row {index + 1}"
+        if name is None or name in found:
+            raise InputError(
+                f"tokens {path}: {given} is {'given twice' if name else 'no input'}; expected one "
+                f"row for each of {', '.join(names[:3])}, ..."
+            )
+        if not isinstance(row, list) or not all(type(token) is int for token in row):
+            raise InputError(f"tokens {path}: {given} holds no list of ids; expected integers")
+        found[name] = row
+    return found
+
+
+def _table(report: AuditReport) -> Table:
+    title = (
+        f"{report.model}, {report.dtype} on {report.device}: draft {report.draft}, guide "
+        f"{report.guide}, rule {report.rule}; reference: {report.reference}"
+    )
+    table = Table(
+        "input", "tokens", "as generate", "as undrafted", "flips", "largest gap", "first difference"
+    )
+    table.title, table.title_justify = title, "left"
+    rows = sorted(report.judged, key=lambda item: (item.fault is None, item.first is None))
+    for item in rows[:ROWS]:
+        table.add_row(
+            escape(item.case),
+            str(item.tokens),
+            _yes(item.same_as_generate),
+            _yes(item.same_as_undrafted),
+            str(item.flips),
+            f"{item.worst_gap:.2g}",
+            _difference(item.fault or item.first),
+        )
+    if len(rows) > ROWS:
+        table.caption = f"and {len(rows) - ROWS} more"
+    return table
+
+
+def _yes(same: bool | None) -> str:
+    return "-" if same is None else "yes" if same else "no"
+
+
+def _difference(finding: Finding | None) -> str:
+    if finding is None:
+        return ""
+    token = "ended" if finding.token is None else str(finding.token)
+    plain = "ended" if finding.plain is None else str(finding.plain)
+    kind = "rounding" if finding.explained else "FAULT"
+    return f"{kind} at {finding.position}: {token} for {plain}, gap {finding.gap:.2g}"
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )

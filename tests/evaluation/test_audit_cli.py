@@ -1,0 +1,101 @@
+"""``mmdecode audit``: verdicts, tables, JSON and exit codes."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from mmdecode import checkpoints
+from mmdecode.cli.app import app
+from mmdecode.errors import InputError, OptionError
+
+pytestmark = pytest.mark.skipif(
+    not (checkpoints.ZOO / "whisper-synth-medusa").exists(),
+    reason="the trained models are not in this checkout",
+)
+
+
+def run(*args):
+    done = CliRunner().invoke(app, ["audit", *map(str, args)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def test_a_draft_for_the_shipped_model_passes():
+    done = run("--draft", "medusa", "--limit", 1, "--dtype", "bf16", "--json")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 0, found["words"]
+    assert found["verdict"] == "passes"
+    assert (found["draft"], found["dtype"], len(found["judged"])) == ("Medusa", "bfloat16", 1)
+    assert found["tokens"] == found["judged"][0]["tokens"] > 5
+    assert found["failures"] == []
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    """A tiny random Llama with the shipped tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.ZOO / "whisper-synth"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.4,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "prompts.txt").write_text("one two three one two\n\nfour five\n")
+    return folder
+
+
+def test_a_text_model_is_audited_line_by_line_and_its_tokens_are_judged(text_model, tmp_path):
+    prompts = text_model / "prompts.txt"
+    given = ["--model", text_model, "--data", prompts, "--device", "cpu", "--max-new-tokens", 8]
+    done = run(*given, "--draft", "lookup")
+    assert done.exit_code == 0
+    assert "passes: token for token the same as plain generate" in done.stdout
+    assert "line 2" in done.stdout
+
+    tokenizer = AutoTokenizer.from_pretrained(str(text_model))
+    model = LlamaForCausalLM.from_pretrained(text_model)
+    rows = []
+    for line in ("one two three one two", "four five"):
+        ids = tokenizer(line, return_tensors="pt").input_ids
+        ids_out = model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)
+        rows.append(ids_out[0, ids.shape[1] :].tolist())
+    rows[1][5] = (rows[1][5] + 1) % 1000
+    (tmp_path / "tokens.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run(*given, "--tokens", tmp_path / "tokens.jsonl")
+    assert done.exit_code == 1
+    assert "fails: 1 of 2 sequences" in done.stdout
+    assert "line 2 at position 5 has token" in done.stdout
+    assert "FAULT" in done.stdout.replace("\n", "")
+
+
+def test_a_recording_that_cannot_be_read_is_listed_and_the_others_are_audited(tmp_path):
+    clip = checkpoints.ZOO.parent / "data" / "speech-test" / "clip_05.ogg"
+    (tmp_path / "a.ogg").write_bytes(clip.read_bytes())
+    (tmp_path / "b.ogg").write_bytes(b"no audio")
+    done = run("--data", tmp_path, "--no-timestamps", "--json", "--max-new-tokens", 6)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 1
+    assert found["verdict"] == "passes"
+    assert [failure["source"] for failure in found["failures"]] == [str(tmp_path / "b.ogg")]
+    assert found["tokens"] <= 6
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="needs --sample"):
+        run("--temperature", 0.5)
+    with pytest.raises(OptionError, match="leave --draft"):
+        run("--tokens", tmp_path / "x", "--draft", "medusa")
+    with pytest.raises(InputError, match="cannot be read"):
+        run("--model", tmp_path)
