@@ -8,12 +8,13 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 EXTRAS := asr,train,media,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types gpu bench clean
+.PHONY: help demo test test-all test-oldest lint types gpu bench clean
 
 help:
 	@echo "make demo      transcribe shipped speech with a shipped model"
 	@echo "make test      default tests, notebooks included"
-	@echo "make test-all  the slow tests too"
+	@echo "make test-all  the slow tests too, and test-oldest"
+	@echo "make test-oldest  comparisons with transformers on the oldest version that is supported"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
 	@echo "make bench     speed on this machine's CPU"
@@ -47,6 +48,18 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(MAKE) --no-print-directory test-oldest
+
+# laid over the same torch, with a hub client of its time
+OLDEST := .transformers-5.17
+$(OLDEST)/.installed: | $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OLDEST) 'huggingface_hub<2'
+	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OLDEST) --no-deps transformers==5.17.0
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 --dist loadfile \
+	  tests/conformance tests/asr tests/test_frontdoor.py
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check
@@ -65,5 +78,5 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist $(OLDEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -24,6 +24,8 @@ _RAW = (
     "pixel_attention_mask",
     "image_sizes",
     "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
     "input_features",
     "input_values",
 )
@@ -71,7 +73,9 @@ def generate(
                 "a decoder has one draft",
                 "drop one of them",
             )
-        joined = Decoder(Assistant(draft_model), decoder.guide, decoder.accept, decoder.seed)
+        joined = Decoder(
+            Assistant(draft_model), decoder.guide, decoder.accept, decoder.seed, decoder.compile
+        )
         joined.stats = decoder.stats
         joined.trace = decoder.trace
         decoder = joined

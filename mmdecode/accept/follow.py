@@ -29,12 +29,13 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
     Returns:
         ``path (B, D)`` -1 padded, ``num_accepted (B,)``, and the score row of its end, ``(B,)``.
     """
-    _, depths, ancestors = proposal.structure()
     batch, nodes = accepted.shape
+    if proposal.is_chain:
+        count = accepted.long().cumprod(1).sum(1)
+        order = torch.arange(nodes, device=accepted.device)
+        return torch.where(order < count[:, None], order, -1), count, count
+    _, depths, ancestors = proposal.structure()
     deepest = proposal.tree.depth if proposal.tree is not None else nodes
-    if nodes == 0:
-        none = accepted.new_zeros(batch, dtype=torch.long)
-        return accepted.new_zeros((batch, 0), dtype=torch.long), none, none
     above = ancestors[:, 1:, 1:]
     whole = ~(above & ~accepted[:, None]).any(-1)
     count, end = (whole * depths).max(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine.branch import MAIN, ModelBranches, triangle
+from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.noise import Role
@@ -92,8 +92,8 @@ class Assistant:
         # since the transfer each row grew by one block, at most self.length + 1 tokens
         visible = bucket(branch.width + ctx.longest + self.length + length + 3)
         for step in range(length):
-            depths, ancestors = triangle(feed.shape[1], ctx.device)
-            states = branch.run(feed, depths, ancestors, visible=visible, offset=offset)
+            block = chain(feed.shape[1], ctx.device)
+            states = branch.run(feed, *block, visible=visible, offset=offset)
             logits = branch.adapter.head(states["last"][:, -1]).float()
             offset += feed.shape[1]
             position = (ctx.length + step)[:, None]

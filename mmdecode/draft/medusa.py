@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, read_weights, zoo_names
-from mmdecode.engine.branch import MAIN, block_mask, triangle
+from mmdecode.engine.branch import MAIN, block_mask, chain
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal, Tree
@@ -303,8 +303,11 @@ class Medusa:
         assert self._state is not None, "observe was not called"
         shape = self._shape(ctx)
         logits = self._running[0].logits(self._state, ctx.adapter)  # (K, B, V)
-        top = logits.topk(shape.top, dim=-1).indices  # (K, B, ranks)
-        tokens = top[shape.levels, :, shape.ranks]  # (N, B)
+        if shape.top == 1:
+            tokens = logits[: len(shape.tree)].argmax(-1)  # (N, B): a chain has a head per node
+        else:
+            top = logits.topk(shape.top, dim=-1).indices  # (K, B, ranks)
+            tokens = top[shape.levels, :, shape.ranks]
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
 
     def _shape(self, ctx: Context) -> _Shape:
@@ -322,22 +325,19 @@ class Medusa:
         """Keeps the state at the end of the accepted path."""
         hidden = scores.hidden["last"]
         last = outcome.num_accepted[:, None]
-        path = torch.nn.functional.pad(outcome.path + 1, (1, 0))  # score rows, root first
+        if not proposal.is_chain:  # along the path, root first
+            hidden = _rows(hidden, torch.nn.functional.pad(outcome.path + 1, (1, 0)))
         if self.block is None:
-            row = path.gather(1, last)
-            self._state = _rows(hidden, row)[:, 0]
+            self._state = _rows(hidden, last)[:, 0]
             return
-        states = self._run_block(
-            ctx,
-            _rows(hidden, path.clamp_min(0)),
-            bucket(ctx.prompt_length + ctx.longest + path.shape[1]),
-        )
+        visible = bucket(ctx.prompt_length + ctx.longest + hidden.shape[1])
+        states = self._run_block(ctx, hidden, visible)
         self._cache.set_start(ctx.end() - 1)  # all but the root
         self._state = _rows(states, last)[:, 0]
 
     def _run_block(self, ctx: Context, hidden: Tensor, visible: int) -> Tensor:
-        chain = triangle(hidden.shape[1], hidden.device)
-        mask = block_mask(self._cache.start, self._pads, *chain, visible, hidden.dtype)
+        block = chain(hidden.shape[1], hidden.device)
+        mask = block_mask(self._cache.start, self._pads, *block, visible, hidden.dtype)
         self._cache.open(visible)
         return ctx.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
 

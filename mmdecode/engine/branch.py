@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,8 +50,7 @@ class ModelBranches:
         self.pads = width - prompt.mask.sum(1)
         self.width = width
         self._past = self.adapter.open(self.cache, prompt)
-        depths, ancestors = triangle(width, device)
-        states = self.run(prompt.ids, depths, ancestors, visible=bucket(width), prompt=prompt)
+        states = self.run(prompt.ids, *chain(width, device), visible=bucket(width), prompt=prompt)
         self.cache.set_start(torch.full_like(self.pads, width))
         last = {key: value[:, -1:] for key, value in states.items()}
         return self._split(last, states if self.needs.prompt_hidden else {})
@@ -61,13 +59,15 @@ class ModelBranches:
         self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
     ) -> dict[str, Scores]:
         """Root and nodes behind the committed slots."""
-        _, depths, ancestors = proposal.structure()
+        _, depths, tree = proposal.structure()
+        ancestors = None if proposal.is_chain else tree
         tokens = torch.cat([ctx.last(1), proposal.tokens], 1)
         repeat = len(self.specs)
         if repeat > 1:
             tokens = tokens.repeat(repeat, 1)
             if len(depths) > 1:
-                depths, ancestors = depths.repeat(repeat, 1), ancestors.repeat(repeat, 1, 1)
+                depths = depths.repeat(repeat, 1)
+                ancestors = None if ancestors is None else ancestors.repeat(repeat, 1, 1)
         depths = torch.nn.functional.pad(depths, (1, 0))
         # the longest row holds its prompt and all its tokens but the root
         visible = bucket(self.width + ctx.longest - 1 + tokens.shape[1])
@@ -77,7 +77,7 @@ class ModelBranches:
         self,
         tokens: Tensor,
         depths: Tensor,
-        ancestors: Tensor,
+        ancestors: Tensor | None,
         *,
         visible: int,
         offset: int = 0,
@@ -88,7 +88,8 @@ class ModelBranches:
         Args:
             tokens: ``(R, Q)``, -1 where unused.
             depths: Distance from the first of them, ``(1 or R, Q)``.
-            ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included.
+            ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included;
+                ``None``: all before it.
             visible: Slots that attention covers; at least every row's ``start + offset + Q``.
             offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
             prompt: What ``tokens`` are the ids of, when the prompt is read.
@@ -153,7 +154,7 @@ def block_mask(
     begin: Tensor,
     pads: Tensor,
     depths: Tensor,
-    ancestors: Tensor,
+    ancestors: Tensor | None,
     visible: int,
     dtype: torch.dtype,
     window: int | None = None,
@@ -164,28 +165,37 @@ def block_mask(
         begin: Slot of the block's first token per row, ``(R,)``; everything before it is committed.
         pads: Padding slots at the left of each row, ``(R,)``.
         depths: Distance of each token from the first, ``(1 or R, Q)``; a window counts by it.
-        ancestors: ``(1 or R, Q, Q)`` bool, self included.
+        ancestors: ``(1 or R, Q, Q)`` bool, self included; ``None``: the block is a chain.
         visible: Slots that attention covers.
         dtype: The model's.
         window: Tokens a sliding layer sees, the token itself included; ``None``: all.
     """
-    width = ancestors.shape[-1]
     slots = torch.arange(visible, device=begin.device)
     relative = slots - begin[:, None]  # (R, K)
-    inside = (relative >= 0) & (relative < width)
-    column = relative.clamp(0, width - 1)[:, None].expand(-1, width, -1)
-    in_block = ancestors.expand(len(begin), -1, -1).gather(2, column) & inside[:, None]
-    real = (slots >= pads[:, None])[:, None]
-    seen = real & (in_block | (relative < 0)[:, None])
-    if window is not None:
-        # in the order of the text: a committed slot by itself, a slot of the block by its depth
-        depths = depths.expand(len(begin), -1)
-        place = torch.where(inside, depths.gather(1, relative.clamp(0, width - 1)), relative)
-        seen &= depths[:, :, None] - place[:, None] < window
     # a padding query would see nothing; let it see itself
-    seen |= relative[:, None] == torch.arange(width, device=begin.device)[:, None]
-    mask = torch.zeros(seen.shape, dtype=dtype, device=begin.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+    if ancestors is None:
+        distance = depths[:, :, None] - relative[:, None]
+        itself = distance == 0
+        seen = distance >= 0
+    else:
+        width = ancestors.shape[-1]
+        inside = (relative >= 0) & (relative < width)
+        column = relative.clamp(0, width - 1)
+        in_block = ancestors.expand(len(begin), -1, -1).gather(
+            2, column[:, None].expand(-1, width, -1)
+        )
+        itself = relative[:, None] == torch.arange(width, device=begin.device)[:, None]
+        seen = torch.where(inside[:, None], in_block, (relative < 0)[:, None])
+        if window is not None:
+            # in the order of the text: a committed slot by itself, a slot of the block by its depth
+            depths = depths.expand(len(begin), -1)
+            place = torch.where(inside, depths.gather(1, column), relative)
+            distance = depths[:, :, None] - place[:, None]
+    seen &= (slots >= pads[:, None])[:, None]
+    if window is not None:
+        seen &= distance < window
+    low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
+    return torch.where(seen | itself, 0.0, low)[:, None]
 
 
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:
@@ -195,17 +205,9 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def triangle(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depths ``(1, Q)`` and ancestors ``(1, Q, Q)`` of a chain; short ones are kept."""
-    return _short_triangle(width, device) if width <= 64 else _triangle(width, device)
-
-
-def _triangle(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    ancestors = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    return torch.arange(width, device=device)[None], ancestors[None]
-
-
-_short_triangle = lru_cache(maxsize=64)(_triangle)
+def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
+    """Depths ``(1, Q)`` of a chain, and no ancestors: each token sees all before it."""
+    return torch.arange(width, device=device)[None], None
 
 
 def _left_pad(prompts: Sequence[Prompt]) -> list[Prompt]:

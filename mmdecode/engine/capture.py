@@ -36,12 +36,15 @@ def coarse(length: int) -> int:
     return -(-length // STEP) * STEP
 
 
-def record(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """What ``call`` returns, and what fills it anew; nothing is computed yet."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def record(
+    call: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[T, Callable[[], None], Any]:
+    """What ``call`` returns, what fills it anew, and the memory for the next; computes nothing."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with torch.cuda.device(device), torch.cuda.graph(graph, **options):
         result = call()
-    return result, graph.replay
+    return result, graph.replay, graph.pool()
 
 
 @dataclass
@@ -64,11 +67,15 @@ class Replayed(Generic[T]):
     def __init__(self, function: Callable[[Proposal], T], ctx: Context) -> None:
         self.function, self.ctx = function, ctx
         self.graphs: dict[Hashable, Graph[T] | None] = {}
+        self.longest = 0
+        self.pool: Any = None  # shared: one graph runs at a time
         self.broken = False
 
     def __call__(self, proposal: Proposal) -> T:
         """As the function, for the same proposal."""
-        key = (proposal.size, proposal.tree, self.ctx.longest)
+        if self.longest != self.ctx.longest:  # rows only grow: the old graphs are done with
+            self.graphs, self.longest = {}, self.ctx.longest
+        key = (proposal.size, proposal.tree)
         if self.broken or key not in self.graphs:
             self.graphs[key] = None  # the first round warms up what capturing must not meet cold
             return self.function(proposal)
@@ -88,7 +95,9 @@ class Replayed(Generic[T]):
 
     def _capture(self, proposal: Proposal) -> Graph[T]:
         inputs = proposal.map(torch.clone)
-        output, replay = record(lambda: self.function(inputs))
+        output, replay, self.pool = record(
+            lambda: self.function(inputs), self.ctx.device, self.pool
+        )
         return Graph(inputs, output, replay)
 
 

@@ -10,7 +10,7 @@ each distinct prefix length, never past the first rejection.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -41,20 +41,26 @@ class Nodes:
     """Root and nodes of one proposal as score rows: prefix lengths, tokens, ancestors.
 
     Attributes:
-        tokens: The token each row is the law after, ``(B, N + 1)``; row 0 is the root.
         parents: Score row of the parent, ``(B or 1, N)``.
         depths: Nodes on the path to each row, 0 for the root, ``(B or 1, N + 1)``.
         ancestors: ``(B or 1, N + 1, N + 1)``, self included.
     """
 
     def __init__(self, ctx: Context, proposal: Proposal) -> None:
-        self.ctx = ctx
+        self.ctx, self._drafted = ctx, proposal.tokens
         parents, depths, self.ancestors = proposal.structure()
         self.parents = parents + 1
         self.depths = torch.nn.functional.pad(depths, (1, 0))
-        self.tokens = torch.cat([ctx.last(1), proposal.tokens], 1)
-        self.positions = ctx.length[:, None] + self.depths  # of the token that the row decides
-        self.prefix_length = self.positions + ctx.prompt_length  # (B, N + 1)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The token each row is the law after, ``(B, N + 1)``; row 0 is the root."""
+        return torch.cat([self.ctx.last(1), self._drafted], 1)
+
+    @cached_property
+    def prefix_length(self) -> Tensor:
+        """Tokens before the one a row decides, prompt and padding included, ``(B, N + 1)``."""
+        return self.ctx.length[:, None] + self.depths + self.ctx.prompt_length
 
     def previous(self) -> Tensor:
         """The token before `tokens`, ``(B, N + 1)``."""
@@ -131,6 +137,8 @@ def _suppress_at_begin(processor: lp.SuppressTokensAtBeginLogitsProcessor) -> Ve
     mask = _Mask(processor.begin_suppress_tokens)
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
+        if nodes.ctx.longest and processor.begin_index <= nodes.ctx.prompt_length:
+            return scores  # every row is past its first token
         at_begin = nodes.prefix_length == processor.begin_index
         return scores.masked_fill(at_begin[..., None] & mask.like(scores), -torch.inf)
 

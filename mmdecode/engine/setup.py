@@ -186,14 +186,18 @@ def _pad_id(config: GenerationConfig) -> int:
     return pad[0] if pad else 0
 
 
+_CONTENT = ("input_features", "input_values", "pixel_values")
+
+
 def _requests(
     ids: Tensor, mask: Tensor, config: GenerationConfig, mm_inputs: dict[str, Any], given: Any
 ) -> list[int]:
     """One key per row: the caller's names, else the row's content and its ordinal among copies.
 
-    Raw inputs count only where they can be told apart by row. Whisper's own ``generate`` hands a
-    decoder no audio and drops rows between attempts; rows it cannot tell apart share their noise,
-    which leaves the law of each row as it is. Name the rows, or use the Transcriber.
+    Raw audio and pixels count where there is one entry per row; what only a draft reads never does.
+    Whisper's own ``generate`` hands a decoder no audio and drops rows between attempts; rows that
+    cannot be told apart share their noise, which leaves the law of each row as it is. Name the
+    rows, or use the Transcriber.
     """
     copies = int(config.num_return_sequences or 1)
     if given is not None:
@@ -205,15 +209,14 @@ def _requests(
                 f"mm_request names {len(names)} requests for {len(ids)} rows; give one per row"
             )
         return [request_key(name, row % copies) for row, name in enumerate(names)]
-    known = {n: v for n, v in mm_inputs.items() if len(v) and len(ids) % len(v) == 0}
-    copies = max([copies, *(len(ids) // len(value) for value in known.values())])
+    known = {name: mm_inputs[name] for name in _CONTENT if name in mm_inputs}
+    known = {name: value for name, value in known.items() if len(value) * copies == len(ids)}
     keys = []
     rows, masks = ids.tolist(), mask.bool().tolist()
     for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):
         parts: list[Any] = [t for t, r in zip(tokens, real, strict=True) if r]
-        for name in sorted(known):
-            value = known[name]
-            parts += [name, _bytes(value[row * len(value) // len(ids)])]
+        for name, value in known.items():
+            parts += [name, _bytes(value[row // copies])]
         keys.append(request_key(*parts, row % copies))
     return keys
 

@@ -33,6 +33,8 @@ class Stats:
 
     def prefilled(self, counts: Tensor) -> None:
         """Round 0 of a call: tokens that no scoring pass was needed for; see `scored`."""
+        if self._first and self._first[-1].device != counts.device:
+            self._reduce()
         self._first.append(counts)
 
     def scored(self, counts: Tensor) -> None:

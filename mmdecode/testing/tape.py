@@ -3,7 +3,8 @@
 A CUDA graph replays kernels on fixed addresses and runs no Python. So does a tape: it holds the
 operations of a call with the very tensors that they read, and a replay runs them again and writes
 each result to the place of the first. What a round keeps in a new tensor, or decides in Python,
-is as wrong here as it is there.
+is as wrong here as it is there. What no graph takes, a tape refuses: reading a value on the host,
+results whose size depends on values, and tensors made from values of Python.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,8 +20,17 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 
 
+REFUSED = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "lift_fresh")
+)
+
+
 class Tape(TorchDispatchMode):
-    """Records what runs under it."""
+    """Records what runs under it.
+
+    Raises:
+        RuntimeError: A CUDA graph could not hold the operation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +40,10 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        masks = name.startswith("index") and any(i.dtype == torch.bool for i in _tensors(args[1:2]))
+        if name in REFUSED or masks:
+            raise RuntimeError(f"{name}{' with a mask' * masks} does not fit a graph")
         result = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, _tensors(result)))
         return result
@@ -45,9 +60,11 @@ def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def record(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+def record(
+    call: Callable[[], T], device: Any = None, pool: Any = None
+) -> tuple[T, Callable[[], None], Any]:
     """As `mmdecode.engine.capture.record`; recording computes, so the first replay does nothing."""
     with Tape() as tape:
         result = call()
     replays: Iterator[Callable[[], None]] = iter([lambda: None])
-    return result, lambda: next(replays, tape.replay)()
+    return result, lambda: next(replays, tape.replay)(), pool

@@ -33,7 +33,7 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.trees import choose_tree, expected_length
-from mmdecode.engine.branch import block_mask, triangle
+from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
 from mmdecode.errors import InputError, OptionError
@@ -334,8 +334,8 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
         )
         zero = torch.zeros(rows, dtype=torch.long, device=hidden.device)
         cache.open(length)
-        chain = triangle(length, hidden.device)
-        mask = block_mask(zero, zero, *chain, length, hidden.dtype)
+        order = chain(length, hidden.device)
+        mask = block_mask(zero, zero, *order, length, hidden.dtype)
         hidden = adapter.run_extra_layer(block, hidden, mask, past)
     flat = heads.logits(hidden.flatten(0, 1), adapter)
     return flat.view(flat.shape[0], *hidden.shape[:2], -1)

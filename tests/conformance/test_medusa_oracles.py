@@ -8,7 +8,7 @@ from transformers import LogitsProcessor
 
 from mmdecode import registry
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.branch import ModelBranches, block_mask, triangle
+from mmdecode.engine.branch import ModelBranches, block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.decoder import Decoder
@@ -61,8 +61,8 @@ def test_zero_heads_behind_a_block_say_what_the_block_says():
         past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
         zero = torch.zeros(1, dtype=torch.long)
         cache.open(ids.shape[1])
-        chain = triangle(ids.shape[1], ids.device)
-        mask = block_mask(zero, zero, *chain, ids.shape[1], hidden.dtype)
+        order = chain(ids.shape[1], ids.device)
+        mask = block_mask(zero, zero, *order, ids.shape[1], hidden.dtype)
         states = adapter.run_extra_layer(block, hidden, mask, past)[0]
         logits = draft.heads.logits(seen[0], adapter)
     assert torch.equal(logits, adapter.unembed(seen[0].expand(3, -1, -1)))

@@ -127,7 +127,9 @@ def test_siblings_that_see_each_other_are_noticed(family, monkeypatch):
     additive = branch.block_mask
 
     def causal(begin, pads, depths, ancestors, *rest):
-        return additive(begin, pads, depths, torch.ones_like(ancestors).tril(), *rest)
+        if ancestors is not None:
+            ancestors = torch.ones_like(ancestors).tril()
+        return additive(begin, pads, depths, ancestors, *rest)
 
     monkeypatch.setattr(branch, "block_mask", causal)
     assert_noticed(family, "known_tree")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mmdecode import registry
 from mmdecode.accept.typical import Typical
 from mmdecode.draft.medusa import Medusa, _paths
-from mmdecode.engine.branch import block_mask, triangle
+from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Context, Prompt
 from mmdecode.engine.decoder import Decoder
@@ -62,7 +62,7 @@ def all_logits(name, features, ids, encoded=None):
         past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
         zero = torch.zeros(rows, dtype=torch.long)
         cache.open(length)
-        mask = block_mask(zero, zero, *triangle(length, ids.device), length, hidden.dtype)
+        mask = block_mask(zero, zero, *chain(length, ids.device), length, hidden.dtype)
         read = adapter.run_extra_layer(draft.block, hidden, mask, past)
     heads = draft.heads.logits(read.flatten(0, 1), adapter)
     heads = heads.view(len(heads), *ids.shape, -1)

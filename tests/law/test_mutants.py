@@ -409,12 +409,19 @@ MASKS = {
         "(relative < 0)[:, None]",
         "((relative < 0) | (relative >= width))[:, None]",
     ),
-    "padding": ("real = (slots >= pads[:, None])[:, None]", "real = (slots >= 0)[None, None]"),
+    "padding": ("seen &= (slots >= pads[:, None])[:, None]", "seen &= (slots >= 0)[None, None]"),
+    "later_tokens": ("distance >= 0", "distance >= -1"),
     "siblings": (
         "ancestors.expand(len(begin), -1, -1)",
-        "triangle(width, begin.device)[1].expand(len(begin), -1, -1)",
+        "torch.ones_like(ancestors).tril().expand(len(begin), -1, -1)",
     ),
 }
+
+
+def test_a_chain_that_forgets_what_is_before_it_is_found(monkeypatch):
+    forgets = ("distance >= 0", "(distance >= 0) & (relative >= 0)[:, None]")
+    monkeypatch.setattr(branch, "block_mask", edited(branch.block_mask, *forgets))
+    rejected(unguided_bytes)
 
 
 @pytest.mark.parametrize("mutant", MASKS)
