@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmdecode import accept, adapters, asr, draft, engine, errors, guide, zoo
+    from mmdecode import accept, adapters, asr, draft, engine, errors, evaluation, guide, zoo
     from mmdecode.engine.decoder import Decoder
     from mmdecode.frontdoor import attach, generate
 
@@ -28,6 +28,7 @@ __all__ = [
     "draft",
     "engine",
     "errors",
+    "evaluation",
     "generate",
     "guide",
     "zoo",

@@ -396,7 +396,11 @@ def _build(
         for key in options:
             if key not in accepted:
                 hint = did_you_mean(key, offered)
-                raise OptionError(f"{kind} {name!r} takes no option {key!r}{hint}; {listing}")
+                inner = [v for v in options.values() if re.match(r"\w+:.+=", str(v))]
+                nested = f"; for more options of {inner[0]!r}, build it in Python" if inner else ""
+                raise OptionError(
+                    f"{kind} {name!r} takes no option {key!r}{hint}; {listing}{nested}"
+                )
         context = {key: value for key, value in context.items() if key in accepted}
     arguments = {**context, **options}
     missing = [p.name for p in takes if p.default is p.empty and p.name not in arguments]

@@ -19,11 +19,18 @@ class Bigram:
 
     def begin(self, ctx, prefill, kind):
         vocab = prefill.logits.shape[-1]
-        self.successor = torch.full((ctx.batch, vocab), -1, device=ctx.device)
+        # one column more, for what is not to be learnt
+        self.successor = torch.full((ctx.batch, vocab + 1), -1, device=ctx.device)
         self.learn(ctx.prompt_ids)
 
     def learn(self, ids):
-        self.successor.scatter_(1, ids[:, :-1], ids[:, 1:])
+        token, following = ids[:, :-1], ids[:, 1:]
+        unknown = self.successor.shape[1] - 1  # some models read ids that they never generate
+        token = token.masked_fill((token >= unknown) | (following >= unknown), unknown)
+        # of equal tokens the last decides; scatter_ alone would write them in any order
+        place = torch.arange(1, ids.shape[1], device=ids.device).expand_as(token)
+        last = torch.zeros_like(self.successor).scatter_reduce(1, token, place, "amax")
+        self.successor = torch.where(last > 0, ids.gather(1, last), self.successor)
 
     def propose(self, ctx, budget):
         chain = [ctx.last(1)]

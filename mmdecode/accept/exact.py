@@ -26,6 +26,7 @@ class GreedyMatch:
     law: ClassVar[Literal["exact"]] = "exact"
     kinds = _ANY
     modes = frozenset({"greedy"})
+    draft_free = True
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
@@ -47,6 +48,7 @@ class Coupled:
     law: ClassVar[Literal["exact"]] = "exact"
     kinds: tuple[Kind, ...] = ("coupled", "deterministic", "iid", "without_replacement")
     modes = frozenset({"sample"})
+    draft_free = True
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""

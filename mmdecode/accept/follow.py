@@ -30,7 +30,7 @@ def deepest_path(accepted: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor, 
         ``path (B, D)`` -1 padded, ``num_accepted (B,)``, and the score row of its end, ``(B,)``.
     """
     batch, nodes = accepted.shape
-    if proposal.is_chain:
+    if proposal.is_chain or not nodes:
         count = accepted.long().cumprod(1).sum(1)
         order = torch.arange(nodes, device=accepted.device)
         return torch.where(order < count[:, None], order, -1), count, count

@@ -31,7 +31,7 @@ class BartAdapter(EncoderDecoderAdapter):
     )
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+        super().__init__(model, model.config.decoder_layers)
         self._places = self.max_positions = int(model.config.max_position_embeddings)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
 from mmdecode.engine.setup import left_padded
+from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ class DecoderOnlyAdapter:
         "gemma2",
         "gemma3_text",
     )
-    max_positions: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_attention(model)
@@ -50,6 +50,7 @@ class DecoderOnlyAdapter:
         self.vocab = config.vocab_size
         self.num_layers = config.num_hidden_layers
         self.windows: Mapping[str, int | None] = windows_of(config)
+        self.max_positions: int | None = steady_positions(config)
         self._cap = getattr(config, "final_logit_softcapping", None)
         self._scale = getattr(config, "logit_scale", None) or 1.0
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -74,7 +75,7 @@ class DecoderOnlyAdapter:
         if spec.prompt == "last_token":
             return Prompt(ids=ctx.prompt_ids[:, -1:], mask=ctx.prompt_mask[:, -1:])
         embeds = ctx.model_inputs.get(_EMBEDS)
-        own = ctx.adapter is None or ctx.adapter.model is self.model
+        own = ctx.adapter is None or origin(ctx.adapter.model) is origin(self.model)
         inputs = {_EMBEDS: embeds} if own and embeds is not None else {}
         return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
 
@@ -135,6 +136,22 @@ class DecoderOnlyAdapter:
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self.model.get_decoder().layers
+
+
+def steady_positions(config: Any) -> int | None:
+    """Positions over which rotary frequencies stay as they are; ``None``: all.
+
+    "longrope" switches them, and "dynamic" stretches them, by the largest position of a pass. Keys
+    in the cache keep the old ones, and the nodes of a draft would move them early.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for part in (rope, *rope.values()):  # one for all layers, or one for each type
+        kind = part.get("rope_type") if isinstance(part, Mapping) else None
+        if kind is not None and (kind == "longrope" or "dynamic" in kind):
+            named = part.get("original_max_position_embeddings") if kind == "longrope" else None
+            found.append(int(named or config.max_position_embeddings))
+    return min(found, default=None)
 
 
 def windows_of(config: Any) -> dict[str, int | None]:

@@ -23,6 +23,7 @@ from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ class DefaultAdapter(DecoderOnlyAdapter):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         if self._has_position_table():
-            self.max_positions = model.config.max_position_embeddings
+            places = model.config.max_position_embeddings
+            self.max_positions = min(places, self.max_positions or places)
         used = attention_implementation(model.config)
-        if model not in _checked or _checked[model] != used:
+        whole = origin(model)
+        if whole not in _checked or _checked[whole] != used:
             check(self)
-            _checked[model] = used
+            _checked[whole] = used
 
     @staticmethod
     def fits(model: Any) -> bool:

@@ -20,18 +20,23 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderAdapter:
-    """Runs the decoder alone; the encoder's states and their padding arrive with the prompt."""
+    """Runs the decoder alone; the encoder's states and their padding arrive with the prompt.
+
+    Args:
+        model: The whole model.
+        num_layers: Of its decoder; a view may run fewer, but each keeps its place in the cache.
+    """
 
     windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
     max_positions: int | None = None
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         refuse_attention(model)
         self.model = model
         self.vocab = model.config.vocab_size
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self.num_layers = len(self.layers())
+        self.num_layers = num_layers
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the source it came with."""

@@ -14,22 +14,32 @@ from torch import Tensor
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class T5Adapter(EncoderDecoderAdapter):
-    """T5 and Flan-T5; the first layer's bias is shared by all."""
+    """T5 and Flan-T5; the first layer's bias is shared by all.
+
+    Raises:
+        UnsupportedModelError: A view leaves that layer out.
+    """
 
     model_types = ("t5",)
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+        super().__init__(model, model.config.num_decoder_layers)
         config = model.config
         scaled = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
         self._scale = config.d_model**-0.5 if scaled else 1.0
         self._attention = self._decoder.block[0].layer[0].SelfAttention
+        if not self._attention.has_relative_attention_bias:
+            raise UnsupportedModelError(
+                f"a {type(model).__name__} without its first layer, which holds the bias of all; "
+                "keep layer 0"
+            )
         self._farthest = config.relative_attention_max_distance  # distances beyond share its bias
         self._by_distance: Tensor | None = None  # (heads, farthest + 1)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             IncompatibleError: The images were encoded for another model and no pixels are at hand.
         """
         given = dict(ctx.model_inputs)
-        if ctx.adapter is not None and ctx.adapter.model is not self.model:
+        if ctx.adapter is not None and origin(ctx.adapter.model) is not origin(self.model):
             encoded = given.pop(_ENCODED, None)
             given |= ctx.mm_inputs
             if encoded and "pixel_values" not in given:

@@ -28,9 +28,11 @@ Norm = tuple[tuple[int, ...], Tensor, Tensor, float]
 class Layer(NamedTuple):
     """Weights of one layer, looked up once a call: attributes of modules are slow to read.
 
+    ``place`` is that of its own keys and values in the cache: a view may leave layers out.
     ``keys`` and ``values`` are those of the audio, ``(B, heads, S, D)``.
     """
 
+    place: int
     heads: int
     self_norm: Norm
     q: Affine
@@ -52,6 +54,7 @@ class Layer(NamedTuple):
         """Of a ``WhisperDecoderLayer`` that hears ``audio (B, S, H)``."""
         own, cross = layer.self_attn, layer.encoder_attn
         return cls(
+            place=own.layer_idx,
             heads=own.num_heads,
             self_norm=_norm(layer.self_attn_layer_norm),
             q=_affine(own.q_proj),
@@ -107,14 +110,14 @@ def step(
         mask: Additive, ``(B, 1, Q, K)``.
         positions: ``(B, Q)``.
         layers: Its layers.
-        caches: Self-attention cache, one per layer.
+        caches: Self-attention cache, one per layer of the whole decoder.
     """
     hidden = decoder.embed_tokens.weight[tokens]
     if decoder.embed_scale != 1.0:
         hidden = hidden * decoder.embed_scale
     hidden = hidden + decoder.embed_positions.weight[positions]
-    for layer, cache in zip(layers, caches, strict=True):
-        hidden = run_layer(layer, hidden, mask, cache)
+    for layer in layers:
+        hidden = run_layer(layer, hidden, mask, caches[layer.place])
     return torch.layer_norm(hidden, *_norm(decoder.layer_norm))
 
 

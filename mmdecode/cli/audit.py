@@ -18,7 +18,8 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, out
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.audit import AuditReport, Case, Finding
+    from mmdecode.evaluation.audit import AuditReport, Finding
+    from mmdecode.evaluation.plain import Case
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ROWS = 30
@@ -59,14 +60,23 @@ def command(
         bool, typer.Option("--sample", help="Audit sampling instead of greedy decoding.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0.01, help="Of --sample; without top-k and top-p.")
+        float,
+        typer.Option(
+            min=0.01,
+            help="Of --sample; top-k, top-p and the like are off, whatever the checkpoint says.",
+        ),
     ] = 1.0,
     draws: Annotated[
         int,
         typer.Option(min=1, help="Sequences per input, where sampling is judged by statistics."),
     ] = 8,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens per input; 64 for text models.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens per input; default for text models: 64. Beside --tokens, the limit "
+            "that cut them, if any.",
+        ),
     ] = None,
     language: Annotated[
         str | None, typer.Option(help="Of the audio; else the model's own, else detected.")
@@ -90,7 +100,8 @@ def command(
     tokens in blocks? The verdict is 'passes', 'fails' or, where the noise is as large as the
     model's own preferences, 'inconclusive'. The exit code is 0 only if it passes.
 
-    Long recordings are cut into windows, each an input of its own.
+    Long recordings are cut into windows, each an input of its own. Inputs are decoded one at a
+    time: what goes wrong only in a batch of several rows is not looked for.
 
     For example:
 
@@ -105,7 +116,8 @@ def command(
     from mmdecode import registry
     from mmdecode.checkpoints import config_of, local_path
     from mmdecode.engine.decoder import Decoder
-    from mmdecode.evaluation import audit as auditing
+    from mmdecode.evaluation.audit import audit
+    from mmdecode.evaluation.plain import UNCUT, Plain
 
     if tokens is not None and (draft or guide or accept != "auto"):
         raise OptionError(
@@ -124,7 +136,7 @@ def command(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     failures: list[dict[str, str]] = []
-    options: dict[str, Any] = {"temperature": temperature, "top_k": 0} if sample else {}
+    options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
     if family == "whisper":
         network, cases = _speech(
             model, data, language, timestamps, max_new_tokens, device, kind, limit, failures
@@ -135,7 +147,6 @@ def command(
         generate = functools.partial(GenerationMixin.generate, network)
     else:
         network, cases = _text(model, data, device, kind, limit)
-        options["max_new_tokens"] = max_new_tokens or 64
         generate = network.generate
     if not cases:
         raise InputError("none of the inputs can be read: " + failures[0]["error"])
@@ -147,16 +158,19 @@ def command(
         drafter = registry.create("draft", draft, **at_hand) if draft else None
         law = registry.create("guide", guide, **at_hand) if guide else None
         decoder = Decoder(drafter, law, accept, seed)
+    if family != "whisper":
+        longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
+        options["max_new_tokens"] = max_new_tokens or max(64, longest)
     with _progress() as bar:
         task = bar.add_task("auditing", total=len(foreign or cases))
-        report = auditing.audit(
+        report = audit(
             network,
             cases,
             decoder,
             tokens=foreign,
             sample=sample,
             draws=draws,
-            plain=auditing.Plain(network, generate, **options),
+            plain=Plain(network, generate, **options),
             progress=lambda name: bar.advance(task),
         )
     if json:
@@ -238,7 +252,7 @@ def speech_cases(
     from mmdecode.asr.features import Mel, Speech
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.prompts import Prompts
-    from mmdecode.evaluation.audit import Case
+    from mmdecode.evaluation.plain import Case
 
     options = options or TranscribeOptions()
     config = model.generation_config
@@ -276,7 +290,7 @@ def _text(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mmdecode.checkpoints import local_path
-    from mmdecode.evaluation.audit import Case
+    from mmdecode.evaluation.plain import Case
 
     if not data:
         raise OptionError(f"{model} is a text model; give --data FILE with one prompt per line")
@@ -337,13 +351,21 @@ def read_tokens(path: Path, names: Sequence[str]) -> dict[str, list[int]]:
         rows = [{"name": name, "tokens": row} for name, row in rows.items()]
     if isinstance(rows, list) and rows and isinstance(rows[0], int):
         rows = [rows]
-    known = {Path(name).name: name for name in names} | {name: name for name in names}
+    known = {name: [name] for name in names}
+    for whole in names:
+        if Path(whole).name not in names:
+            known.setdefault(Path(whole).name, []).append(whole)
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
         name = names[index] if index < len(names) else None
         if isinstance(row, Mapping):
             given = row.get("name", row.get("source", name))
-            name, row = known.get(str(given)), row.get("tokens")
+            meant, row = known.get(str(given), []), row.get("tokens")
+            if len(meant) > 1:
+                raise InputError(
+                    f"tokens {path}: {given} may be {' or '.join(meant)}; give the whole path"
+                )
+            name = meant[0] if meant else None
         else:
             given = f"row {index + 1}"
         if name is None or name in found:
@@ -366,7 +388,9 @@ def _table(report: AuditReport) -> Table:
         "input", "tokens", "as generate", "as undrafted", "flips", "largest gap", "first difference"
     )
     table.title, table.title_justify = title, "left"
-    rows = sorted(report.judged, key=lambda item: (item.fault is None, item.first is None))
+    rows = sorted(
+        report.judged, key=lambda item: (item.fault is None, not item.cut, item.first is None)
+    )
     for item in rows[:ROWS]:
         table.add_row(
             escape(item.case),
@@ -375,7 +399,7 @@ def _table(report: AuditReport) -> Table:
             _yes(item.same_as_undrafted),
             str(item.flips),
             f"{item.worst_gap:.2g}",
-            _difference(item.fault or item.first),
+            f"cut at {item.tokens}" if item.cut else _difference(item.fault or item.first),
         )
     if len(rows) > ROWS:
         table.caption = f"and {len(rows) - ROWS} more"

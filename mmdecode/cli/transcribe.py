@@ -116,9 +116,15 @@ def command(
     from mmdecode.asr.options import FALLBACK
     from mmdecode.asr.transcriber import Failure, Transcriber, make_options
     from mmdecode.errors import OptionError
+    from mmdecode.registry import parse
 
     if resume and out_dir is None:
         raise OptionError("--resume continues what --out holds; give --out too")
+    if draft is not None and parse("draft", draft)[0][0] == "source":
+        raise OptionError(
+            "--draft source copies from a text, and no option here gives one; give the text in "
+            "Python, Transcriber.from_pretrained(..., draft=Source(ids=...)), or another --draft"
+        )
     kinds = parse_formats(formats)
     given = {
         "temperatures": tuple(temperature) if temperature else None,

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,8 @@ class Depth:
     Attributes:
         levels: Levels that the draft may propose; ``None``: as many as it likes.
         speed: Tokens per row and second, a running mean in which the last call counts a third.
-        asked: Number of the call in which it was last used; 0: never.
+        asked: Number of the call in which it was last used; 0: never. A call of one token measures
+            nothing, and counts.
     """
 
     levels: int | None
@@ -48,11 +50,13 @@ class Adaptive:
         depths: Levels to choose from; ``None`` leaves the draft as it is, 0 switches it off.
             ``(None,)`` is neutral.
         every: Each so manieth call tries the depth that was not measured for longest.
-        sampled: Control drafts that are judged by rejection too. Off, because then the sample for a
-            seed, though not its law, depends on measured times. Greedy and coupled tokens never do.
+        sampled: Control the draft under every rule. Off, because only the greedy and the coupled
+            rule generate the same tokens whatever is drafted; under others the sample for a seed,
+            though not its law, would depend on measured times.
 
     Lossless under every exact rule. Nothing is read from the device during a call. The calls should
-    be alike: of one batch size, and of similar inputs.
+    be alike: of one batch size, and of similar inputs. It looks at a clock in each round, so rounds
+    are not captured as wholes, whatever the draft says of its own.
     """
 
     def __init__(
@@ -79,14 +83,20 @@ class Adaptive:
         self._last: tuple[Depth, Tensor, Tensor, float] | None = None
 
     @classmethod
-    def from_options(cls, draft: str, every: int = 16, model_id: str | None = None) -> Adaptive:
-        """From a string: ``adaptive:draft=medusa``; ``model_id`` goes to the draft."""
-        return cls(registry.create("draft", draft, model_id=model_id), every=every)
+    def from_options(
+        cls, draft: str, every: int = 16, model_id: str | None = None, target: Any = None
+    ) -> Adaptive:
+        """From a string: ``adaptive:draft=medusa``; ``model_id`` and ``target`` go to the draft.
+
+        The draft may have one option, as in ``adaptive:draft=lookup:length=8``, since a comma
+        begins an option of this one; with more, build the draft and wrap it in Python.
+        """
+        return cls(registry.create("draft", draft, model_id=model_id, target=target), every=every)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Chooses the depth of this call."""
         self._now = None
-        if self.sampled or kind not in ("iid", "without_replacement"):
+        if self.sampled or ctx.draft_free:
             self._now = self._choose()
         self._times, self._end = [], None
         if not self._off:
@@ -104,8 +114,8 @@ class Adaptive:
             # round 0 is the prompt's: one token and one round per row that cost no pass
             tokens, passes = int((length - 1).sum()), int((rounds - 1).sum())
             speed = tokens / max(passes, 1) / max(seconds, 1e-9)
-            now.speed = speed if now.asked == 0 else now.speed + (speed - now.speed) / 3
-            now.asked, self._last = self._calls, None
+            now.speed = now.speed + (speed - now.speed) / 3 if now.speed else speed
+            self._last = None
         return self._measured
 
     def _choose(self) -> Depth:
@@ -113,9 +123,10 @@ class Adaptive:
         measured = self.measured
         self._calls += 1
         stalest = min(measured, key=lambda depth: depth.asked)
-        if stalest.asked == 0 or self._calls % self.every == 0:
-            return stalest
-        return max(measured, key=lambda depth: depth.speed)
+        look_around = stalest.asked == 0 or self._calls % self.every == 0
+        chosen = stalest if look_around else max(measured, key=lambda depth: depth.speed)
+        chosen.asked = self._calls
+        return chosen
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """What the draft proposes, without the levels below the depth."""
@@ -141,7 +152,7 @@ class Adaptive:
     def reset(self) -> None:
         """Keeps what was measured, and forgets the call."""
         times = self._times
-        if self._now is not None and self._end is not None and len(times) > 2:
+        if self._now is not None and self._end is not None and len(times) > 1:
             gaps = [after - before for before, after in itertools.pairwise(times)]
             self._last = (self._now, *self._end, statistics.median(gaps))
         self._now, self._end, self._times = None, None, []

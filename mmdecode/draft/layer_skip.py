@@ -13,6 +13,7 @@ and the keys and values of the draft are not reused by verification.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.views import mark
 from mmdecode.errors import IncompatibleError, OptionError
 
 
@@ -120,7 +122,8 @@ def shallow(adapter: Any, keep: Sequence[int]) -> Any:
     Only the modules between the model and its list of layers are copied. Layers know their own
     place in a cache, so a cache of the full depth serves the view, and skipped layers stay empty
     in it. A copied module runs the ``forward`` of its class: one that was put on the original as an
-    attribute (accelerate does so) is bound to the original, and would run all its layers.
+    attribute (accelerate does so) is bound to the original, and would run all its layers. Hooks of
+    the original are not taken along.
 
     Raises:
         IncompatibleError: The layers are in no ``ModuleList`` of the model.
@@ -144,13 +147,15 @@ def shallow(adapter: Any, keep: Sequence[int]) -> Any:
         copied._modules[part] = _copy(copied._modules[part])
         copied = copied._modules[part]
     copied._modules[last] = nn.ModuleList(layers[index] for index in keep)
+    mark(view, adapter.model)
     return view
 
 
 def _copy(module: Any) -> Any:
     module = copy.copy(module)
     module._modules = dict(module._modules)
-    for name in ("_old_forward", "_hf_hook"):
-        module.__dict__.pop(name, None)
-    module.forward = type(module).forward.__get__(module)
+    own = vars(module)
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        own.pop(name, None)
+    own |= {name: OrderedDict() for name in own if "_hooks" in name}
     return module

@@ -37,7 +37,7 @@ class Source:
     Lossless under every exact rule, whatever the source says.
 
     Raises:
-        InputError: No source was given, or not one per row, or an id is not of the vocabulary.
+        InputError: No source was given, or not one list per row, or an id is not of the vocabulary.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic",)
@@ -69,7 +69,13 @@ class Source:
                 "draft Source has no source text; pass mm_inputs={'source_ids': [ids per row]} "
                 "through mm.generate, or Source(ids=...)"
             )
-        texts = [text.tolist() if isinstance(text, Tensor) else list(text) for text in given]
+        try:
+            texts = [list(text.tolist() if isinstance(text, Tensor) else text) for text in given]
+        except TypeError as error:
+            raise InputError(
+                f"source ids are {given!r}; expected one sequence of ids per row, or a single one "
+                "for all: write ids=[[1, 2, 3]]"
+            ) from error
         if not texts or ctx.batch % len(texts):
             raise InputError(
                 f"{len(texts)} source texts for {ctx.batch} rows; give one per row, or one for all"

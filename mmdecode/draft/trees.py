@@ -11,7 +11,7 @@ products of accuracies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -63,53 +63,6 @@ def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
 
     collect((), nodes)
     return sorted(paths, key=lambda path: (-_product(rates, path), len(path), path))
-
-
-def value(rates: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
-    """Tokens that a pass over the tree ``paths`` commits on average, see `plan`."""
-    return 1 + sum(_product(rates, path) for path in paths)
-
-
-def fastest(
-    rates: Sequence[Sequence[float]],
-    pass_times: Mapping[int, float],
-    level_time: float = 0.0,
-) -> list[Path]:
-    """The tree with the most tokens per second; no node at all where drafting loses.
-
-    Args:
-        rates: See `plan`.
-        pass_times: Measured time of a scoring pass by its number of nodes; 0 is the plain step.
-        level_time: Measured time of drafting one level.
-
-    Raises:
-        OptionError: The time of a pass without nodes is missing.
-    """
-    if 0 not in pass_times:
-        raise OptionError("pass_times has no entry for 0 nodes; measure the plain step too")
-    best: tuple[float, list[Path]] = (0.0, [])
-    for depth in range(len(rates) + 1):
-        for nodes, seconds in sorted(pass_times.items()):
-            if (nodes == 0) != (depth == 0):
-                continue
-            paths = plan(rates[:depth], nodes)
-            speed = value(rates, paths) / (seconds + depth * level_time)
-            if speed > best[0]:
-                best = (speed, paths)
-    return best[1]
-
-
-def acceptance(hits: Tensor) -> list[list[float]]:
-    """Rates for `plan` from hits by level, ``(levels, positions, ranks)`` bool.
-
-    Level k counts positions at which some rank of every level before it was right.
-    """
-    alive = torch.ones(hits.shape[1], dtype=torch.bool, device=hits.device)
-    rates = []
-    for level in hits:
-        rates.append(((level & alive[:, None]).sum(0) / alive.sum().clamp_min(1)).tolist())
-        alive = alive & level.any(-1)
-    return rates
 
 
 def choose_tree(hits: Tensor, nodes: int) -> list[Path]:

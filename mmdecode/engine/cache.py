@@ -143,6 +143,8 @@ class RaggedCache(Cache):
             source = base + torch.where(path >= 0, path, target)  # padding moves nothing
             target = base + target
             for layer in self.layers:
+                if not layer.is_initialized:
+                    continue  # a view of the model leaves it out
                 for states in (layer.keys, layer.values):
                     moved = source[:, None, :, None].expand(
                         -1, states.shape[1], -1, states.shape[-1]

@@ -37,6 +37,7 @@ class Context:
         limit: Most tokens any row may generate.
         do_sample: Whether the caller samples.
         tail: How a rule refills a rejected chain, see `Needs.tail`.
+        draft_free: Whether the rule's tokens do not depend on the draft, see `Accept`.
         adapter: Of the main model: what drafts and guides ask about it.
         longest: Generated tokens of the longest row at the last transfer; a host number. Where
             rounds are captured it is rounded up, so that shapes which follow from it change rarely.
@@ -53,6 +54,7 @@ class Context:
     limit: int
     do_sample: bool = False
     tail: Literal["redraw", "coupled"] | None = None
+    draft_free: bool = False
     adapter: Any = None
     longest: int = 0
     fixed: bool = False
@@ -100,6 +102,7 @@ class Context:
             limit=self.limit,
             do_sample=self.do_sample,
             tail=self.tail,
+            draft_free=self.draft_free,
             adapter=self.adapter,
             longest=self.longest,
             fixed=self.fixed,
@@ -338,7 +341,11 @@ class Guide(Protocol):
 
 
 class Accept(Protocol):
-    """Decides how much of a proposal is kept."""
+    """Decides how much of a proposal is kept.
+
+    A class attribute ``draft_free = True`` says that for a seed the tokens, and not their law
+    alone, are the same whatever is drafted: a draft may then be chosen by measured times.
+    """
 
     law: ClassVar[Literal["exact", "exact for v", "heuristic"]]
     kinds: tuple[Kind, ...]

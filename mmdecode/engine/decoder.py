@@ -197,6 +197,7 @@ class Decoder:
             criteria=stopping_criteria,
         )
         ctx.tail = self.draft.needs.tail
+        ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile and capture.available(ctx.device)
         if self.compile and not ctx.fixed:
             warn(f"compile=True captures rounds on CUDA, not on {ctx.device}", stacklevel=2)
@@ -205,7 +206,8 @@ class Decoder:
         if places is not None and ctx.prompt_length + ctx.limit > places:
             raise OptionError(
                 f"a prompt of {ctx.prompt_length} and up to {ctx.limit} new tokens; "
-                f"{type(model).__name__} has {places} positions: lower max_new_tokens"
+                f"{type(model).__name__} has {places} positions before its table ends or its "
+                "frequencies change: lower max_new_tokens, or decode with plain generate"
             )
         if mm_streamer is not None and ctx.batch > 1:
             raise IncompatibleError(

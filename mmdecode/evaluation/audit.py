@@ -7,8 +7,10 @@ much each token falls short of what the plain law would choose there (its gap). 
 noise of block scoring, measured on the same model without our engine, is rounding; a larger one
 is a fault. A token also passes if it follows from the block's own logits, under the processors of
 the call with the right prefix, and these differ from the plain ones by no more than the noise.
-Where the noise exceeds the 10 % quantile of the plain gaps between the best two tokens, a wrong
-token could hide in it: the audit is inconclusive.
+Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven: rounding may
+have raised the token and lowered the plain choice. Where what is forgiven exceeds the 10 % quantile
+of the plain gaps between the best two tokens, a wrong token could hide in it: the audit is
+inconclusive.
 
 What is compared with what:
 
@@ -17,64 +19,41 @@ What is compared with what:
   the keyed noise.
 * Sampling by another rule, and sequences drawn elsewhere: no single sequence can be certified. The
   ranks of all tokens in their plain laws must be uniform, and their surprise that of the laws; such
-  a test can reject, but never prove.
+  a test can reject, but never prove (`mmdecode.evaluation.draws`).
 * A guide has no plain ``generate``: its reference is our own loop, token by token.
 
-Source: the teacher-forced margin test is this project's; the uniform ranks are those of Rosenblatt
-1952 (probability integral transform).
+The plain side of all this is `mmdecode.evaluation.plain`. One row at a time is judged: what goes
+wrong only where rows of a batch meet is not looked for.
+
+Source: the teacher-forced margin test is this project's.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from mmdecode.accept.exact import Coupled
-from mmdecode.accept.follow import finish
-from mmdecode.engine.contracts import Context, LawView, Outcome
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.engine.proposal import Kind, Proposal
-from mmdecode.engine.setup import token_ids
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.draws import FEWEST, LEVEL, on_the_edge, p_of_draws, surprise
+from mmdecode.evaluation.plain import Blocks, Case, Enough, Plain, Play, Replay, Tap, away, furthest
 
 Verdict = Literal["passes", "fails", "inconclusive"]
 QUANTILE = 0.1
 """Of the plain gaps between the best two tokens; noise above it decides nothing."""
-LEVEL = 1e-4
-"""A sampled law is rejected below this p-value."""
 SUSPECT = 4.0
 """A drafted pass whose logits are off by so many times the noise is remarked upon."""
-FEWEST = 200
-"""Tokens that a statistical verdict needs."""
 GUIDED = 100.0
 """A guide magnifies rounding; what exceeds the model's own so many times is none."""
-BLOCK = 5
-"""Tokens per block where the noise of a guided law is measured."""
-_BINS = 20
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One input.
-
-    Attributes:
-        name: Unique; also names the row for keyed noise.
-        inputs: What ``generate`` takes for this one row.
-    """
-
-    name: str
-    inputs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +91,7 @@ class Judged:
         block_difference: Largest difference of the drafted pass's logits from the plain ones.
         first: The first token that the plain law would not choose.
         fault: The first one that rounding does not explain.
+        cut: Whether tokens from elsewhere end where the model would go on, as a limit cuts them.
     """
 
     case: str
@@ -123,6 +103,7 @@ class Judged:
     block_difference: float | None = None
     first: Finding | None = None
     fault: Finding | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,100 +143,6 @@ class AuditReport:
         return sum(item.tokens for item in self.judged)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """The plain law along one sequence.
-
-    Attributes:
-        tokens: The sequence.
-        logits: Before processors, ``(T, V)`` float32; one row more than tokens where the plain
-            loop would not have stopped behind them, fewer where it would have stopped before.
-        scores: Behind the processors, of the same shape.
-    """
-
-    tokens: list[int]
-    logits: Tensor
-    scores: Tensor
-
-
-class Plain:
-    """Plain decoding of one model, and what it thinks of given tokens.
-
-    Sampling options (temperature and so on) are left out of greedy calls.
-
-    Args:
-        model: A model of transformers.
-        generate: What is called instead of ``model.generate``.
-        keep: Whether the plain output of all cases is remembered, for several audits of one model.
-        **options: Of every call of ``generate``.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        generate: Callable[..., Any] | None = None,
-        keep: bool = False,
-        **options: Any,
-    ) -> None:
-        if options.get("guidance_scale") is not None:
-            raise OptionError(
-                "guidance_scale is audited as a guide: Decoder(guide='cfg:scale=...')"
-            )
-        self.model, self.keep, self.options = model, keep, options
-        self._generate = generate or model.generate
-        config = model.generation_config
-        self.ends = token_ids(options.get("eos_token_id", config.eos_token_id))
-        self._own: dict[str, Replay] = {}
-        self._noise: dict[str, float] = {}
-
-    def run(self, case: Case, custom: Any = None, *, sample: bool = False, **more: Any) -> Any:
-        """``generate`` for one case, through a custom loop where one is given."""
-        given: dict[str, Any] = {**case.inputs, **self.options}
-        if not sample:
-            given = {name: value for name, value in given.items() if name not in _SAMPLING}
-        for name, extra in more.items():  # processors and criteria come on top of the case's
-            given[name] = [*given.get(name, ()), *extra]
-        if custom is not None:
-            given["custom_generate"] = custom
-        return self._generate(**given, do_sample=sample, num_beams=1)
-
-    @torch.no_grad()
-    def own(self, case: Case) -> Replay:
-        """What plain greedy ``generate`` gives."""
-        if case.name not in self._own:
-            if not self.keep:
-                self._own.clear()
-            self._own[case.name] = self.replay(case, None)
-        return self._own[case.name]
-
-    @torch.no_grad()
-    def replay(self, case: Case, tokens: Sequence[int] | None) -> Replay:
-        """Plain ``generate`` made to choose ``tokens``; ``None``: its own choice."""
-        script = _Script(tokens)
-        enough = [] if tokens is None else [_Enough(len(tokens) + 1)]
-        seen: list[Tensor] = []
-        hook = self.model.register_forward_hook(
-            lambda module, args, output: seen.append(output.logits[0, -1].float())
-        )
-        try:
-            self.run(case, logits_processor=[script], stopping_criteria=enough)
-        finally:
-            hook.remove()
-        scores = torch.stack(script.scores)
-        played = scores.argmax(-1).tolist() if tokens is None else list(tokens)
-        return Replay(played, torch.stack(seen[-len(scores) :]), scores)
-
-    @torch.no_grad()
-    def noise(self, case: Case) -> float:
-        """Largest difference between scoring `own` in one block and token by token."""
-        if case.name not in self._noise:
-            own = self.own(case)
-            whole = _Whole(own.tokens)
-            self.run(case, whole)
-            self._noise[case.name] = _furthest(whole.logits, own.logits)
-        return self._noise[case.name]
-
-
 def audit(
     model: Any,
     cases: Sequence[Case],
@@ -273,9 +160,12 @@ def audit(
     Args:
         model: A model of transformers, on its device and in its dtype.
         cases: Inputs, one row each.
-        decoder: What is audited; left as it was. With a heuristic rule expect a failure.
-        tokens: Instead: generated ids by the name of their case, without the prompt; a missing
-            end-of-sequence token is forgiven where the model would set it next.
+        decoder: What is audited. Its seed, counters and trace are left as they were; a draft that
+            learns from call to call learns from the audit too. With a heuristic rule expect a
+            failure.
+        tokens: Instead: generated ids by the name of their case, without the prompt, of any length;
+            a missing end-of-sequence token is forgiven where the model would set it next, or where
+            the limit of the call (``max_new_tokens``) cuts.
         sample: Sample instead of greedy decoding; ``temperature`` and so on are ``options``.
         draws: Sequences per case, where sampling is judged by statistics.
         plain: Used instead of a new one; for several audits of one model.
@@ -284,7 +174,8 @@ def audit(
 
     Raises:
         OptionError: Neither or both of ``decoder`` and ``tokens``, or options beside ``plain``.
-        InputError: No case, names that occur twice, tokens of unknown cases or vocabularies.
+        InputError: No case, names that occur twice, tokens of unknown cases or vocabularies, a case
+            of several rows, or a ``generate`` that does not say its logits.
     """
     if (decoder is None) == (tokens is None):
         raise OptionError("give a decoder to audit or tokens to judge, one of the two")
@@ -330,7 +221,8 @@ class _Sheet:
         replay: The plain law.
         same: Whether it equals plain and undrafted output.
         gumbel: Keyed noise of the positions, ``(T, V)``.
-        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its law.
+        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its law; ``None``:
+            not at hand.
         tap: Of the drafted call.
     """
 
@@ -339,7 +231,7 @@ class _Sheet:
     same: tuple[bool | None, bool | None] = (None, None)
     gumbel: Tensor | None = None
     block: Tensor | None = None
-    tap: _Tap | None = None
+    tap: Tap | None = None
 
 
 class _Subject:
@@ -357,17 +249,17 @@ class _Subject:
     def noise(self, case: Case, sheet: _Sheet) -> float:
         return self.plain.noise(case)
 
-    def law(self, case: Case, tokens: list[int]) -> Replay:
+    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
         """The plain law along ``tokens``."""
         if not self.sample and self.plain.own(case).tokens == tokens:
             return self.plain.own(case)
-        replay = self.plain.replay(case, tokens)
+        replay = self.plain.replay(case, tokens, **options)
         if not self.sample:
             return replay
-        tap = _Tap(None, "")  # to be handed the processors of a sampling call
-        self.plain.run(case, tap, sample=True)
+        tap = Tap(None)  # to be handed the processors of a sampling call
+        self.plain.run(case, tap, sample=True, **options)
         rows = [tap.law(tokens[:place], raw) for place, raw in enumerate(replay.logits)]
-        return Replay(tokens, replay.logits, torch.stack(rows))
+        return Replay(tokens, replay.logits, torch.stack(rows), tap.law)
 
 
 class _Foreign(_Subject):
@@ -391,6 +283,13 @@ class _Foreign(_Subject):
             )
         same = None if self.sample else own.tokens == row
         return [_Sheet(case, self.law(case, row), (same, None))]
+
+    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
+        """The plain law along ``tokens``, beyond the limit of the call: theirs was another."""
+        replay = super().law(case, tokens, **options)
+        if len(replay.logits) >= len(tokens):
+            return replay
+        return super().law(case, tokens, **options | {"max_new_tokens": len(tokens) + 1})
 
 
 class _Drafted(_Subject):
@@ -418,181 +317,55 @@ class _Drafted(_Subject):
             self.reference = "our loop without a draft"
 
     def sheets(self, case: Case) -> list[_Sheet]:
-        return [self._sheet(case, self.seed + draw) for draw in range(self.draws)]
+        return [one for draw in range(self.draws) for one in self._draw(case, self.seed + draw)]
+
+    def _draw(self, case: Case, seed: int) -> list[_Sheet]:
+        """One sequence as users get it, and as it is with logits recorded, where that differs."""
+        self.decoder.seed = seed
+        tap = self._tapped(case, self.decoder)
+        bare = self._tapped(case, self.decoder, record=False).tokens
+        sheets = [self._sheet(case, seed, tap.tokens, tap)]
+        return sheets if bare == tap.tokens else [*sheets, self._sheet(case, seed, bare)]
 
     def noise(self, case: Case, sheet: _Sheet) -> float:
         if not self.guided:
             return super().noise(case, sheet)
         tokens = sheet.replay.tokens
-        blocks = self._played(case, tokens, _Blocks(tokens))
+        blocks = self._played(case, tokens, Blocks(tokens))
         own = self.plain.noise(case)
-        return min(_furthest(blocks.scores, sheet.replay.scores), GUIDED * own)
+        return min(furthest(blocks.scores, sheet.replay.scores), GUIDED * own)
 
-    def _sheet(self, case: Case, seed: int) -> _Sheet:
-        self.decoder.seed = seed
-        tap = self._tapped(case, self.decoder)
-        # of a guided law the scores can be compared; the logits belong to one branch alone
-        replay = self._played(case, tap.tokens) if self.guided else self.law(case, tap.tokens)
-        block = tap.scores if self.guided else tap.logits
-        sheet = _Sheet(case, replay, block=block, tap=tap)
+    def _sheet(self, case: Case, seed: int, tokens: list[int], tap: Tap | None = None) -> _Sheet:
+        sheet = _Sheet(case, self._played(case, tokens) if self.guided else self.law(case, tokens))
+        if tap is not None:
+            # of a guided law the scores can be compared; the logits belong to one branch alone
+            sheet.tap, sheet.block = tap, tap.scores if self.guided else tap.logits
         if self.statistical:
             return sheet
         plain = None
         if not self.sample and not self.guided:
-            plain = self.plain.own(case).tokens == tap.tokens
-        sheet.same = plain, self._tapped(case, self.undrafted).tokens == tap.tokens
+            plain = self.plain.own(case).tokens == tokens
+        sheet.same = plain, self._tapped(case, self.undrafted).tokens == tokens
         if self.sample:
-            keyed = Noise.of(seed, [request_key(case.name, 0)], replay.scores.device)
-            places = torch.arange(len(replay.scores), device=replay.scores.device)[None]
-            sheet.gumbel = keyed.gumbel(places, Role.TARGET, replay.scores.shape[-1])[0]
+            scores = sheet.replay.scores
+            keyed = Noise.of(seed, [request_key(case.name, 0)], scores.device)
+            places = torch.arange(len(scores), device=scores.device)[None]
+            sheet.gumbel = keyed.gumbel(places, Role.TARGET, scores.shape[-1])[0]
         return sheet
 
     def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
         """The guided law along ``tokens`` in our own loop: one by one, or in drafted blocks."""
-        rule: Any = _Play(tokens)
+        rule: Any = Play(tokens)
         decoder = Decoder(draft, self.undrafted.guide, rule, self.seed)
-        tap = self._tapped(case, decoder, stopping_criteria=[_Enough(len(tokens) + 1)])
+        tap = self._tapped(case, decoder, criteria=[Enough(len(tokens) + 1)])
         return Replay(tokens, tap.scores, tap.scores)
 
-    def _tapped(self, case: Case, decoder: Decoder, **more: Any) -> _Tap:
-        tap = _Tap(decoder, case.name)
-        self.plain.run(case, tap, sample=self.sample, **more)
+    def _tapped(
+        self, case: Case, decoder: Decoder, record: bool = True, criteria: Sequence[Any] = ()
+    ) -> Tap:
+        tap = Tap(decoder, case.name, record)
+        self.plain.run(case, tap, sample=self.sample, criteria=criteria)
         return tap
-
-
-class _Tap:
-    """Stands before a decoder and notes what goes in and out; without one, only what goes in."""
-
-    def __init__(self, decoder: Decoder | None, request: str) -> None:
-        self.decoder, self.request = decoder, request
-        self.tokens: list[int] = []
-
-    def __call__(
-        self, model: Any, input_ids: Tensor, *, generation_config: Any, **inputs: Any
-    ) -> Tensor:
-        if len(input_ids) != 1:
-            raise InputError(f"a case holds one row, this one has {len(input_ids)}; split it")
-        self.prompt = input_ids
-        self.processors: LogitsProcessorList = inputs["logits_processor"]
-        if self.decoder is None:
-            return input_ids
-        config = copy.deepcopy(generation_config)
-        config.return_dict_in_generate = config.output_logits = config.output_scores = True
-        output = self.decoder(
-            model, input_ids, generation_config=config, mm_request=[self.request], **inputs
-        )
-        self.tokens = output.sequences[0, input_ids.shape[1] :].tolist()
-        self.logits: Tensor = torch.stack(output.logits)[:, 0]
-        self.scores: Tensor = torch.stack(output.scores)[:, 0]
-        return output.sequences
-
-    def law(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
-        """``raw (V,)`` under the processors of the call, behind ``tokens``."""
-        prefix = torch.cat([self.prompt, self.prompt.new_tensor([list(tokens)])], 1)
-        return self.processors(prefix, raw[None].clone())[0]
-
-
-class _Script(LogitsProcessor):
-    """The last processor of plain ``generate``: notes its law, and makes it choose given tokens."""
-
-    def __init__(self, tokens: Sequence[int] | None) -> None:
-        self.tokens = tokens
-        self.scores: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = len(self.scores)
-        self.scores.append(scores[0].float().clone())
-        if self.tokens is None or place >= len(self.tokens):
-            return scores
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, self.tokens[place]] = 0.0
-        return chosen
-
-
-class _Enough(StoppingCriteria):
-    """Ends a loop behind so many new tokens, without being an option that processors read."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.first: int | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self.first is None:
-            self.first = input_ids.shape[1]  # the prompt and one token
-        done = input_ids.shape[1] - self.first + 1 >= self.limit
-        return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
-
-
-class _Play:
-    """A rule that keeps the given tokens, whatever the law says."""
-
-    law: ClassVar[Literal["heuristic"]] = "heuristic"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    modes = frozenset({"greedy", "sample"})
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        count = (proposal.tokens >= 0).sum(1)
-        order = torch.arange(proposal.size, device=ctx.device)
-        place = int(ctx.length[0] + count[0])
-        token = law.at(count).argmax(-1)
-        if place < len(self.tokens):
-            token = torch.full_like(token, self.tokens[place])
-        path = torch.where(order < count[:, None], order, -1)
-        outcome = Outcome(path=path, num_accepted=count, next_token=token)
-        return finish(outcome, proposal, law, noise, ctx)
-
-
-class _Blocks(NoDraft):
-    """Drafts the given tokens, `BLOCK` at a time."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-
-    def propose(self, ctx: Context, budget: int) -> Proposal:
-        """What comes next in them."""
-        place = int(ctx.length[0])
-        block = list(self.tokens[place : place + min(BLOCK, budget)])
-        if not block:
-            return Proposal.empty(ctx.batch, ctx.device)
-        return Proposal(tokens=torch.tensor([block], device=ctx.device), kind="deterministic")
-
-
-class _Whole:
-    """Scores prompt and tokens in one pass without a cache, by the model's own forward."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-        self.logits: Tensor
-
-    def __call__(self, model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
-        tail = input_ids.new_tensor([self.tokens[:-1]])
-        known = inspect.signature(model.forward).parameters
-        given = {name: value for name, value in inputs.items() if name in known}
-        for name in ("past_key_values", "cache_position", "position_ids", "logits_to_keep"):
-            given.pop(name, None)
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.shape == input_ids.shape:  # masks, token types
-                given[name] = torch.cat([value, value[:, -1:].expand(-1, tail.shape[1])], 1)
-        decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-        given["decoder_input_ids" if decoder else "input_ids"] = torch.cat([input_ids, tail], 1)
-        output = model(**given | {"use_cache": False})
-        self.logits = output.logits[0, input_ids.shape[1] - 1 :].float()
-        return input_ids
-
-
-def _furthest(left: Tensor, right: Tensor) -> float:
-    """Largest difference of entries that both allow."""
-    rows = min(len(left), len(right))
-    return float(_away(left[:rows], right[:rows]).max()) if rows else 0.0
-
-
-def _away(left: Tensor, right: Tensor) -> Tensor:
-    """The same, row by row: ``(T, V)`` to ``(T,)``."""
-    both = left.isfinite() & right.isfinite()
-    return torch.where(both, (left - right).abs(), 0.0).amax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,7 +380,9 @@ class _Row:
         lead: Its own gap between the best two.
         end: Gap of the best end-of-sequence token behind the last token.
         away: Largest difference of the drafted pass's logits from the plain ones.
-        chosen: Whether the token follows from those logits; asked only where it is not ``best``.
+        chosen: Whether the token follows from those logits: is their choice, or can be drawn where
+            statistics judge; asked only where it does not follow from the plain ones.
+        excuses: Of sampled tokens that the law forbids: whether so much rounding explains it.
         same: Whether the sequence equals plain and undrafted output.
         ranks, excess, variance: See `p_of_draws`.
     """
@@ -620,6 +395,7 @@ class _Row:
     end: float
     away: Tensor | None
     chosen: Tensor
+    excuses: Mapping[int, Callable[[float], bool]]
     same: tuple[bool | None, bool | None]
     ranks: Tensor
     excess: float
@@ -632,28 +408,36 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
     size = min(len(law), len(replay.tokens))
     tokens = torch.tensor(replay.tokens[:size], device=law.device)
     lead = law.topk(2, -1).values
-    away, chosen = None, torch.zeros(size, dtype=torch.bool)
+    gaps = (lead[:size, 0] - law[:size].gather(1, tokens[:, None])[:, 0]).cpu()
+    off, chosen = None, torch.zeros(size, dtype=torch.bool)
     if sheet.block is not None and sheet.tap is not None:
-        away = _away(sheet.block[:size], replay.logits[:size]).cpu()
-        for place in (law[:size].argmax(-1) != tokens).nonzero()[:, 0].tolist():
+        off = away(sheet.block[:size], replay.logits[:size]).cpu()
+        doubted = gaps.isinf() if subject.statistical else law[:size].argmax(-1) != tokens
+        for place in doubted.nonzero()[:, 0].tolist():
             seen = sheet.block[place]
             if not subject.guided:  # not the scores that the rule saw: they may be what is wrong
                 seen = sheet.tap.law(replay.tokens[:place], seen)
             seen = seen if sheet.gumbel is None else seen + sheet.gumbel[place]
-            chosen[place] = int(seen.argmax()) == replay.tokens[place]
+            drawn = seen.isfinite() if subject.statistical else seen == seen.max()
+            chosen[place] = drawn[replay.tokens[place]]
     ends = subject.plain.ends
     ranks, excess, variance = torch.empty(0), 0.0, 0.0
+    excuses: dict[int, Callable[[float], bool]] = {}
     if subject.statistical:
-        ranks, excess, variance = _surprise(replay.scores[:size], tokens)
+        ranks, excess, variance = surprise(replay.scores[:size], tokens)
+        if replay.process is not None:
+            forbidden = gaps.isinf().nonzero()[:, 0].tolist()
+            excuses = {place: partial(on_the_edge, replay, place) for place in forbidden}
     return _Row(
         case=sheet.case.name,
         tokens=replay.tokens,
         best=law.argmax(-1).tolist(),
-        gaps=(lead[:size, 0] - law[:size].gather(1, tokens[:, None])[:, 0]).cpu(),
+        gaps=gaps,
         lead=(lead[:, 0] - lead[:, 1]).cpu(),
         end=min((float(lead[-1, 0] - law[-1, end]) for end in ends), default=torch.inf),
-        away=away,
+        away=off,
         chosen=chosen,
+        excuses=excuses,
         same=sheet.same,
         ranks=ranks,
         excess=excess,
@@ -661,53 +445,23 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
     )
 
 
-def _surprise(law: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
-    """Ranks ``(T,)``, surprise beyond the entropy, and the variance of that."""
-    log_p = law.double().log_softmax(-1)
-    p, order = log_p.exp(), torch.arange(law.shape[1], device=law.device)
-    chosen = p.gather(1, tokens[:, None])
-    above = (p > chosen) | ((p == chosen) & (order < tokens[:, None]))
-    key = Noise.of(0, [request_key(*tokens.tolist())], law.device)
-    spread = key.uniform(torch.arange(len(tokens), device=law.device)[None], Role.ACCEPT)[0]
-    ranks = (p * above).sum(-1) + spread * chosen[:, 0]
-    surprise = torch.where(p > 0, -log_p, 0.0)
-    entropy = (p * surprise).sum(-1)
-    excess = surprise.gather(1, tokens[:, None])[:, 0] - entropy
-    variance = (p * surprise**2).sum(-1) - entropy**2
-    return ranks.cpu(), float(excess.sum()), float(variance.sum())
-
-
-def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
-    """How likely tokens this unusual are under the laws they should have been drawn from.
-
-    Two statistics, with Bonferroni's correction: the ranks in 20 bins (chi-square), and the total
-    surprise beyond the entropy (normal, by the central limit theorem for martingales).
-
-    Args:
-        ranks: Each token's place in its law ordered by falling probability, as the mass before it
-            and a uniform share of its own, 0..1, ``(T,)``.
-        excess: Sum over tokens of ``-log p`` minus the entropy of the law.
-        variance: Of that sum.
-    """
-    cells = (ranks * _BINS).long().clamp(0, _BINS - 1)
-    counts = torch.bincount(cells, minlength=_BINS).double()
-    expected = len(ranks) / _BINS
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((_BINS - 1) / 2, dtype=torch.float64)
-    by_rank = float(torch.special.gammaincc(freedom, statistic / 2))
-    by_surprise = math.erfc(abs(excess) / math.sqrt(2 * max(variance, 1e-12)))
-    return min(1.0, 2 * min(by_rank, by_surprise))
+def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
+    """The largest gap that rounding explains without knowledge of the block's logits."""
+    if subject.statistical:
+        return torch.finfo(torch.float32).max  # only what the law forbids was not drawn from it
+    return 2 * noise if row.away is None else noise  # up to once in the token and in the choice
 
 
 def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
     """One sequence, once the noise is known."""
     size = len(row.gaps)
     differs = torch.tensor(row.best[:size]) != torch.tensor(row.tokens[:size])
-    passes = row.gaps <= noise
+    bound = _forgiven(row, noise, subject)
+    passes = row.gaps <= bound
     if row.away is not None:
         passes |= row.chosen & (row.away <= noise)
-    if subject.statistical:
-        passes = row.gaps.isfinite()  # a token that the law forbids was not drawn from it
+    for place, excuse in row.excuses.items():
+        passes[place] |= excuse(noise)
 
     def at(place: int, gap: float, explained: bool) -> Finding:
         return Finding(
@@ -719,7 +473,7 @@ def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
             explained=explained,
         )
 
-    first = fault = None
+    first, fault, cut = None, None, False
     if bool(differs.any()) and not subject.statistical:
         place = int(differs.long().argmax())
         first = at(place, float(row.gaps[place]), bool(passes[place]))
@@ -728,8 +482,9 @@ def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
         fault = at(place, float(row.gaps[place]), False)
     elif len(row.tokens) > size:  # the plain loop had ended
         fault = at(size, torch.inf, False)
-    elif len(row.best) > size and not (subject.foreign and row.end <= noise):
-        fault = at(size, row.end, False)  # it would have gone on
+    elif len(row.best) > size:  # it would have gone on
+        cut = subject.foreign and row.end > bound and not subject.statistical
+        fault = None if subject.foreign else at(size, row.end, False)
     return Judged(
         case=row.case,
         tokens=len(row.tokens),
@@ -740,6 +495,7 @@ def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
         block_difference=None if row.away is None else float(row.away.max()),
         first=first or fault,
         fault=fault,
+        cut=cut,
     )
 
 
@@ -750,6 +506,9 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
     quantile = float(lead.quantile(QUANTILE, interpolation="lower"))
     compared = [same for row in rows for same in row.same if same is not None]
     identical = bool(compared) and all(compared)
+    hidden = max(_forgiven(row, noise, subject) for row in rows) > quantile and not (
+        identical and torch.finfo(model.dtype).bits >= 32
+    )
     p_value = None
     if subject.statistical:
         ranks = torch.cat([row.ranks for row in rows])
@@ -761,7 +520,7 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
         verdict = "fails"
     elif p_value is not None:
         verdict = "passes" if len(ranks) >= FEWEST else "inconclusive"
-    elif noise > quantile and not (identical and torch.finfo(model.dtype).bits >= 32):
+    elif any(item.cut for item in judged) or hidden:
         verdict = "inconclusive"
     report = AuditReport(
         verdict=verdict,
@@ -814,6 +573,13 @@ def _words(report: AuditReport) -> str:
         if report.verdict == "inconclusive":
             return f"inconclusive: {FEWEST} tokens are needed to judge a sampled law ({chance})"
         return f"passes: no other law than the model's was found, which is no proof ({chance})"
+    ended = [item for item in report.judged if item.cut]
+    if ended:
+        return (
+            f"inconclusive: {len(ended)} of {len(report.judged)} sequences end where the model "
+            f"goes on, {ended[0].case} behind {ended[0].tokens} tokens; if a limit cut them there, "
+            f"give it as max_new_tokens ({where}; {noise})"
+        )
     if report.verdict == "inconclusive":
         return (
             "inconclusive: rounding is as large as the gaps between the best two tokens, so a "

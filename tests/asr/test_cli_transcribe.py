@@ -141,6 +141,7 @@ def test_misuse_is_explained(run, audio, tmp_path):
     empty.mkdir()
     for args, kind, words in [
         ((audio, "--resume"), OptionError, "give --out"),
+        ((audio, "--draft", "source"), OptionError, "give the text in Python"),
         ((audio, "--format", "str"), OptionError, "did you mean"),
         ((empty,), InputError, "holds no audio"),
         ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),

@@ -25,6 +25,7 @@ from transformers import (
 from mmdecode import registry
 from mmdecode.adapters import default
 from mmdecode.adapters.default import DefaultAdapter
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine import branch
 from mmdecode.engine.cache import RaggedCache
@@ -110,7 +111,8 @@ def test_a_family_without_adapter_generates_what_transformers_does(name):
     expected = model.generate(**options)
     rows = expected[:, -NEW:].tolist()
     assert len({token for row in rows for token in row}) >= 8, "the model repeats itself too much"
-    for draft in (None, HiddenPath(rows), Medusa(random_heads(vocab=80))):
+    skip = LayerSkip(exit_layer=1, length=3)
+    for draft in (None, HiddenPath(rows), Medusa(random_heads(vocab=80)), skip):
         found = model.generate(**options, custom_generate=Decoder(draft))
         assert found.tolist() == expected.tolist()
     assert isinstance(registry.adapter_for(model), DefaultAdapter)
@@ -184,7 +186,7 @@ def siblings(adapter, monkeypatch):
     additive = branch.block_mask
 
     def masked(begin, pads, depths, ancestors, *rest):
-        return additive(begin, pads, depths, torch.ones_like(ancestors).tril(), *rest)
+        return additive(begin, pads, depths, None, *rest)  # as if every block were a chain
 
     monkeypatch.setattr(branch, "block_mask", masked)
 
@@ -234,6 +236,15 @@ def test_a_model_is_checked_once_and_again_with_other_attention(gpt_neox, monkey
     assert len(calls) == 2
 
 
+def test_a_view_of_a_checked_model_is_not_checked(gpt_neox, monkeypatch):
+    calls, check = [], default.check
+    monkeypatch.setattr(default, "check", lambda adapter: (calls.append(adapter), check(adapter)))
+    decoder = Decoder(LayerSkip(skip=[0]))
+    for _ in range(2):
+        gpt_neox.generate(**prompts(2), max_new_tokens=3, do_sample=False, custom_generate=decoder)
+    assert len(calls) == 1 and decoder.stats.drafted > 0
+
+
 def test_an_input_that_only_the_family_knows_is_refused():
     model = model_of(*RIGHT["gpt2, learned positions"])
     ids = torch.tensor([[5, 6, 7]])
@@ -250,3 +261,47 @@ def test_a_table_of_positions_is_not_overrun():
     assert model.generate(ids, max_new_tokens=4, **options).shape == (1, 64)
     with pytest.raises(OptionError, match="64 positions"):
         model.generate(ids, max_new_tokens=5, **options)
+
+
+ROPE = {"rope_theta": 1e4}
+MOVING = {
+    "switched": (
+        Phi3Config,
+        {
+            "intermediate_size": 48,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [8.0] * 4,
+            },
+        },
+    ),
+    "stretched": (
+        GPTNeoXConfig,
+        {
+            "intermediate_size": 48,
+            "max_position_embeddings": 32,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "dynamic",
+                "factor": 4.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_frequencies_that_move_with_the_length_are_not_overrun(name):
+    model = model_of(*MOVING[name])
+    ids = torch.arange(20)[None]
+    options = {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(ids, **options)
+    for draft in (HiddenPath(expected[:, 20:].tolist()), drafts.Constant(3, length=11)):
+        decoder = Decoder(draft)  # the last nodes are beyond the end, and unused
+        assert model.generate(ids, custom_generate=decoder, **options).tolist() == expected.tolist()
+    with pytest.raises(OptionError, match="32 positions"):
+        model.generate(ids, custom_generate=Decoder(), **{**options, "max_new_tokens": 13})

@@ -21,12 +21,13 @@ from mmdecode.adapters.bart import BartAdapter
 from mmdecode.adapters.encoder_decoder import SourcePast
 from mmdecode.adapters.t5 import T5Adapter
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts
 from tests.conformance.tiny import PROCESSORS, TREE, VOCAB, WIDTH, HiddenPath, prompts, random_heads
@@ -76,6 +77,7 @@ DRAFTS = {
     "none": lambda model, rows: None,
     "lookup": lambda model, rows: PromptLookup(length=5),
     "assistant_is_target": lambda model, rows: Assistant(model, length=3),
+    "layer_skip": lambda model, rows: LayerSkip(exit_layer=1, length=3),
     "medusa_tree": lambda model, rows: Medusa(random_heads(), paths=TREE),
     "known": lambda model, rows: drafts.Known(rows, length=4, wrong_at=[2, 9]),
     "known_tree": lambda model, rows: HiddenPath(rows),
@@ -219,6 +221,19 @@ def test_an_assistant_that_cannot_read_the_targets_encoder_is_refused():
     small = AutoModelForSeq2SeqLM.from_config(T5Config(**{**T5, "d_model": 16}))
     with pytest.raises(IncompatibleError, match="width 16"):
         generate("t5", custom_generate=Decoder(Assistant(small.eval())))
+
+
+@pytest.mark.parametrize(("family", "layer"), [("t5", 1), ("bart", 0), ("marian", 0)])
+def test_any_layer_may_be_skipped(family, layer):
+    expected, _ = reference(family, "sdpa", ())
+    decoder = Decoder(LayerSkip(skip=[layer], length=3))
+    assert generate(family, custom_generate=decoder).tolist() == expected.tolist()
+    assert decoder.stats.drafted > 0
+
+
+def test_the_layer_that_holds_the_bias_of_all_is_kept():
+    with pytest.raises(UnsupportedModelError, match="keep layer 0"):
+        generate("t5", custom_generate=Decoder(LayerSkip(skip=[0])))
 
 
 def test_a_table_of_positions_is_not_overrun():

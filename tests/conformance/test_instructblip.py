@@ -8,6 +8,7 @@ from transformers import InstructBlipConfig, InstructBlipForConditionalGeneratio
 
 import mmdecode
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
@@ -67,6 +68,7 @@ DRAFTS = {
     "lookup": PromptLookup,
     "known_tree": lambda: HiddenPath(plain()[:, -NEW:].tolist()),
     "text_assistant": lambda: Assistant(text_model("llama", seed=9, layers=1), 3),
+    "whole_view": lambda: LayerSkip(skip=(), length=3),
 }
 
 
@@ -77,6 +79,8 @@ def test_drafted_tokens_are_those_of_generate(draft):
     decoder = Decoder(DRAFTS[draft]())
     found = model().generate(**options, custom_generate=decoder)
     assert found.tolist() == plain().tolist()
+    if draft == "whole_view":  # it is given the embeddings
+        assert decoder.stats.accepted == decoder.stats.drafted > 0
     found = mmdecode.generate(model(), decoder=decoder, **options)
     assert found.tolist() == plain().tolist()
 

@@ -14,6 +14,7 @@ from mmdecode.adapters.vision_language import (
     VisionLanguageAdapter,
 )
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine import branch
 from mmdecode.engine.branch import MAIN, ModelBranches
@@ -188,6 +189,13 @@ def test_rows_may_be_reordered_and_forked(family):
     draft = Forks()
     ours(Decoder(draft), family, max_new_tokens=1)
     torch.testing.assert_close(*draft.logits)
+
+
+@TWO
+def test_layers_that_draft_see_the_images(family):
+    decoder = Decoder(LayerSkip(skip=(), length=3))  # all of them, so all should be accepted
+    assert ours(decoder, family).tolist() == reference(family)[0].tolist()
+    assert decoder.stats.accepted == decoder.stats.drafted > 0
 
 
 def test_views_and_second_images_are_refused():

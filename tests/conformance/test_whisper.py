@@ -7,6 +7,9 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
+from mmdecode import registry
+from mmdecode.adapters import whisper_step
+from mmdecode.draft.layer_skip import shallow
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.decoder import Decoder
 from tests.conformance.tiny import (
@@ -44,6 +47,11 @@ def test_any_batch_gives_the_same(draft, batch):
 @EVERY_DRAFT
 def test_eager_attention_gives_the_same(draft):
     assert_same("whisper", draft, attention="eager")
+
+
+def test_layers_that_draft_take_the_lean_step():
+    view = shallow(registry.adapter_for(whisper_model()), [1])
+    assert whisper_step.usable(view.get_decoder())
 
 
 def inner_generate(decoder=None, extra=()):

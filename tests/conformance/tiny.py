@@ -20,6 +20,7 @@ from transformers import (
 
 from mmdecode import registry
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.decoder import Decoder, NoDraft
@@ -253,8 +254,8 @@ def random_heads(count=3, layers=1, own_outputs=False, vocab=VOCAB, seed=4):
 
 
 def random_block():
-    torch.manual_seed(6)
     config = whisper_model().config
+    torch.manual_seed(6)
     layer = registry.adapter_class("whisper").extra_layer(config)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -270,6 +271,7 @@ DRAFTS = {
     "assistant_is_target": lambda family, rows: Assistant(model_of(family), length=3),
     "medusa_chain": lambda family, rows: Medusa(random_heads()),
     "medusa_tree": lambda family, rows: Medusa(random_heads(layers=2), paths=TREE),
+    "layer_skip": lambda family, rows: LayerSkip(exit_layer=1, length=3),
     "known": lambda family, rows: drafts.Known(rows, length=4, wrong_at=[2, 9]),
     "known_tree": lambda family, rows: HiddenPath(rows),
     "random_trees": lambda family, rows: drafts.RandomTrees(),
@@ -280,6 +282,7 @@ TEXT_DRAFTS = {
 }
 WHISPER_DRAFTS = {
     **DRAFTS,
+    "first_layer_skipped": lambda family, rows: LayerSkip(skip=[0], length=3),
     "medusa_block": lambda family, rows: Medusa(random_heads(), random_block()),
     "medusa_block_tree": lambda family, rows: Medusa(random_heads(), random_block(), TREE),
 }

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.decoder import Decoder, NoDraft
@@ -343,6 +344,7 @@ DRAFTS = {
     "lookup": lambda family, rows: PromptLookup(length=5),
     "text_assistant": lambda family, rows: Assistant(text_model("llama", seed=9, layers=1), 3),
     "assistant_is_target": lambda family, rows: Assistant(vision_model(family), length=3),
+    "layer_skip": lambda family, rows: LayerSkip(exit_layer=1, length=3),
     "known": lambda family, rows: drafts.Known(rows, length=4, wrong_at=[2, 9]),
     "known_tree": lambda family, rows: HiddenPath(rows),
     "random_trees": lambda family, rows: drafts.RandomTrees(),

@@ -29,6 +29,15 @@ def test_rows_write_behind_their_own_start():
     assert torch.equal(values[1, :3], -keys[1, :3])
 
 
+def test_layers_that_nothing_was_written_to_stay_empty():
+    cache = open_cache(1)
+    cache.open(8)
+    cache.update(torch.arange(4.0)[None, None, :, None], torch.zeros(1, 1, 4, 1), 1)
+    cache.commit(torch.tensor([2]), torch.tensor([[1]]))
+    assert cache.layers[1].keys[0, 0, :2, 0].tolist() == [0.0, 2.0]
+    assert not cache.layers[0].is_initialized
+
+
 def test_accepted_nodes_move_behind_the_root_in_every_layer():
     cache = open_cache(3)
     cache.open(8)

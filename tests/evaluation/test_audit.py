@@ -25,7 +25,9 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.stop import Stopping
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.audit import FEWEST, Case, Plain, audit, p_of_draws
+from mmdecode.evaluation.audit import audit
+from mmdecode.evaluation.draws import FEWEST, p_of_draws
+from mmdecode.evaluation.plain import Case, Plain
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing.drafts import Known
 from mmdecode.zoo.speech import speech_test
@@ -175,7 +177,7 @@ def positions(change):
 
 def siblings(patch):
     old = "ancestors.expand(len(begin), -1, -1)"
-    new = "triangle(width, begin.device)[1].expand(len(begin), -1, -1)"
+    new = "torch.ones_like(ancestors).tril().expand(len(begin), -1, -1)"
     patch.setattr(branch, "block_mask", edited(branch.block_mask, old, new))
 
 
@@ -355,8 +357,11 @@ COUPLED = {
 
 @pytest.mark.parametrize("mutant", COUPLED)
 def test_a_mistake_in_coupled_sampling_is_caught(mutant, monkeypatch):
+    torch.manual_seed(0)
     COUPLED[mutant](monkeypatch)
-    caught(judge(heads(), sample=True))
+    # warm, or a well-trained model does not listen to noise that is a little different
+    options = {"temperature": 1.5, "top_k": 0} if mutant == "noise_without_a_key" else {}
+    caught(judge(heads(), sample=True, options=options))
 
 
 class RootGuide(CFG):
@@ -397,10 +402,10 @@ def test_tokens_of_the_model_pass_with_and_without_their_end():
     assert report.verdict == "passes", report.words
 
 
-def test_float32_tokens_pass_on_the_same_model_in_bfloat16_or_are_doubted_at_a_near_tie():
+def test_float32_tokens_pass_on_the_same_model_in_bfloat16():
     report = judge_rows(rows(), "bfloat16")
-    near = [item.fault.gap for item in report.judged if item.fault]
-    assert all(gap < 4 * report.noise for gap in near), report.words
+    assert report.verdict == "passes", report.words
+    assert not any(item.fault for item in report.judged)
 
 
 @pytest.mark.parametrize(("place", "dtype"), [(1, "float32"), (-3, "float32"), (6, "bfloat16")])
@@ -419,12 +424,12 @@ def test_one_edited_token_fails_at_its_place(place, dtype):
     assert f"{name} at position {place} has token {other}" in report.words
 
 
-def test_a_row_that_is_cut_short_or_goes_on_fails():
+def test_a_row_that_is_cut_short_is_doubted_and_one_that_goes_on_fails():
     name = trained()[1][0].name
     own = rows()
     report = judge_rows({name: own[name][:-4]})
-    caught(report)
-    assert report.judged[0].fault.token is None
+    assert report.verdict == "inconclusive"
+    assert report.judged[0].cut
     report = judge_rows({name: own[name] + [5]})
     caught(report)
     assert report.judged[0].fault.plain is None
@@ -442,6 +447,18 @@ def test_files_of_tokens_are_read_in_every_form(tmp_path):
     for text in forms:
         (tmp_path / "t").write_text(text)
         assert read_tokens(tmp_path / "t", names) == dict(zip(names, lists, strict=True)), text
+
+
+def test_a_base_name_stands_for_its_path_only_where_it_is_the_only_one(tmp_path):
+    names = ["a/x.wav", "b/x.wav", "c/y.wav"]
+    for row, message in (("x.wav", "may be a/x.wav or b/x.wav"), ("z.wav", "no input")):
+        (tmp_path / "t").write_text(json.dumps({row: [1]}))
+        with pytest.raises(InputError, match=message):
+            read_tokens(tmp_path / "t", names)
+    (tmp_path / "t").write_text(json.dumps({"b/x.wav": [1], "y.wav": [2]}))
+    assert read_tokens(tmp_path / "t", names) == {"b/x.wav": [1], "c/y.wav": [2]}
+    (tmp_path / "t").write_text(json.dumps({"x.wav": [1]}))
+    assert read_tokens(tmp_path / "t", ["x.wav", "b/x.wav"]) == {"x.wav": [1]}
 
 
 @pytest.mark.parametrize(

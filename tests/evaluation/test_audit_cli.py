@@ -64,13 +64,7 @@ def test_a_text_model_is_audited_line_by_line_and_its_tokens_are_judged(text_mod
     assert "passes: token for token the same as plain generate" in done.stdout
     assert "line 2" in done.stdout
 
-    tokenizer = AutoTokenizer.from_pretrained(str(text_model))
-    model = LlamaForCausalLM.from_pretrained(text_model)
-    rows = []
-    for line in ("one two three one two", "four five"):
-        ids = tokenizer(line, return_tensors="pt").input_ids
-        ids_out = model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)
-        rows.append(ids_out[0, ids.shape[1] :].tolist())
+    rows = [*greedy_rows(text_model, 8)]
     rows[1][5] = (rows[1][5] + 1) % 1000
     (tmp_path / "tokens.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = run(*given, "--tokens", tmp_path / "tokens.jsonl")
@@ -78,6 +72,42 @@ def test_a_text_model_is_audited_line_by_line_and_its_tokens_are_judged(text_mod
     assert "fails: 1 of 2 sequences" in done.stdout
     assert "line 2 at position 5 has token" in done.stdout
     assert "FAULT" in done.stdout.replace("\n", "")
+
+
+def greedy_rows(folder, length):
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for line in ("one two three one two", "four five"):
+        ids = tokenizer(line, return_tensors="pt").input_ids
+        found = model.generate(ids, do_sample=False, max_new_tokens=length, pad_token_id=0)
+        yield found[0, ids.shape[1] :].tolist()
+
+
+def test_rows_of_a_server_are_judged_beyond_our_own_limit(text_model, tmp_path):
+    rows = [*greedy_rows(text_model, 70)]
+    (tmp_path / "tokens.json").write_text(json.dumps(rows))
+    given = ["--model", text_model, "--data", text_model / "prompts.txt", "--device", "cpu"]
+    given += ["--tokens", tmp_path / "tokens.json"]
+    done = run(*given)
+    assert done.exit_code == 1
+    assert "inconclusive: 2 of 2 sequences end where the model goes on" in done.stdout
+    assert "cut at 70" in done.stdout
+    done = run(*given, "--max-new-tokens", 70)
+    assert done.exit_code == 0
+    assert "passes: token for token the same" in done.stdout
+
+
+def test_samples_are_drawn_from_the_whole_law_whatever_the_checkpoint_says(text_model, tmp_path):
+    folder = tmp_path / "model"
+    AutoTokenizer.from_pretrained(str(text_model)).save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(text_model)
+    model.generation_config.update(do_sample=True, top_p=0.001, min_p=0.9, typical_p=0.1)
+    model.save_pretrained(folder)
+    (tmp_path / "tokens.json").write_text(json.dumps([*greedy_rows(text_model, 60)]))
+    given = ["--model", folder, "--data", text_model / "prompts.txt", "--device", "cpu"]
+    done = run(*given, "--tokens", tmp_path / "tokens.json", "--sample")
+    assert done.exit_code == 1
+    assert "fails: the tokens were not drawn from the model's law" in done.stdout
 
 
 def test_a_recording_that_cannot_be_read_is_listed_and_the_others_are_audited(tmp_path):

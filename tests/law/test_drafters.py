@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmdecode import registry
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.draft.lookup import PromptLookup, suffix_matches
@@ -128,6 +129,13 @@ def test_what_repeats_by_the_last_token_is_recycled_whole():
     assert decoder.stats.passes == 1 + 5  # a round to see what follows 2, then 4 tokens a pass
 
 
+@modes
+def test_a_prompt_may_end_with_an_id_that_is_never_generated(do_sample):
+    prompts, options = [[1, 7], [9]], {"do_sample": do_sample, "max_new_tokens": 20}
+    expected = run_rows(Decoder(seed=SEED), MODEL, prompts, **options)
+    assert run_rows(Decoder(Recycling(), seed=SEED), MODEL, prompts, **options) == expected
+
+
 # Lookup in a text
 
 
@@ -184,11 +192,21 @@ def test_of_equal_matches_the_nearest_is_taken():
 
 @pytest.mark.parametrize(
     ("texts", "says"),
-    [(None, "mm_inputs"), ([[1], [2], [3]], "3 source texts for 4 rows"), ([[1, 40]], "id 40")],
+    [
+        (None, "mm_inputs"),
+        ([[1], [2], [3]], "3 source texts for 4 rows"),
+        ([[1, 40]], "id 40"),
+        ([1, 2, 3], "one sequence of ids per row"),
+        (torch.tensor([1, 2, 3]), "one sequence of ids per row"),
+        (4, "one sequence of ids per row"),
+    ],
 )
 def test_a_source_that_does_not_fit_is_refused(texts, says):
     with pytest.raises(InputError, match=says):
-        source_rounds(texts) if texts else run_rows(Decoder(Source()), MODEL, PROMPTS)
+        if texts is None:
+            run_rows(Decoder(Source()), MODEL, PROMPTS)
+        else:
+            source_rounds(None, ids=texts)
 
 
 # Layers of the model's own
@@ -254,6 +272,17 @@ def test_a_view_of_a_wrapped_module_does_not_run_the_whole_of_it():
         module.forward = lambda module=module: type(module).forward(module)
     assert shallow(StackAdapter(model, model.body.parts), [1])() == [1]
     assert model() == [0, 1, 2, 3]
+
+
+def test_hooks_of_a_view_are_its_own():
+    model, heard = Whole(), []
+    model.body.register_forward_hook(lambda *_: heard.append("model"))
+    view = shallow(StackAdapter(model, model.body.parts), [0])
+    view.body.register_forward_pre_hook(lambda *_: heard.append("view"))
+    model()
+    assert heard == ["model"]
+    view()
+    assert heard == ["model", "view"]
 
 
 def test_layers_that_are_in_no_list_are_refused():
@@ -355,3 +384,42 @@ def test_a_sampled_draft_keeps_its_length_unless_asked():
         decoder = Decoder(Adaptive(draft, (1,), sampled=sampled), accept="rejection", seed=1)
         run_rows(decoder, MODEL, PROMPTS, do_sample=True, max_new_tokens=40)
         assert len(decoder.stats.histogram) == levels + 1
+
+
+CONTROLLED = {  # by whether measured times could change a token
+    ("auto", False): True,
+    ("auto", True): True,
+    ("fastest", True): False,
+    ("membership", True): False,
+    ("typical", False): False,
+    ("judge", False): False,
+}
+
+
+@pytest.mark.parametrize(("accept", "do_sample"), CONTROLLED)
+def test_times_change_no_token_of_a_seed(accept, do_sample):
+    decoder = Decoder(Adaptive(drafts.FullTree(2), (1,)), accept=accept, seed=1)
+    run_rows(decoder, MODEL, PROMPTS, do_sample=do_sample, max_new_tokens=40)
+    cut = len(decoder.stats.histogram) == 2
+    assert cut == CONTROLLED[accept, do_sample]
+
+
+def test_short_calls_do_not_hold_the_choice_up():
+    for tokens, measured in ((1, False), (2, True)):
+        adaptive = Adaptive(drafts.Constant(3), (None, 2, 0))
+        for _ in range(4):
+            run_rows(Decoder(adaptive), MODEL, PROMPTS, max_new_tokens=tokens)
+        assert all(depth.asked for depth in adaptive.measured)
+        assert [depth.speed > 0 for depth in adaptive.measured] == [measured] * 3
+
+
+def test_a_draft_in_a_string_is_given_what_is_at_hand(monkeypatch):
+    assert registry.create("draft", "adaptive:draft=lookup:length=8").draft.length == 8
+    with pytest.raises(OptionError, match="in Python"):
+        registry.create("draft", "adaptive:draft=lookup:length=8,ngram=2")
+    given = {}
+    monkeypatch.setattr(
+        registry, "create", lambda kind, spec, **more: given.update(more) or drafts.Random()
+    )
+    Adaptive.from_options("any", model_id="name", target="model")
+    assert given == {"model_id": "name", "target": "model"}

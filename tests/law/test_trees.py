@@ -1,18 +1,23 @@
 """Planned trees against every tree of their size."""
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 
-from mmdecode.draft import trees
 from mmdecode.draft.recycling import default_paths
-from mmdecode.draft.trees import acceptance, choose_tree, expected_length, fastest, plan, value
+from mmdecode.draft.trees import choose_tree, expected_length, plan
 from mmdecode.engine.proposal import Tree
 from mmdecode.errors import OptionError
 
 RATES = [[0.3, 0.35, 0.1], [0.5, 0.1, 0.3], [0.2, 0.2, 0.0]]  # a later sibling may be the better
+
+
+def value(rates, paths):
+    """Tokens that a pass commits on average: the law's own, and each node's with its whole path."""
+    return 1 + sum(math.prod(row[r] for row, r in zip(rates, path, strict=False)) for path in paths)
 
 
 def every_tree(nodes, depth=3, ranks=3):
@@ -76,32 +81,11 @@ def test_the_value_is_what_sampling_finds():
     assert total / samples == pytest.approx(value(RATES, list(paths)), abs=0.02)
 
 
-def test_the_fastest_tree_weighs_tokens_against_time():
-    rates = [[0.6, 0.2], [0.6, 0.2], [0.6, 0.2]]
-    flat = {0: 1.0, 1: 1.0, 2: 1.0, 6: 1.0}
-    assert len(fastest(rates, flat)) == 6  # nodes cost nothing
-    steep = {0: 1.0, 1: 1.3, 2: 1.9, 6: 4.0}
-    assert fastest(rates, steep) == [(0,)]
-    assert fastest(rates, {nodes: 1.0 + nodes for nodes in range(4)}) == []  # drafting loses
-    assert max(map(len, fastest(rates, flat, level_time=0.35))) < 3  # levels cost
-    with pytest.raises(OptionError, match="plain step"):
-        fastest(rates, {1: 1.0})
-
-
-def test_measured_rates_are_those_of_parents_that_were_right():
-    hits = torch.zeros(2, 10, 2, dtype=torch.bool)
-    hits[0, :6, 0] = True  # 6 of 10
-    hits[0, 6:8, 1] = True  # 2 of 10
-    hits[1, :4, 0] = True  # of the 8 that are left
-    hits[1, 8:, 1] = True  # below nothing that was right
-    assert acceptance(hits) == [pytest.approx([0.6, 0.2]), pytest.approx([0.5, 0.0])]
-
-
 def test_joint_counts_beat_products_where_levels_are_not_independent():
     hits = torch.zeros(2, 100, 2, dtype=torch.bool)
     hits[0, :50, 0] = hits[0, 50:90, 1] = True
     hits[1, 50:90, 0] = True  # the second choice is always followed by the first
-    joint, product = choose_tree(hits, 3), plan(acceptance(hits), 3)
+    joint, product = choose_tree(hits, 3), plan([[0.5, 0.4], [4 / 9, 0.0]], 3)
     assert (1, 0) in joint
     assert expected_length(hits, joint) > expected_length(hits, product)
 
@@ -109,4 +93,4 @@ def test_joint_counts_beat_products_where_levels_are_not_independent():
 def test_the_default_tree_of_recycling_is_a_plan():
     paths = default_paths()
     assert len(paths) == 40 and max(map(len, paths)) == 5
-    assert trees.value([[0.5 * 0.4**r for r in range(8)]] * 5, paths) > 2
+    assert value([[0.5 * 0.4**r for r in range(8)]] * 5, paths) > 2
