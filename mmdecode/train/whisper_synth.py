@@ -249,7 +249,6 @@ def train(options: Options, work: Path, out: Path) -> None:
         prefetch_factor=4,
     )
     box = options.minutes * 60
-    log = (work / "log.jsonl").open("a")
     before = saved = time.time()
     seen = 0
     running = torch.zeros(2)
@@ -279,8 +278,8 @@ def train(options: Options, work: Path, out: Path) -> None:
                 "ctc": round(float(running[1]), 4),
                 "seen": seen,
             }
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            with (work / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
         if time.time() - saved > 240:
             save_state(state_file, model, head, optimizer, step, spent)
             export(model, head, processor, options, out)
