@@ -23,10 +23,12 @@ import os
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from stopwatch import bandwidth, timed
 from transformers import GenerationConfig, StoppingCriteriaList, WhisperForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -105,24 +107,6 @@ def clean(ids, model):
     return rows
 
 
-def timed(function, *arguments):
-    if arguments[0].is_cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    result = function(*arguments)
-    if arguments[0].is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
-
-
-def bandwidth(device):
-    """Bytes per second of a large copy, read and written."""
-    source = torch.zeros(2**26, device=device)
-    target = torch.empty_like(source)
-    best = min(timed(target.copy_, source)[0] for _ in range(5))
-    return 2 * source.numel() * 4 / best
-
-
 def measure(model, features, batch, timestamps, engines, encoder, repeats):
     """Seconds per engine and repeat, tokens, and whether ids agree with the first engine."""
     chunks = [c for c in features.split(batch) if len(c) == batch]
@@ -132,11 +116,11 @@ def measure(model, features, batch, timestamps, engines, encoder, repeats):
         total = dict.fromkeys(seconds, 0.0)
         found = {name: [] for name in engines}
         for index, chunk in enumerate(chunks):
-            spent, audio = timed(encoder, chunk)
+            spent, audio = timed(chunk.device, partial(encoder, chunk))
             total["encoder"] += spent
             first = (repeat + index) % len(engines)  # who follows whom must not matter
             for name in [*list(engines)[first:], *list(engines)[:first]]:
-                spent, out = timed(engines[name], chunk, audio)
+                spent, out = timed(chunk.device, partial(engines[name], chunk, audio))
                 total[name] += spent
                 found[name] += clean(out, model)
         if repeat == 0:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+from stopwatch import bandwidth, timed
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -142,25 +143,6 @@ class Oracle:
 
     def reset(self):
         """Nothing to forget."""
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes."""
-    source = torch.zeros(2**28 if device.type == "cuda" else 2**25, device=device)
-    target = torch.empty_like(source)
-    best = min(timed(device, lambda: target.copy_(source))[0] for _ in range(5))
-    return 2 * source.numel() * 4 / best
-
-
-def timed(device: torch.device, call):
-    """Seconds on the wall, and the result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
 
 
 def step_bytes(model, shape: Shape) -> int:

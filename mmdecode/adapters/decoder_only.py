@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class DecoderOnlyAdapter:
         "gemma2",
         "gemma3_text",
     )
+    no_views: ClassVar = (
+        "a text model has no input to change",
+        "use a prompt instead, or a model with images or audio",
+    )
+    """Why a branch with a view is refused, and what to do."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_attention(model)
@@ -63,8 +68,7 @@ class DecoderOnlyAdapter:
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with view {spec.view!r}",
                 type(self.model).__name__,
-                "a text model has no input to change",
-                "use a prompt instead, or a model with images or audio",
+                *self.no_views,
             )
         if isinstance(spec.prompt, Tensor):
             ids = spec.prompt.to(ctx.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
+from mmdecode.engine.branch import distances
 from mmdecode.engine.contracts import Mask, Prompt
 from mmdecode.errors import UnsupportedModelError
 
@@ -71,9 +72,7 @@ class T5Adapter(EncoderDecoderAdapter):
             self._by_distance = bias(reach, reach, device=device)[0, :, -1].flip(-1)
         begin = past.cache.start + past.cache.rows.offset
         relative = torch.arange(visible, device=device) - begin[:, None]  # (R, K)
-        inside = (relative >= 0) & (relative < width)
-        place = torch.where(inside, depths.gather(1, relative.clamp(0, width - 1)), relative)
-        distance = (depths[:, :, None] - place[:, None]).clamp(0, self._farthest)
+        distance = distances(relative, depths).clamp(0, self._farthest)
         return self._by_distance[:, distance].transpose(0, 1) - bias(width, visible, device=device)
 
     def unembed(self, hidden: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         "janus",
         "emu3",
     )
+    no_views: ClassVar = ("its adapter offers no views of images yet", "use a prompt instead")
     first_position: ClassVar = 0
     """Position of the first token."""
     by_token: ClassVar[Mapping[str, int]] = {"token_type_ids": 0}
@@ -69,13 +70,6 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's prompt with its images; its last token or a foreign prompt without."""
-        if spec.view is not None:
-            raise IncompatibleError.between(
-                f"branch {spec.name!r} with view {spec.view!r}",
-                type(self.model).__name__,
-                "its adapter offers no views of images yet",
-                "use a prompt instead",
-            )
         if ctx.model_inputs.get("inputs_embeds") is not None:
             raise IncompatibleError.between(
                 "inputs_embeds",

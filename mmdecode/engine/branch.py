@@ -187,15 +187,28 @@ def block_mask(
         itself = relative[:, None] == torch.arange(width, device=begin.device)[:, None]
         seen = torch.where(inside[:, None], in_block, (relative < 0)[:, None])
         if window is not None:
-            # in the order of the text: a committed slot by itself, a slot of the block by its depth
-            depths = depths.expand(len(begin), -1)
-            place = torch.where(inside, depths.gather(1, column), relative)
-            distance = depths[:, :, None] - place[:, None]
+            distance = distances(relative, depths.expand(len(begin), -1))
     seen &= (slots >= pads[:, None])[:, None]
     if window is not None:
         seen &= distance < window
     low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
     return torch.where(seen | itself, 0.0, low)[:, None]
+
+
+def distances(relative: Tensor, depths: Tensor) -> Tensor:
+    """How far before each token of a block a slot lies in the text, ``(R, Q, K)``.
+
+    A committed slot lies where it is; a slot of the block by its depth, since siblings lie in slots
+    of their own.
+
+    Args:
+        relative: Each slot's distance from the block's first, ``(R, K)``.
+        depths: Distance of each token from the first, ``(R, Q)``.
+    """
+    width = depths.shape[1]
+    inside = (relative >= 0) & (relative < width)
+    place = torch.where(inside, depths.gather(1, relative.clamp(0, width - 1)), relative)
+    return depths[:, :, None] - place[:, None]
 
 
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:

@@ -31,6 +31,7 @@ Source: the teacher-forced margin test is this project's.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -234,7 +235,7 @@ class _Sheet:
     tap: Tap | None = None
 
 
-class _Subject:
+class _Subject(ABC):
     """What is audited: where sequences come from and which law judges them."""
 
     rule, draft, guide, reference = "", "-", "-", "plain generate"
@@ -243,8 +244,9 @@ class _Subject:
     def __init__(self, plain: Plain, sample: bool) -> None:
         self.plain, self.sample = plain, sample
 
+    @abstractmethod
     def sheets(self, case: Case) -> list[_Sheet]:
-        raise NotImplementedError
+        """The sequences of one input, with the plain law along each."""
 
     def noise(self, case: Case, sheet: _Sheet) -> float:
         return self.plain.noise(case)

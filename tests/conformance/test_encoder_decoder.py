@@ -30,7 +30,17 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts
-from tests.conformance.tiny import PROCESSORS, TREE, VOCAB, WIDTH, HiddenPath, prompts, random_heads
+from tests.conformance.tiny import (
+    PROCESSORS,
+    TREE,
+    VOCAB,
+    WIDTH,
+    DifferentError,
+    HiddenPath,
+    assert_generates,
+    prompts,
+    random_heads,
+)
 
 NEW = 14
 COMMON = {"vocab_size": VOCAB, "d_model": WIDTH, "pad_token_id": 0, "decoder_start_token_id": 1}
@@ -121,19 +131,11 @@ def generate(family, attention="sdpa", processors="no_processor", prompt=False, 
     return model_of(family, attention).generate(**options, do_sample=False)
 
 
-class DifferentError(AssertionError):
-    """A decoder generated something else than `generate`."""
-
-
 def assert_same(family, draft, attention="sdpa", **options):
     expected, rows = reference(family, attention, tuple(sorted(options.items())))
     decoder = Decoder(DRAFTS[draft](model_of(family, attention), rows))
-    decoder.trace = []
-    found = generate(family, attention, custom_generate=decoder, **options)
-    if found.tolist() != expected.tolist():
-        raise DifferentError(f"{found.tolist()} instead of {expected.tolist()}")
-    if draft in ("known", "known_tree", "assistant_is_target"):
-        assert decoder.stats.accepted > 0
+    call = functools.partial(generate, family, attention, custom_generate=decoder, **options)
+    assert_generates(decoder, draft, call, expected)
     return decoder
 
 

@@ -347,12 +347,14 @@ def test_positions_from_zero_are_noticed_on_paligemma(monkeypatch):
 
 
 def test_image_tokens_in_the_text_are_noticed_on_chameleon(monkeypatch):
+    assert_same("chameleon", "none")
     monkeypatch.delattr(ChameleonAdapter, "head")
     assert_noticed("chameleon", "none")
 
 
 @FAMILIES
 def test_images_that_are_not_read_are_noticed(family, monkeypatch):
+    assert_same(family, "none")
     read = VisionLanguageAdapter.inputs
     unseen = ("pixel_values", "mm_encoder_outputs")
 

@@ -31,8 +31,8 @@ from tests.conformance.tiny import (
     TREE,
     VOCAB,
     WIDTH,
-    DifferentError,
     HiddenPath,
+    assert_generates,
     generated,
     random_heads,
     text_model,
@@ -356,10 +356,5 @@ def assert_same(family, draft, **options):
     """Asserts that a decoder with the named draft generates what `generate` does."""
     expected, rows = reference(family, tuple(sorted(options.items())))
     decoder = Decoder(DRAFTS[draft](family, rows))
-    decoder.trace = []
-    found = ours(decoder, family, **options)
-    if found.tolist() != expected.tolist():
-        raise DifferentError(f"{found.tolist()} instead of {expected.tolist()}")
-    if draft in ("known", "known_tree", "assistant_is_target"):
-        assert decoder.stats.accepted > 0
+    assert_generates(decoder, draft, lambda: ours(decoder, family, **options), expected)
     return decoder

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
-from mmdecode import checkpoints
 from mmdecode.accept import exact, follow
 from mmdecode.accept.exact import Coupled, Membership
 from mmdecode.adapters.whisper import WhisperAdapter
@@ -33,11 +32,6 @@ from mmdecode.testing.drafts import Known
 from mmdecode.zoo.speech import speech_test
 
 MODEL, HEADS = "zoo:whisper-synth", "zoo:whisper-synth-medusa"
-
-pytestmark = pytest.mark.skipif(
-    not (checkpoints.ZOO / MODEL[4:]).exists() or not (checkpoints.ZOO / HEADS[4:]).exists(),
-    reason="the trained models are not in this checkout",
-)
 
 
 @functools.cache
