@@ -1,15 +1,15 @@
 """What a decoding step costs against what it must cost: shapes of large models, random weights.
 
     python benchmarks/step_speed.py                     # CUDA, bfloat16, about 8 minutes
-    python benchmarks/step_speed.py --device cpu --dtype float32 --tiny      # the script's own test
+    python benchmarks/step_speed.py --device cpu --dtype float32 --scale small --compile
 
 The floor of a step at batch 1 is the time to read its weights and caches once at the bandwidth of
 a large copy. Measured against it: plain ``generate`` (eager, and compiled with a static cache), our
-undrafted loop (as it is, and with captured rounds), and drafting with a free drafter whose
-acceptance is simulated, so that the speed of the loop is told apart from the quality of a drafter:
-each drafted token is right with the stated probability, and the gain that follows from it,
-``(1 - a^(k+1)) / (1 - a)`` tokens per step, is compared with the gain in time. Processor time per
-round, waiting for the device included, is measured at two context lengths.
+undrafted loop (as it is, and with rounds captured or passes compiled), and drafting with a free
+drafter whose acceptance is simulated, so that the speed of the loop is told apart from the quality
+of a drafter: each drafted token is right with the stated probability, and the gain that follows
+from it, ``(1 - a^(k+1)) / (1 - a)`` tokens per step, is compared with the gain in time. Processor
+time per round is measured behind short and long prompts, on a CPU.
 
 Weights are random: times mean something here, tokens nothing.
 """
@@ -40,10 +40,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.engine.contracts import Needs
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Proposal
+from mmdecode.testing.table import Table, decode
 
 HERE = Path(__file__).parent
 NODES = 8
 RATES = (0.6, 0.8, 0.9)
+PROMPTS = (64, 512, 4096)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Shape:
     note: str = ""
 
 
-def shapes(tiny: bool) -> dict[str, Shape]:
-    """By name; the tiny ones keep the structure and nothing else."""
+def shapes(scale: str) -> dict[str, Shape]:
+    """By name; the small ones are of the size of the shipped models, the tiny ones are toys."""
 
     def llama(width, layers, heads, up, vocab, key_heads=None):
         return LlamaConfig(
@@ -93,7 +95,12 @@ def shapes(tiny: bool) -> dict[str, Shape]:
             begin_suppress_tokens=None,
         )
 
-    if tiny:
+    if scale == "small":
+        return {
+            "whisper": Shape(whisper(192, 8, 6, 1500, 200), 3, 80),
+            "llama": Shape(llama(192, 8, 6, 512, 2000), 12, 100),
+        }
+    if scale == "tiny":
         return {
             "whisper": Shape(whisper(32, 2, 4, 90, 20), 3, 24),
             "llama": Shape(llama(32, 2, 4, 64, 90), 12, 24),
@@ -205,31 +212,36 @@ def per_token(device, run, new: int, repeats: int) -> tuple[float, Any]:
     return 1e3 * statistics.median(spent) / new, ids
 
 
-def host_time(device, model, inputs, decoder, prompt: int) -> float:
-    """Milliseconds of processor time per round behind a prompt of ``prompt`` tokens."""
-    ids = torch.randint(2, model.config.vocab_size, (1, prompt), device=device)
-    inputs = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def host_time(prompt: int, rounds: int = 64) -> float:
+    """Milliseconds of processor time per round behind a prompt of ``prompt`` tokens.
+
+    A table stands for the model, so that what is left is the loop's own.
+    """
+    table, decoder = Table(1000), Decoder("lookup")
+    ids = torch.randint(1000, (1, prompt), generator=torch.Generator().manual_seed(0))
     spent = []
-    for new in (8, 40):  # the difference leaves the prompt out
-        run = runner(model, inputs, new, custom_generate=decoder)
-        run()
+    for new in (8, 8, 8 + rounds):  # a warm-up; the difference leaves the prompt out
+        decoder.stats.reset()
         began = time.process_time()
-        run()
-        spent.append(time.process_time() - began)
-    return 1e3 * (spent[1] - spent[0]) / 32
+        decode(table, ids, decoder, max_new_tokens=new)
+        spent.append((time.process_time() - began, decoder.stats.passes))
+    (short, few), (long, many) = spent[1:]
+    return 1e3 * (long - short) / (many - few)
 
 
-def measure(name: str, shape: Shape, device, dtype, speed: float, repeats: int) -> dict[str, Any]:
+def measure(
+    name: str, shape: Shape, device, dtype, speed: float, repeats: int, compiled: bool
+) -> dict[str, Any]:
     """All ways to decode one shape."""
     model, inputs = build(shape, device, dtype)
     floor = 1e3 * step_bytes(model, shape) / speed
-    graphs = device.type == "cuda"
     engines: dict[str, dict[str, Any]] = {
         "generate": {},
         "undrafted": {"custom_generate": Decoder()},
     }
-    if graphs:
-        engines["undrafted, captured"] = {"custom_generate": Decoder(compile=True)}
+    if compiled:
+        engines["undrafted, compiled"] = {"custom_generate": Decoder(compile=True)}
+    if device.type == "cuda":
         engines["generate, compiled"] = {"cache_implementation": "static"}
     result: dict[str, Any] = {
         "shape": name,
@@ -263,10 +275,10 @@ def measure(name: str, shape: Shape, device, dtype, speed: float, repeats: int) 
             continue
         same = torch.equal(found[label][1], found["generate"][1])
         add(label, found[label][0], same_ids_as_generate=same)
-    base = "undrafted, captured" if "undrafted, captured" in found else "undrafted"
+    base = "undrafted, compiled" if compiled else "undrafted"
     rows = found[base][1][:, shape.prompt :]
     for rate in RATES:
-        decoder = Decoder(draft=Oracle(rows, rate, NODES), compile=graphs)
+        decoder = Decoder(draft=Oracle(rows, rate, NODES), compile=compiled)
         spent, _ = per_token(
             device, runner(model, inputs, shape.new, custom_generate=decoder), shape.new, repeats
         )
@@ -280,13 +292,6 @@ def measure(name: str, shape: Shape, device, dtype, speed: float, repeats: int) 
             gain_over_undrafted=round(gain, 3),
             kept=round(gain / length, 3),
         )
-    if not shape.config.is_encoder_decoder:
-        short, long = (
-            host_time(device, model, inputs, Decoder(compile=graphs), p)
-            for p in ((64, 512) if repeats == 1 else (128, 2048))
-        )
-        result["host_ms_per_round"] = {"short": round(short, 3), "long": round(long, 3)}
-        print(f"  host time per round: {short:.3f} ms behind a short prompt, {long:.3f} a long one")
     return result
 
 
@@ -297,11 +302,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", help="one shape by name")
-    parser.add_argument("--tiny", action="store_true", help="shapes of toys, for the script itself")
+    parser.add_argument("--scale", default="full", choices=("full", "small", "tiny"))
+    parser.add_argument(
+        "--compile", action="store_true", help="Decoder(compile=True) on a CPU too; minutes a shape"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("not run: there is no CUDA device here; --device cpu --tiny tries the script")
+        print("not run: there is no CUDA device here; --device cpu --scale tiny tries the script")
         return
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     speed = bandwidth(device)
@@ -317,15 +325,25 @@ def main() -> None:
     }
     print(json.dumps(machine, indent=2))
     results = []
-    for name, shape in shapes(arguments.tiny).items():
+    compiled = cuda or arguments.compile
+    for name, shape in shapes(arguments.scale).items():
         if arguments.only in (None, name):
             with torch.no_grad():
-                results.append(measure(name, shape, device, dtype, speed, arguments.repeats))
+                results.append(
+                    measure(name, shape, device, dtype, speed, arguments.repeats, compiled)
+                )
             if cuda:
                 torch.cuda.empty_cache()
+    host = {str(p): round(statistics.median(host_time(p) for _ in range(5)), 3) for p in PROMPTS}
+    print(
+        "\nhost time per round, the loop's own: "
+        + ", ".join(f"{time} ms behind {prompt} tokens" for prompt, time in host.items())
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"step-{device.type}-{machine['date']}.json"
-    path.write_text(json.dumps({"machine": machine, "shapes": results}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"machine": machine, "host_ms": host, "shapes": results}, indent=2) + "\n"
+    )
     print(f"\nwritten: {path}")
 
 

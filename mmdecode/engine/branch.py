@@ -7,13 +7,15 @@ mask is additive (a boolean one is silently wrong under eager attention) and pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
+from mmdecode.engine import capture
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Prompt, Scores
 from mmdecode.engine.proposal import Proposal
@@ -38,6 +40,7 @@ class ModelBranches:
         self.cache: RaggedCache
         self.pads: Tensor
         self._past: Any = None
+        self._forward: Callable[..., Tensor] = adapter.forward
         self.width = 0  # slots of the prompt
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
@@ -49,6 +52,8 @@ class ModelBranches:
         self.cache = RaggedCache(self.adapter.num_layers, rows, device, ctx.reserved(width))
         self.pads = width - prompt.mask.sum(1)
         self.width = width
+        if ctx.fixed and not capture.available(device):
+            self._forward = self._compiled()
         self._past = self.adapter.open(self.cache, prompt)
         states = self.run(prompt.ids, *chain(width, device), visible=bucket(width), prompt=prompt)
         self.cache.set_start(torch.full_like(self.pads, width))
@@ -117,8 +122,14 @@ class ModelBranches:
             if prompt is not None:
                 states["last"] = adapter.prefill(prompt, mask, positions, self._past)
             else:
-                states["last"] = adapter.forward(tokens.clamp_min(0), mask, positions, self._past)
+                states["last"] = self._forward(tokens.clamp_min(0), mask, positions, self._past)
         return states
+
+    def _compiled(self) -> Callable[..., Tensor]:
+        if all(isinstance(index, str) for index in self.needs.hidden):
+            return capture.Compiled(self.adapter)
+        warn("nothing is compiled: states of inner layers are taken by hooks", stacklevel=2)
+        return self.adapter.forward
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Commits root and accepted nodes of the last pass in every branch."""

@@ -1,28 +1,35 @@
-"""Rounds as CUDA graphs: the launches of a round are recorded once and replayed as one.
+"""What ``Decoder(compile=True)`` does: rounds as CUDA graphs, compiled passes elsewhere.
 
 At small batch a step is bound by its launches, not by its arithmetic. A round has a fixed shape:
-its nodes, and the cache slots that attention sees. For each shape the first round is run as usual,
-the second is captured, and from then on only the proposal is copied in and the graph replayed. So
-everything that a round keeps for the next must stay where it is: `Context`, caches and drafts
-change their tensors in place (`Context.fixed`).
+its nodes, and the cache slots that attention sees. On CUDA, for each shape the first round is run
+as usual, the second is captured, and from then on only the proposal is copied in and the graph
+replayed. So everything that a round keeps for the next must stay where it is: `Context`, caches and
+drafts change their tensors in place (`Context.fixed`). A graph lives for one call.
 
-A graph lives for one call. Slots are seen in wide steps here, because each step is a new graph.
+On other devices the model's forward pass is compiled by torch for each shape it meets, which takes
+10 to 40 seconds a shape on a CPU and lasts as long as the process.
+
+Slots are seen in wide steps here, because each step is a new shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 from warnings import warn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.contracts import Adapter, Context, Mask
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.views import origin
 
 STEP = 128
+BACKEND = "inductor"
 T = TypeVar("T")
 
 
@@ -104,3 +111,43 @@ class Replayed(Generic[T]):
 def _tensors(proposal: Proposal) -> list[Tensor]:
     held: tuple[Any, ...] = (proposal.tokens, proposal.parents, proposal.log_q)
     return [value for value in held if value is not None]
+
+
+_compiled: WeakKeyDictionary[torch.nn.Module, Callable[..., Tensor] | None] = WeakKeyDictionary()
+"""By model; ``None`` where compiling it failed."""
+
+
+class Compiled:
+    """An adapter's ``forward``, compiled as one graph; as usual, with a warning, where that fails.
+
+    Args:
+        adapter: Whose.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.model = origin(adapter.model)  # views come and go
+        if self.model not in _compiled:
+            # torch keeps what it compiled, for 8 kinds of shapes at most, by code object
+            own = FunctionType(_forward.__code__.replace(), globals())
+            _compiled[self.model] = torch.compile(own, fullgraph=True, backend=BACKEND)
+
+    def __call__(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """As ``adapter.forward``."""
+        adapter = self.adapter
+        compiled = _compiled[self.model]
+        if compiled is not None:
+            try:
+                return compiled(adapter, tokens, mask, positions, past)
+            except RuntimeError as error:
+                _compiled[self.model] = None
+                said = " ".join(str(error).split("\n")[:2])
+                warn(
+                    f"{type(self.model).__name__} could not be compiled and is run as usual: {said}",
+                    stacklevel=2,
+                )
+        return adapter.forward(tokens, mask, positions, past)
+
+
+def _forward(adapter: Adapter, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+    return adapter.forward(tokens, mask, positions, past)

@@ -324,7 +324,14 @@ class Scorer(Protocol):
 
 
 class Guide(Protocol):
-    """The law the tokens follow, as a pure function of constants, prefix and scores."""
+    """The law the tokens follow, as a pure function of constants, prefix and scores.
+
+    At each node it may read the ids of the node's path and, of every branch, the node's own logits
+    and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
+    on. A guide that looks further says so in a class attribute ``looks``, a tuple of ``"back"`` (at
+    the laws of earlier positions) and ``"ahead"`` (at the laws behind tokens it has yet to weigh);
+    `mmdecode.engine.decoder.Decoder` refuses it, since a round shows neither.
+    """
 
     needs: Needs
     branches: Sequence[BranchSpec]

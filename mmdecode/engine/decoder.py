@@ -105,8 +105,9 @@ class Decoder:
             seed are the same with any draft and in any batch. ``fastest`` samples with the exact
             rule that accepts most of what the draft proposes.
         seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
-        compile: On CUDA, capture rounds in graphs and replay them, see `mmdecode.engine.capture`;
-            what cannot be captured is run as usual, with a warning that says why.
+        compile: On CUDA, capture rounds in graphs and replay them; elsewhere, compile the forward
+            pass, which takes up to a minute per shape. What cannot be captured or compiled is run
+            as usual, with a warning that says why. See `mmdecode.engine.capture`.
 
     Attributes:
         stats: Counters; they accumulate over calls until ``stats.reset()``.
@@ -115,7 +116,8 @@ class Decoder:
 
     Raises:
         UnknownNameError: A name is not registered.
-        IncompatibleError: The rule cannot judge what the draft proposes.
+        IncompatibleError: The rule cannot judge what the draft proposes, or the guide looks at what
+            no round shows.
     """
 
     def __init__(
@@ -139,6 +141,15 @@ class Decoder:
         )
         if not isinstance(self.accept, str):
             self._kind(self.accept)
+        looks = getattr(self.guide, "looks", ())
+        if looks:
+            raise IncompatibleError.between(
+                f"guide {type(self.guide).__name__}",
+                "Decoder",
+                f"the guide looks {' and '.join(looks)}, a round shows the root and drafted nodes, "
+                "each with its own prefix and scores",
+                "leave the guide out, or write it as a function of these",
+            )
         self.seed = seed
         self.compile = compile
         self.stats = Stats()
@@ -198,9 +209,7 @@ class Decoder:
         )
         ctx.tail = self.draft.needs.tail
         ctx.draft_free = getattr(rule, "draft_free", False)
-        ctx.fixed = self.compile and capture.available(ctx.device)
-        if self.compile and not ctx.fixed:
-            warn(f"compile=True captures rounds on CUDA, not on {ctx.device}", stacklevel=2)
+        ctx.fixed = self.compile
         adapter = ctx.adapter = registry.adapter_for(model)
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:
@@ -317,7 +326,7 @@ class Run:
         nothing = Proposal.empty(ctx.batch, ctx.device)
         settled = self.settle(nothing, self.guided(nothing, scores), first=True)
         self.stats.prefilled(settled.counts)
-        step = self.captured() if ctx.fixed else self.round
+        step = self.captured() if ctx.fixed and capture.available(ctx.device) else self.round
         while True:
             status = self.transfer(settled)
             if not status.open:

@@ -169,8 +169,3 @@ def test_a_tape_refuses_what_no_graph_holds(name):
     x = torch.arange(3)
     with pytest.raises(RuntimeError, match="does not fit a graph"), tape.Tape():
         UNFIT[name](x)
-
-
-def test_a_device_without_graphs_says_so():
-    with pytest.warns(UserWarning, match="CUDA"):
-        rows(Decoder(compile=True))
