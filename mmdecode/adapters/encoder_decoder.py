@@ -1,4 +1,4 @@
-"""What encoder-decoders that read text have in common: the decoder runs, the encoder has run."""
+"""What encoder-decoders have in common: the decoder runs, the encoder has run."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class EncoderDecoderAdapter:
 
     windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
     max_positions: int | None = None
+    source_is_padded: ClassVar = True
+    """Whether the call's attention mask says which of the encoder's states are padding."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         refuse_attention(model)
@@ -59,9 +61,11 @@ class EncoderDecoderAdapter:
                 f"{name} expects one each, of width {width}: an assistant that reads the target's "
                 "encoder must have its width"
             )
+        inputs = {"source": source}
         read = ctx.model_inputs.get("attention_mask")
-        read = torch.ones(source.shape[:2], device=source.device) if read is None else read
-        return Prompt(ids=ids, mask=mask, inputs={"source": source, "source_mask": read.bool()})
+        if read is not None and self.source_is_padded:
+            inputs["source_mask"] = read.bool()
+        return Prompt(ids=ids, mask=mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> Prompt:
         """Rows of all prompts, branch by branch."""
@@ -112,7 +116,7 @@ class SourcePast:
         cache: The engine's.
         caches: What the decoder takes; it still wants the encoder's states beside a filled cache.
         source: The encoder's states, ``(R, S, H)``.
-        source_mask: Additive, ``(R, 1, 1, S)``.
+        source_mask: Additive, ``(R, 1, 1, S)``; ``None``: nothing is padding.
         pads: Padding slots at the left of the decoder's prompt, ``(R,)``.
     """
 
@@ -120,13 +124,17 @@ class SourcePast:
         self.cache = cache
         self.caches = EncoderDecoderCache(cache, DynamicCache())
         self.source = prompt.inputs["source"]
-        read = prompt.inputs["source_mask"][:, None, None]
-        mask = torch.zeros(read.shape, dtype=self.source.dtype, device=read.device)
-        self.source_mask = mask.masked_fill_(~read, torch.finfo(mask.dtype).min)
+        self.source_mask: Tensor | None = None
+        if "source_mask" in prompt.inputs:
+            read = prompt.inputs["source_mask"][:, None, None]
+            mask = torch.zeros(read.shape, dtype=self.source.dtype, device=read.device)
+            self.source_mask = mask.masked_fill_(~read, torch.finfo(mask.dtype).min)
         self.pads = (~prompt.mask).sum(1)
 
     def reorder_cache(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``, in that order."""
         self.caches.reorder_cache(rows)
-        self.source, self.source_mask = self.source[rows], self.source_mask[rows]
+        self.source = self.source[rows]
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[rows]
         self.pads = self.pads[rows]

@@ -141,9 +141,9 @@ class Compiled:
                 return compiled(adapter, tokens, mask, positions, past)
             except RuntimeError as error:
                 _compiled[self.model] = None
-                said = " ".join(str(error).split("\n")[:2])
+                why = " ".join(str(error).split("\n")[:2])
                 warn(
-                    f"{type(self.model).__name__} could not be compiled and is run as usual: {said}",
+                    f"{type(self.model).__name__} could not be compiled and is run as usual: {why}",
                     stacklevel=2,
                 )
         return adapter.forward(tokens, mask, positions, past)

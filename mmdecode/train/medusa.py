@@ -330,7 +330,7 @@ def _forward(adapter: Any, heads: MedusaHeads, block: nn.Module | None, batch: _
         rows, length = batch.ids.shape
         cache = RaggedCache(1, rows, hidden.device)
         past = adapter.open(
-            cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"audio": batch.audio})
+            cache, Prompt(ids=batch.ids, mask=batch.ids >= 0, inputs={"source": batch.audio})
         )
         zero = torch.zeros(rows, dtype=torch.long, device=hidden.device)
         cache.open(length)

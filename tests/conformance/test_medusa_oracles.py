@@ -58,7 +58,7 @@ def test_zero_heads_behind_a_block_say_what_the_block_says():
         encoded = model.get_encoder()(audio(1)["input_features"]).last_hidden_state
         hidden = model.get_decoder()(input_ids=ids, encoder_hidden_states=encoded)[0]
         cache = RaggedCache(1, 1, ids.device)
-        past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
+        past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"source": encoded}))
         zero = torch.zeros(1, dtype=torch.long)
         cache.open(ids.shape[1])
         order = chain(ids.shape[1], ids.device)

@@ -59,7 +59,7 @@ def all_logits(name, features, ids, encoded=None):
     if draft.block is not None:
         rows, length = ids.shape
         cache = RaggedCache(1, rows, ids.device)
-        past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"audio": encoded}))
+        past = adapter.open(cache, Prompt(ids=ids, mask=ids >= 0, inputs={"source": encoded}))
         zero = torch.zeros(rows, dtype=torch.long)
         cache.open(length)
         mask = block_mask(zero, zero, *chain(length, ids.device), length, hidden.dtype)
