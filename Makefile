@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # what tests, lint and types need
-EXTRAS := asr,train,media,dev
+EXTRAS := asr,train,eval,vad,media,bench,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest lint types gpu bench clean

@@ -38,6 +38,7 @@ PACKAGES = {
     "kaldialign": "eval",
     "silero-vad": "vad",
     "av": "media",
+    "ctranslate2": "bench",
 }
 
 
