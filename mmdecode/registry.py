@@ -129,6 +129,14 @@ _BUILTIN = (
     ),
     Entry(
         kind="draft",
+        name="first_of",
+        target="mmdecode.draft.first_of:FirstOf",
+        summary="a text at hand, such as the last window's, before another draft",
+        law="exact",
+        source="arXiv:2304.04487, Yang et al. 2023, in front of any draft",
+    ),
+    Entry(
+        kind="draft",
         name="adaptive",
         target="mmdecode.draft.adaptive:Adaptive",
         summary="another draft, cut to the depth that measured fastest, or switched off",
@@ -216,8 +224,15 @@ _BUILTIN = (
         kind="adapters",
         name="t5",
         target="mmdecode.adapters.t5:T5Adapter",
-        summary="T5 and Flan-T5",
+        summary="T5, Flan-T5 and mT5",
         source="Raffel et al. 2020",
+    ),
+    Entry(
+        kind="adapters",
+        name="umt5",
+        target="mmdecode.adapters.t5:UMT5Adapter",
+        summary="umT5, with a bias of distances in every layer",
+        source="Chung et al. 2023",
     ),
     Entry(
         kind="adapters",

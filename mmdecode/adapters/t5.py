@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.branch import distances
@@ -22,27 +22,31 @@ if TYPE_CHECKING:
 
 
 class T5Adapter(EncoderDecoderAdapter):
-    """T5 and Flan-T5; the first layer's bias is shared by all.
+    """T5, Flan-T5 and mT5; the first layer's bias is shared by all.
 
     Raises:
         UnsupportedModelError: A view leaves that layer out.
     """
 
-    model_types = ("t5",)
+    model_types: tuple[str, ...] = ("t5", "mt5")
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, model.config.num_decoder_layers)
         config = model.config
-        scaled = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
-        self._scale = config.d_model**-0.5 if scaled else 1.0
-        self._attention = self._decoder.block[0].layer[0].SelfAttention
-        if not self._attention.has_relative_attention_bias:
+        self._scale = config.d_model**-0.5 if self.scales(config) else 1.0
+        self._attention = [block.layer[0].SelfAttention for block in self._decoder.block]
+        if not self._attention[0].has_relative_attention_bias:
             raise UnsupportedModelError(
                 f"a {type(model).__name__} without its first layer, which holds the bias of all; "
                 "keep layer 0"
             )
         self._farthest = config.relative_attention_max_distance  # distances beyond share its bias
-        self._by_distance: Tensor | None = None  # (heads, farthest + 1)
+        self._by_distance: dict[nn.Module, Tensor] = {}  # (heads, farthest + 1)
+
+    @staticmethod
+    def scales(config: Any) -> bool:
+        """Whether states are scaled before the output matrix; mT5 never does."""
+        return getattr(config, "scale_decoder_outputs", False)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """The prompt as a chain from its first slot, padding included."""
@@ -55,25 +59,31 @@ class T5Adapter(EncoderDecoderAdapter):
 
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
         assert isinstance(mask, Tensor), "one layer type, one mask"
-        return super().forward(tokens, mask + self._correction(mask, depths, past), depths, past)
+        distance = self._distance(mask, depths, past)
+        mask = mask + self._correction(self._attention[0], distance)
+        return super().forward(tokens, mask, depths, past)
 
-    def _correction(self, mask: Tensor, depths: Tensor, past: SourcePast) -> Tensor:
-        """Bias of the true distances less the one that will be added, ``(R, heads, Q, K)``.
+    def _distance(self, mask: Tensor, depths: Tensor, past: SourcePast) -> Tensor:
+        """How far back each slot lies in the text, up to the farthest, ``(R, Q, K)``.
 
         Args:
             mask: ``(R, 1, Q, K)``.
             depths: Distance of each token from the block's first, ``(R, Q)``.
             past: Says in which slot the block begins.
         """
-        width, visible = mask.shape[-2:]
-        bias, device = self._attention.compute_bias, mask.device
-        if self._by_distance is None:
-            reach = self._farthest + 1
-            self._by_distance = bias(reach, reach, device=device)[0, :, -1].flip(-1)
         begin = past.cache.start + past.cache.rows.offset
-        relative = torch.arange(visible, device=device) - begin[:, None]  # (R, K)
-        distance = distances(relative, depths).clamp(0, self._farthest)
-        return self._by_distance[:, distance].transpose(0, 1) - bias(width, visible, device=device)
+        relative = torch.arange(mask.shape[-1], device=mask.device) - begin[:, None]  # (R, K)
+        return distances(relative, depths).clamp(0, self._farthest)
+
+    def _correction(self, attention: nn.Module, distance: Tensor) -> Tensor:
+        """Bias of the true distances less the one that will be added, ``(R, heads, Q, K)``."""
+        bias: Any = attention.compute_bias
+        if attention not in self._by_distance:
+            reach = self._farthest + 1
+            table = bias(reach, reach, device=distance.device)[0, :, -1].flip(-1)
+            self._by_distance[attention] = table
+        right = self._by_distance[attention][:, distance].transpose(0, 1)
+        return right - bias(*distance.shape[1:], device=distance.device)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """The output matrix, behind the scale that comes with tied embeddings."""
@@ -82,3 +92,29 @@ class T5Adapter(EncoderDecoderAdapter):
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self._decoder.block
+
+
+class UMT5Adapter(T5Adapter):
+    """umT5; every layer has a bias of its own, and so a mask of its own."""
+
+    model_types = ("umt5",)
+
+    @staticmethod
+    def scales(config: Any) -> bool:
+        """With tied embeddings."""
+        return config.tie_word_embeddings
+
+    def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
+        assert isinstance(mask, Tensor), "one layer type, one mask"
+        distance = self._distance(mask, depths, past)
+
+        def correct(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            right = kwargs["attention_mask"] + self._correction(attention, distance)
+            return args, {**kwargs, "attention_mask": right}
+
+        hooks = [a.register_forward_pre_hook(correct, with_kwargs=True) for a in self._attention]
+        try:
+            return EncoderDecoderAdapter.forward(self, tokens, mask, depths, past)
+        finally:
+            for hook in hooks:
+                hook.remove()

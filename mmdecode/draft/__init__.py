@@ -2,6 +2,7 @@
 
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
@@ -11,6 +12,7 @@ from mmdecode.draft.source import Source
 __all__ = [
     "Adaptive",
     "Assistant",
+    "FirstOf",
     "LayerSkip",
     "Medusa",
     "MedusaHeads",

@@ -1,17 +1,21 @@
 """Draft-length control: cut another draft to the depth that measured fastest, or switch it off.
 
-Each call runs with one depth. Tokens per round and seconds per round are measured over the call,
-and the next call takes the depth with the most tokens per second so far; now and then it tries the
-one that was not measured for longest, since texts and loads change. Depth 0 asks the draft for
-nothing, so that a draft that would lose costs nothing but these trials.
+Each call runs with one depth. Tokens and seconds are counted over the whole call, what a draft does
+once per call included, and the next call takes the depth whose speed is highest, given the benefit
+of the doubt: a depth that was measured in n calls may be faster than it looks by a share that falls
+with the root of n. What is known fades, so that n falls too and every depth is tried again, a bad
+one seldom: texts and loads change. Depth 0 asks the draft for nothing, so that a draft that would
+lose costs nothing but these trials.
 
-Source: goodput in place of acceptance, as in Liu et al. 2024 (SmartSpec), arXiv:2406.14066, section
-4, by measurement alone and without its model of step times.
+Sources: goodput in place of acceptance, as in Liu et al. 2024 (SmartSpec), arXiv:2406.14066,
+section 4, by measurement alone and without its model of step times; the choice is discounted UCB,
+Garivier and Moulines 2011, arXiv:0805.3415, with the root of n alone in the bonus.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,21 +29,30 @@ from mmdecode.engine.contracts import Context, Draft, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
+STALL = 4.0
+"""A round that takes longer than so many usual ones was held up by something else."""
+
 
 @dataclass
 class Depth:
-    """What was measured at one depth.
+    """What was measured at one depth; all but ``levels`` fades.
 
     Attributes:
         levels: Levels that the draft may propose; ``None``: as many as it likes.
-        speed: Tokens per row and second, a running mean in which the last call counts a third.
-        asked: Number of the call in which it was last used; 0: never. A call of one token measures
-            nothing, and counts.
+        calls: Calls that it was measured in. One that costs no pass measures nothing.
+        tokens: Tokens per row in these calls, without the first of a call, which costs no pass.
+        seconds: What they took.
     """
 
     levels: int | None
-    speed: float = 0.0
-    asked: int = 0
+    calls: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per row and second; 0 before anything was measured."""
+        return self.tokens / self.seconds if self.calls else 0.0
 
 
 class Adaptive:
@@ -49,7 +62,9 @@ class Adaptive:
         draft: The draft, or its name with options.
         depths: Levels to choose from; ``None`` leaves the draft as it is, 0 switches it off.
             ``(None,)`` is neutral.
-        every: Each so manieth call tries the depth that was not measured for longest.
+        memory: Calls after which what was measured has faded to about a third.
+        doubt: By what share the speed of a single call may be off. More tries other depths more
+            often; at 0 the fastest so far stays until it measures slower.
         sampled: Control the draft under every rule. Off, because only the greedy and the coupled
             rule generate the same tokens whatever is drafted; under others the sample for a seed,
             though not its law, would depend on measured times.
@@ -63,42 +78,48 @@ class Adaptive:
         self,
         draft: Draft | str,
         depths: Sequence[int | None] = (None, 3, 1, 0),
-        every: int = 16,
+        memory: int = 100,
+        doubt: float = 0.3,
         sampled: bool = False,
     ) -> None:
         self.draft: Draft = registry.create("draft", draft) if isinstance(draft, str) else draft
-        if not depths or any(levels is not None and levels < 0 for levels in depths) or every < 2:
+        if not depths or any(levels is not None and levels < 0 for levels in depths):
             raise OptionError(
-                f"depths={tuple(depths)}, every={every}; expected at least one depth, each None or "
-                ">= 0, and every >= 2"
+                f"depths={tuple(depths)}; expected at least one depth, each None or >= 0"
+            )
+        if memory < 2 or doubt < 0:
+            raise OptionError(
+                f"memory={memory}, doubt={doubt}; expected memory >= 2 and doubt >= 0"
             )
         self._measured = [Depth(levels) for levels in depths]
-        self.every, self.sampled = every, sampled
+        self.memory, self.doubt, self.sampled = memory, doubt, sampled
         self.kinds: tuple[Kind, ...] = self.draft.kinds
         self.needs: Needs = self.draft.needs
-        self._calls = 0
+        self.own_tokens_only: bool = getattr(self.draft, "own_tokens_only", False)
+        self._warm = False
         self._now: Depth | None = None
         self._times: list[float] = []
         self._end: tuple[Tensor, Tensor] | None = None
-        self._last: tuple[Depth, Tensor, Tensor, float] | None = None
+        self._last: tuple[Depth, Tensor, Tensor, list[float]] | None = None
 
     @classmethod
     def from_options(
-        cls, draft: str, every: int = 16, model_id: str | None = None, target: Any = None
+        cls, draft: str, memory: int = 100, model_id: str | None = None, target: Any = None
     ) -> Adaptive:
         """From a string: ``adaptive:draft=medusa``; ``model_id`` and ``target`` go to the draft.
 
         The draft may have one option, as in ``adaptive:draft=lookup:length=8``, since a comma
         begins an option of this one; with more, build the draft and wrap it in Python.
         """
-        return cls(registry.create("draft", draft, model_id=model_id, target=target), every=every)
+        inner = registry.create("draft", draft, model_id=model_id, target=target)
+        return cls(inner, memory=memory)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Chooses the depth of this call."""
         self._now = None
         if self.sampled or ctx.draft_free:
             self._now = self._choose()
-        self._times, self._end = [], None
+        self._times, self._end = [time.perf_counter()], None
         if not self._off:
             self.draft.begin(ctx, prefill, kind)
 
@@ -110,23 +131,31 @@ class Adaptive:
     def measured(self) -> list[Depth]:
         """What is known of each depth, the last call included."""
         if self._last is not None:  # read here, where a call begins, and not where one ends
-            now, length, rounds, seconds = self._last
+            now, length, rounds, gaps = self._last
             # round 0 is the prompt's: one token and one round per row that cost no pass
             tokens, passes = int((length - 1).sum()), int((rounds - 1).sum())
-            speed = tokens / max(passes, 1) / max(seconds, 1e-9)
-            now.speed = now.speed + (speed - now.speed) / 3 if now.speed else speed
+            if passes:
+                # the last gap is no round: the draft proposes once more before the end is seen
+                longest = STALL * statistics.median(gaps[1:-1])
+                now.calls += 1
+                now.tokens += tokens / passes * (len(gaps) - 2)
+                now.seconds += gaps[0] + sum(min(gap, longest) for gap in gaps[1:])
             self._last = None
         return self._measured
 
     def _choose(self) -> Depth:
-        """A depth never tried, else the stalest in its turn, else the fastest."""
-        measured = self.measured
-        self._calls += 1
-        stalest = min(measured, key=lambda depth: depth.asked)
-        look_around = stalest.asked == 0 or self._calls % self.every == 0
-        chosen = stalest if look_around else max(measured, key=lambda depth: depth.speed)
-        chosen.asked = self._calls
-        return chosen
+        """The depth that may be the fastest; one that was never measured may be anything."""
+        kept = 1 - 1 / self.memory
+        for depth in self.measured:
+            depth.calls, depth.tokens = depth.calls * kept, depth.tokens * kept
+            depth.seconds *= kept
+
+        def hope(depth: Depth) -> float:
+            if not depth.calls:
+                return math.inf
+            return depth.speed * (1 + self.doubt / math.sqrt(depth.calls))
+
+        return max(self._measured, key=hope)
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """What the draft proposes, without the levels below the depth."""
@@ -151,9 +180,11 @@ class Adaptive:
 
     def reset(self) -> None:
         """Keeps what was measured, and forgets the call."""
-        times = self._times
-        if self._now is not None and self._end is not None and len(times) > 1:
+        times = [*self._times, time.perf_counter()]
+        # a first call warms up: memory, kernels and weights are put in their places
+        if self._now is not None and self._end is not None and self._warm:
             gaps = [after - before for before, after in itertools.pairwise(times)]
-            self._last = (self._now, *self._end, statistics.median(gaps))
+            self._last = (self._now, *self._end, gaps)
+        self._warm = self._warm or self._end is not None
         self._now, self._end, self._times = None, None, []
         self.draft.reset()

@@ -38,6 +38,7 @@ class Assistant:
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     needs = Needs()
     static = True
+    own_tokens_only = True  # its cache lacks what another draft proposed
 
     def __init__(self, model: Any, length: int = 5) -> None:
         if length < 0:

@@ -46,6 +46,7 @@ class LayerSkip:
     kinds: tuple[Kind, ...] = Assistant.kinds
     needs = Needs()
     static = True
+    own_tokens_only = True  # its cache lacks what another draft proposed
 
     def __init__(
         self, exit_layer: int | None = None, skip: Sequence[int] | None = None, length: int = 4

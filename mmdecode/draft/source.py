@@ -31,6 +31,9 @@ class Source:
     Args:
         length: Most tokens proposed per round; 0 is neutral.
         ngram: Longest suffix of the output that is looked up in the source.
+        least: Tokens that have to match before anything is proposed, or all while there are fewer.
+            0 also goes on behind a mismatch, as if one token had been replaced, for outputs that
+            copy nearly all of the source.
         ids: Token ids of the source, one sequence per row or one for all; ``None``: the call gives
             them as ``mm_inputs["source_ids"]``.
 
@@ -45,21 +48,26 @@ class Source:
     static = True
 
     def __init__(
-        self, length: int = 16, ngram: int = 3, ids: Sequence[Sequence[int]] | None = None
+        self,
+        length: int = 16,
+        ngram: int = 3,
+        ids: Sequence[Sequence[int]] | None = None,
+        least: int = 0,
     ) -> None:
-        if length < 0 or ngram < 1:
+        if length < 0 or ngram < 1 or not 0 <= least <= ngram:
             raise OptionError(
-                f"length={length}, ngram={ngram}; expected length >= 0 and ngram >= 1"
+                f"length={length}, ngram={ngram}, least={least}; expected length >= 0, ngram >= 1 "
+                "and least from 0 to ngram"
             )
-        self.length, self.ngram, self.ids = length, ngram, ids
+        self.length, self.ngram, self.least, self.ids = length, ngram, least, ids
         self._source: Tensor | None = None
         self._expected: Tensor | None = None
         self._seen: Tensor | None = None
 
     @classmethod
-    def from_options(cls, length: int = 16, ngram: int = 3) -> Source:
+    def from_options(cls, length: int = 16, ngram: int = 3, least: int = 0) -> Source:
         """From a string; the source comes with the call."""
-        return cls(length, ngram)
+        return cls(length, ngram, least=least)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Lines up the sources of the rows, -1 behind their ends."""
@@ -107,9 +115,12 @@ class Source:
         longest = suffix_matches(ids, real, ctx.last(self.ngram).masked_fill(~own, -2))
         expected = (self._expected + ctx.length - self._seen)[:, None]
         distance = (place - expected).abs()
-        # a single token occurs in many places: it counts only close by
-        near = (longest > 0) & (distance <= self.length)
-        usable = (longest >= min(2, self.ngram)) | near | (distance == 0)
+        if self.least:
+            usable = (longest > 0) & (longest >= ctx.length.clamp_max(self.least)[:, None])
+        else:
+            # a single token occurs in many places: it counts only close by
+            near = (longest > 0) & (distance <= self.length)
+            usable = (longest >= min(2, self.ngram)) | near | (distance == 0)
         rank = (longest * 2 * ids.shape[1] - distance).masked_fill(~usable, -(1 << 40))
         best = rank.argmax(1, keepdim=True)
         found = usable.gather(1, best)

@@ -82,7 +82,7 @@ class Context:
 
     def reserved(self, width: int) -> int:
         """Slots to reserve behind a prompt of ``width`` tokens; 0 where storage may grow."""
-        return width + self.ids.shape[1] if self.fixed else 0
+        return width + self.ids.shape[1] - self.prompt_length if self.fixed else 0
 
     def last(self, count: int) -> Tensor:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""

@@ -325,6 +325,7 @@ class Run:
         # round 0: the prompt's last row decides, nothing was drafted
         nothing = Proposal.empty(ctx.batch, ctx.device)
         settled = self.settle(nothing, self.guided(nothing, scores), first=True)
+        del scores  # with the states of the whole prompt
         self.stats.prefilled(settled.counts)
         step = self.captured() if ctx.fixed and capture.available(ctx.device) else self.round
         while True:

@@ -129,18 +129,28 @@ class Table(nn.Module):
     def _scale(self, word: Any) -> Any:
         return (word * (2 / _RESOLUTION) - 1) * self.sharpness
 
-    def law(self, tokens: Sequence[int], salt: int = 0) -> Tensor:
-        """The oracle: logits ``(V,)`` after a plain list of tokens, without engine or cache."""
-        return self._law(tuple(tokens), salt)
+    def law(self, tokens: Sequence[int], salt: int = 0, layers: int = LAYERS) -> Tensor:
+        """The oracle: logits ``(V,)`` after a plain list of tokens, without engine or cache.
 
-    def _law_of(self, tokens: tuple[int, ...], salt: int) -> Tensor:
-        state = _mix(self._sums(tokens, salt)[-1]) & _KEEP
+        Args:
+            tokens: The whole prefix.
+            salt: Of the row.
+            layers: Read off the output of so many layers.
+        """
+        return self._law(tuple(tokens), salt, layers)
+
+    def _law_of(self, tokens: tuple[int, ...], salt: int, layers: int) -> Tensor:
+        state = self.output(self._sums(tokens, salt)[layers - 1])
         words = [
             _mix((state + _mix(token + 17)) & _WORD) & (_RESOLUTION - 1)
             for token in range(self.vocab)
         ]
         offsets = self.offsets.tolist()
         return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
+
+    def output(self, total: int) -> int:
+        """What a layer that has summed ``total`` hands on, as `law` counts it."""
+        return _mix(total) & _KEEP
 
     def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
         """What each layer has summed over the prefix."""
@@ -154,7 +164,7 @@ class Table(nn.Module):
             value = _mix(state + 1) & _KEEP
             total = (total + _mix((state + 3 * value + 1) & _WORD)) & _WORD
             sums.append(total)
-            state = _mix(total) & _KEEP
+            state = self.output(total)
         return tuple(sums)
 
 

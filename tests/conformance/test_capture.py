@@ -71,7 +71,7 @@ def test_every_vision_language_family(family, taped):
     assert_replayed(lambda decoder: tiny_vlm.ours(decoder, family), lambda: None, taped)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
+@pytest.mark.parametrize("family", ["t5", "umt5", "bart", "marian"])
 def test_encoder_decoders(family, taped):
     def generate(decoder):
         return test_encoder_decoder.generate(family, prompt=True, custom_generate=decoder)

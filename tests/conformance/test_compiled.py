@@ -52,17 +52,19 @@ def sequence_to_sequence(family, decoder):
     return test_encoder_decoder.generate(family, prompt=True, custom_generate=decoder)
 
 
-def test_t5(counter):
-    assert_compiled(lambda d: sequence_to_sequence("t5", d), lambda: None, counter, graphs=1)
+@pytest.mark.parametrize("family", ["t5", "mt5"])
+def test_t5(family, counter):
+    assert_compiled(lambda d: sequence_to_sequence(family, d), lambda: None, counter, graphs=1)
 
 
-def test_a_model_that_takes_a_hook_in_each_pass_is_run_as_usual(counter):
-    expected = sequence_to_sequence("bart", Decoder())
+@pytest.mark.parametrize("family", ["bart", "umt5"])
+def test_a_model_that_takes_a_hook_in_each_pass_is_run_as_usual(family, counter):
+    expected = sequence_to_sequence(family, Decoder())
     with pytest.warns(UserWarning, match="could not be compiled and is run as usual"):
-        found = sequence_to_sequence("bart", Decoder(compile=True))
+        found = sequence_to_sequence(family, Decoder(compile=True))
     assert found.tolist() == expected.tolist()
     assert not counter.frame_count
-    sequence_to_sequence("bart", Decoder(compile=True))  # no second attempt
+    sequence_to_sequence(family, Decoder(compile=True))  # no second attempt
 
 
 @pytest.mark.parametrize("name", ["lookup", "assistant", "medusa_chain", "medusa_tree"])

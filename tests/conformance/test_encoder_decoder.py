@@ -11,15 +11,17 @@ from transformers import (
     BlenderbotSmallConfig,
     MarianConfig,
     MBartConfig,
+    MT5Config,
     PegasusConfig,
     PLBartConfig,
     T5Config,
+    UMT5Config,
 )
 
 from mmdecode import registry
 from mmdecode.adapters.bart import BartAdapter
 from mmdecode.adapters.encoder_decoder import SourcePast
-from mmdecode.adapters.t5 import T5Adapter
+from mmdecode.adapters.t5 import T5Adapter, UMT5Adapter
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
@@ -69,6 +71,8 @@ CONFIGS = {
         T5Config,
         {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "mt5": (MT5Config, T5),
+    "umt5": (UMT5Config, T5),
     "bart": (BartConfig, BART),
     "mbart": (MBartConfig, BART),
     "pegasus": (PegasusConfig, BART),
@@ -77,8 +81,9 @@ CONFIGS = {
     "blenderbot-small": (BlenderbotSmallConfig, BART),
     "plbart": (PLBartConfig, BART),
 }
-BOTH = pytest.mark.parametrize("family", ["t5", "bart"])
-OTHERS = pytest.mark.parametrize("family", sorted({*CONFIGS} - {"t5", "bart"}))
+MAIN = ("t5", "umt5", "bart")  # one for each adapter
+EACH = pytest.mark.parametrize("family", MAIN)
+OTHERS = pytest.mark.parametrize("family", sorted({*CONFIGS} - {*MAIN}))
 DECODER_PROMPT = {
     "decoder_input_ids": torch.tensor([[1, 5, 7, 9], [0, 0, 1, 8], [0, 1, 4, 4]]),
     "decoder_attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]),
@@ -142,13 +147,13 @@ def assert_same(family, draft, attention="sdpa", **options):
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("processors", ["no_processor", "penalties", "prefix_bias"])
 @pytest.mark.parametrize("draft", DRAFTS)
-@BOTH
+@EACH
 def test_drafted_tokens_are_those_of_generate(family, draft, processors, prompt):
     assert_same(family, draft, processors=processors, prompt=prompt)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@BOTH
+@EACH
 def test_eager_attention_gives_the_same(family, draft):
     assert_same(family, draft, attention="eager", prompt=True)
 
@@ -161,7 +166,12 @@ def test_every_family_generates_what_transformers_does(family, draft, prompt):
     assert_same(family, draft, prompt=prompt)
 
 
-@BOTH
+def test_mt5_is_scaled_by_nothing_and_runs_eagerly_too():
+    for attention in ("sdpa", "eager"):
+        assert_same("mt5", "known_tree", attention=attention, processors="prefix_bias", prompt=True)
+
+
+@EACH
 def test_an_end_inside_an_accepted_block_ends_the_row_there(family):
     row, *others = reference(family, "sdpa", ())[1]
     seen = {token for other in others for token in other}
@@ -171,7 +181,7 @@ def test_an_end_inside_an_accepted_block_ends_the_row_there(family):
     assert (*last.accepted, last.decided)[last.kept - 1] == row[position]
 
 
-@BOTH
+@EACH
 def test_a_source_padded_on_the_right_is_the_source_alone(family):
     batch = prompts(3)
     right = {
@@ -195,7 +205,7 @@ def test_a_source_padded_on_the_right_is_the_source_alone(family):
     assert alone[0].tolist() == expected[1].tolist()
 
 
-@BOTH
+@EACH
 def test_stacked_branches_read_their_own_sources(family):
     expected, rows = reference(family, "sdpa", (("prompt", True),))
     guide = Linear([BranchSpec(name="again")], [0.5, 0.5])
@@ -225,7 +235,7 @@ def test_an_assistant_that_cannot_read_the_targets_encoder_is_refused():
         generate("t5", custom_generate=Decoder(Assistant(small.eval())))
 
 
-@pytest.mark.parametrize(("family", "layer"), [("t5", 1), ("bart", 0), ("marian", 0)])
+@pytest.mark.parametrize(("family", "layer"), [("t5", 1), ("umt5", 0), ("bart", 0), ("marian", 0)])
 def test_any_layer_may_be_skipped(family, layer):
     expected, _ = reference(family, "sdpa", ())
     decoder = Decoder(LayerSkip(skip=[layer], length=3))
@@ -244,19 +254,23 @@ def test_a_table_of_positions_is_not_overrun():
         generate("bart", max_new_tokens=40, custom_generate=Decoder())
 
 
-def test_no_hook_stays_behind(monkeypatch):
-    table = model_of("bart").get_decoder().embed_positions
-    generate("bart", custom_generate=Decoder())
-    assert not (table._forward_hooks or table._forward_pre_hooks)
-    monkeypatch.setattr(type(table), "forward", lambda *_, **__: 1 / 0)
+@pytest.mark.parametrize("family", ["bart", "umt5"])
+def test_no_hook_stays_behind(family, monkeypatch):
+    decoder = model_of(family).get_decoder()
+    hooked = (
+        decoder.embed_positions if family == "bart" else decoder.block[1].layer[0].SelfAttention
+    )
+    generate(family, custom_generate=Decoder())
+    assert not (hooked._forward_hooks or hooked._forward_pre_hooks)
+    monkeypatch.setattr(type(hooked), "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        registry.adapter_for(model_of("bart")).forward(
+        registry.adapter_for(model_of(family)).forward(
             torch.ones(1, 1, dtype=torch.long),
             torch.zeros(1, 1, 1, 1),
             torch.zeros(1, 1, dtype=torch.long),
             empty_past(),
         )
-    assert not (table._forward_hooks or table._forward_pre_hooks)
+    assert not (hooked._forward_hooks or hooked._forward_pre_hooks)
 
 
 def empty_past():
@@ -275,7 +289,7 @@ def assert_noticed(family, draft, **options):
         assert_same(family, draft, **options)
 
 
-@BOTH
+@EACH
 def test_padding_of_the_source_that_is_attended_to_is_noticed(family, monkeypatch):
     assert_same(family, "known")
     begin = SourcePast.__init__
@@ -288,17 +302,17 @@ def test_padding_of_the_source_that_is_attended_to_is_noticed(family, monkeypatc
     assert_noticed(family, "known")
 
 
-@BOTH
+@EACH
 def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch):
     assert_same(family, "known", prompt=True)
-    if family == "t5":
-        correct = T5Adapter._correction
+    if family != "bart":
+        correct = T5Adapter._distance
 
         def shifted(self, mask, depths, past):
             late = past.cache.start[:, None] > 0
             return correct(self, mask, depths + late, past)
 
-        monkeypatch.setattr(T5Adapter, "_correction", shifted)
+        monkeypatch.setattr(T5Adapter, "_distance", shifted)
     else:
         forward = BartAdapter.forward
 
@@ -310,10 +324,10 @@ def test_positions_off_by_one_behind_the_prompt_are_noticed(family, monkeypatch)
     assert_noticed(family, "known", prompt=True)
 
 
-@BOTH
+@EACH
 def test_positions_by_slot_instead_of_depth_are_noticed(family, monkeypatch):
     assert_same(family, "known_tree")
-    adapter = {"t5": T5Adapter, "bart": BartAdapter}[family]
+    adapter = {"t5": T5Adapter, "umt5": UMT5Adapter, "bart": BartAdapter}[family]
     forward = adapter.forward
 
     def by_slot(self, tokens, mask, positions, past):
@@ -340,6 +354,18 @@ def test_a_dropped_bias_of_logits_is_noticed(monkeypatch):
     assert_noticed("bart", "known")
 
 
-def test_a_dropped_scale_of_logits_is_noticed(monkeypatch):
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_a_dropped_scale_of_logits_is_noticed(family, monkeypatch):
     monkeypatch.setattr(T5Adapter, "unembed", lambda self, hidden: self._head(hidden))
-    assert_noticed("t5", "known", processors="prefix_bias")
+    assert_noticed(family, "known", processors="prefix_bias")
+
+
+def test_a_scale_that_the_model_does_not_have_is_noticed(monkeypatch):
+    monkeypatch.setattr(T5Adapter, "scales", staticmethod(UMT5Adapter.scales))
+    assert_noticed("mt5", "known", processors="prefix_bias")
+
+
+def test_the_first_layers_bias_in_all_layers_is_noticed(monkeypatch):
+    assert_same("umt5", "known")
+    monkeypatch.setattr(UMT5Adapter, "_run", T5Adapter._run)
+    assert_noticed("umt5", "known")

@@ -136,12 +136,12 @@ def test_siblings_are_accepted_as_often_as_enumeration_says(kind, count):
 # The ensemble rule has a law of its own
 
 
-def ensemble_joint(prompt, length, weight, drafted):
+def ensemble_joint(prompt, length, weight, drafted, law):
     """All sequences under an ensemble with chains of ``drafted`` tokens from the table q."""
     q_table = Q.double().softmax(-1)
 
     def below(new, done):  # done: accepted so far in this round; it ends with a token of p
-        p = MODEL.law([*prompt, *new]).double().softmax(-1)
+        p = law(prompt, new).double().softmax(-1)
         if not new or done == drafted or len(new) == length - 1:
             kept, drawn = torch.zeros_like(p), p  # the last position has no room for a draft
         else:
@@ -162,7 +162,7 @@ def ensemble_joint(prompt, length, weight, drafted):
 
 @pytest.mark.parametrize(("weight", "drafted"), [(0.5, 1), (0.7, 2)])
 def test_the_ensemble_rule_follows_its_own_law(weight, drafted):
-    joint = ensemble_joint([1, 0, 2], 5, weight, drafted)
+    joint = ensemble_joint([1, 0, 2], 5, weight, drafted, law_of(MODEL))
     assert float(joint.sum()) == pytest.approx(1)
     make = lambda: Decoder(drafts.Bigram(Q, drafted, ("iid",)), accept=Ensemble(weight))  # noqa: E731
     options = {"length": 5, "samples": 20_000}

@@ -1,5 +1,9 @@
 """Drafters that need no training: what each proposes, beside its output that never changes."""
 
+import math
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +15,7 @@ from mmdecode.draft.lookup import PromptLookup, suffix_matches
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.testing import check_draft, drafts
@@ -321,51 +325,98 @@ class Clock:
 
 
 class Costly(drafts.Known):
-    """A right draft that takes its time."""
+    """A right draft that takes its time, for each token and once per call."""
 
-    def __init__(self, rows, clock, cost):
+    def __init__(self, rows, clock, cost, once=0.0):
         super().__init__(rows, length=5)
-        self.clock, self.cost, self.begun = clock, cost, 0
+        self.clock, self.cost, self.once, self.begun = clock, cost, once, 0
 
     def begin(self, ctx, prefill, kind):
         super().begin(ctx, prefill, kind)
+        self.clock.now += self.once
         self.begun += 1
 
     def propose(self, ctx, budget):
         self.clock.now += self.cost * min(budget, self.length)
         return super().propose(ctx, budget)
 
+
+class Timed(Adaptive):
+    """Notes the depths it used; a pass takes a second."""
+
+    def __init__(self, draft, clock, depths, **options):
+        super().__init__(draft, depths, **options)
+        self.clock, self.used = clock, []
+
+    def begin(self, ctx, prefill, kind):
+        super().begin(ctx, prefill, kind)
+        self.used.append(self._now.levels)
+
     def observe(self, ctx, proposal, scores, outcome):
-        self.clock.now += 1.0  # a pass
+        self.clock.now += float(ctx.rounds.max() > 1)  # the prompt's round costs no pass
+        super().observe(ctx, proposal, scores, outcome)
 
 
-@pytest.mark.parametrize(("cost", "levels"), [(0.1, None), (3.0, 0)])
-def test_the_depth_that_measures_fastest_is_used(cost, levels, monkeypatch):
+@pytest.mark.parametrize(("cost", "once", "levels"), [(0.1, 0, None), (3.0, 0, 0), (0.1, 30.0, 0)])
+def test_the_depth_that_measures_fastest_is_used(cost, once, levels, monkeypatch):
     right = run_rows(Decoder(), MODEL, PROMPTS, max_new_tokens=31)
     clock = Clock(monkeypatch)
-    draft = Costly(right, clock, cost)
-
-    class Passing(Adaptive):
-        def observe(self, ctx, proposal, scores, outcome):
-            if self._off:
-                clock.now += 1.0
-            super().observe(ctx, proposal, scores, outcome)
-
-    decoder = Decoder(Passing(draft, (None, 2, 0), every=10))
-    used = []
+    draft = Costly(right, clock, cost, once)
+    adaptive = Timed(draft, clock, (None, 2, 0))
+    decoder = Decoder(adaptive)
     for _ in range(9):
         assert run_rows(decoder, MODEL, PROMPTS, max_new_tokens=31) == right
-        last = max(decoder.draft.measured, key=lambda depth: depth.asked)
-        used.append(last.levels)
-    assert used[:3] == [None, 2, 0] and used[3:] == [levels] * 6
-    assert draft.begun == (8 if levels is None else 2)  # where it is off, it is not even begun
-    speeds = {depth.levels: depth.speed for depth in decoder.draft.measured}
+    assert adaptive.used == [None, None, 2, 0] + 5 * [levels]  # the first call warms up
+    assert draft.begun == 9 - adaptive.used.count(0)  # where it is off, it is not even begun
+    speeds = {depth.levels: depth.speed for depth in adaptive.measured}
     assert speeds[0] == pytest.approx(1.0)  # a token a pass
-    assert speeds[None] == pytest.approx(6 / (1 + 5 * cost))
-    stalest = min(decoder.draft.measured, key=lambda depth: depth.asked)
-    run_rows(decoder, MODEL, PROMPTS, max_new_tokens=31)  # the tenth call looks around
-    assert max(decoder.draft.measured, key=lambda depth: depth.asked) is stalest
-    assert stalest.asked == 10
+    # six proposals for five passes: one follows the last token, before its end is seen
+    assert speeds[None] == pytest.approx(30 / (5 + 6 * 5 * cost + once))
+
+
+class World:
+    """Calls of 20 rounds on a clock; the speed of each depth is given, tokens per second."""
+
+    def __init__(self, monkeypatch, **options):
+        self.clock, self.draws = Clock(monkeypatch), random.Random(0)
+        self.adaptive = Adaptive(NoDraft(), **options)
+        ended = torch.tensor([21])
+        self.ctx = SimpleNamespace(draft_free=True, length=ended, rounds=ended)
+
+    def call(self, speeds, noise=0.0, stall=0.0):
+        """Seconds of a call, and the depth it used."""
+        began = self.clock.now
+        self.adaptive.begin(self.ctx, None, "deterministic")
+        levels = self.adaptive._now.levels
+        pace = math.exp(self.draws.gauss(0, noise)) / speeds[levels]
+        for _ in range(20):
+            self.adaptive.observe(self.ctx, None, None, None)
+            self.clock.now += pace
+        self.clock.now += stall
+        self.adaptive.observe(self.ctx, None, None, None)
+        self.adaptive.reset()
+        return self.clock.now - began, levels
+
+
+LOSING = {None: 0.6, 3: 0.75, 1: 0.9, 0: 1.0}
+
+
+def test_a_losing_draft_costs_its_trials_and_little_more(monkeypatch):
+    world = World(monkeypatch)
+    calls = [world.call(LOSING, noise=0.15) for _ in range(600)]
+    plain = 600 * 20 * math.exp(0.15**2 / 2)
+    assert sum(seconds for seconds, _ in calls) < 1.04 * plain
+    assert {levels for _, levels in calls[300:]} == {None, 3, 1, 0}  # none is given up for good
+    winning = LOSING | {None: 1.5}
+    later = [world.call(winning, noise=0.15)[1] for _ in range(300)]
+    assert later[-50:].count(None) > 40
+
+
+def test_a_round_that_was_held_up_says_nothing_of_a_depth(monkeypatch):
+    world = World(monkeypatch)
+    winning = {None: 1.4, 3: 1.2, 1: 1.1, 0: 1.0}
+    used = [world.call(winning, stall=1000.0 * (index in (0, 1, 9)))[1] for index in range(40)]
+    assert used[5:].count(None) > 30
 
 
 def test_a_depth_cuts_chains_and_trees():
@@ -404,13 +455,17 @@ def test_times_change_no_token_of_a_seed(accept, do_sample):
     assert cut == CONTROLLED[accept, do_sample]
 
 
+def test_what_its_draft_says_of_itself_is_handed_on():
+    assert Adaptive(LayerSkip(exit_layer=1)).own_tokens_only
+    assert not Adaptive(Recycling()).own_tokens_only
+
+
 def test_short_calls_do_not_hold_the_choice_up():
-    for tokens, measured in ((1, False), (2, True)):
-        adaptive = Adaptive(drafts.Constant(3), (None, 2, 0))
+    adaptive = Adaptive(drafts.Constant(3), (None, 2, 0))
+    for tokens, measured in ((1, 0), (2, 3)):
         for _ in range(4):
             run_rows(Decoder(adaptive), MODEL, PROMPTS, max_new_tokens=tokens)
-        assert all(depth.asked for depth in adaptive.measured)
-        assert [depth.speed > 0 for depth in adaptive.measured] == [measured] * 3
+        assert sum(depth.speed > 0 for depth in adaptive.measured) == measured
 
 
 def test_a_draft_in_a_string_is_given_what_is_at_hand(monkeypatch):

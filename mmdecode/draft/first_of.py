@@ -1,0 +1,103 @@
+"""Two drafts, one before the other: the second proposes in the rows where the first has nothing.
+
+For a cheap draft that is right while it lasts, such as a text that is at hand, in front of one that
+always has something to say. Both see every round, so the second is up to date when its turn comes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode import registry
+from mmdecode.draft.source import Source
+from mmdecode.engine.contracts import Context, Draft, Needs, Outcome, Scores
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import IncompatibleError
+
+
+class FirstOf:
+    """The proposal of ``first`` where it has one, else that of ``second``, row by row.
+
+    Args:
+        first: A draft that proposes deterministic tokens.
+        second: Another, or its name with options.
+
+    Lossless under every exact rule. Neutral: a ``first`` that proposes nothing.
+
+    Raises:
+        IncompatibleError: A draft does not offer deterministic proposals, or remembers only what it
+            drafted itself.
+    """
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+
+    def __init__(self, first: Draft, second: Draft) -> None:
+        self.first, self.second = first, second
+        for draft in (first, second):
+            if getattr(draft, "own_tokens_only", False) or "deterministic" not in draft.kinds:
+                raise IncompatibleError.between(
+                    f"draft {type(draft).__name__}",
+                    "FirstOf",
+                    "a part of it has to propose deterministic tokens, and to go on behind tokens "
+                    "that the other part drafted",
+                    "combine lookup, source, recycling or medusa",
+                )
+        self.needs: Needs = first.needs.union(second.needs)
+        self.static: bool = all(getattr(draft, "static", False) for draft in (first, second))
+
+    @classmethod
+    def from_options(
+        cls, second: str, length: int = 16, model_id: str | None = None, target: Any = None
+    ) -> FirstOf:
+        """From a string: ``first_of:second=medusa`` puts a `Source` in front.
+
+        The source copies ``length`` tokens where two match, or all so far. ``model_id`` and
+        ``target`` go to the second draft.
+        """
+        behind = registry.create("draft", second, model_id=model_id, target=target)
+        return cls(Source(length, least=2), behind)
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Begins both."""
+        self.first.begin(ctx, prefill, kind)
+        self.second.begin(ctx, prefill, kind)
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """One proposal; its rows have shapes of their own where the parts differ in shape."""
+        first, second = self.first.propose(ctx, budget), self.second.propose(ctx, budget)
+        if not first.size or not second.size:
+            return first if first.size else second
+        width = max(first.size, second.size)
+        mine = (first.tokens >= 0).any(1, keepdim=True)
+
+        def joined(one: Tensor, other: Tensor) -> Tensor:
+            one, other = (
+                pad(part.expand(ctx.batch, -1), (0, width - part.shape[1]), value=-1)
+                for part in (one, other)
+            )
+            return torch.where(mine, one, other)
+
+        tokens = joined(first.tokens, second.tokens)
+        if first.is_chain and second.is_chain:
+            return Proposal(tokens=tokens, kind="deterministic")
+        parents = joined(first.structure()[0], second.structure()[0])
+        return Proposal(tokens=tokens, kind="deterministic", parents=parents)
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Both learn from every round, whoever drafted it."""
+        self.first.observe(ctx, proposal, scores, outcome)
+        self.second.observe(ctx, proposal, scores, outcome)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Moves the rows of both."""
+        self.first.reorder(rows)
+        self.second.reorder(rows)
+
+    def reset(self) -> None:
+        """Both forget the call."""
+        self.first.reset()
+        self.second.reset()

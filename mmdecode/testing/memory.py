@@ -1,0 +1,70 @@
+"""How much tensor storage is alive, where no allocator tells: counted operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveStorage(TorchDispatchMode):
+    """Counts the storage of tensors that are made under it.
+
+    A storage counts once, however many tensors share it, until the last of them is gone. What an
+    operation allocates inside itself is not seen.
+
+    Attributes:
+        bytes: Alive now.
+        peak: The most that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._holders: dict[int, int] = {}  # how many tensors share a storage
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        places = {_place(tensor) for tensor in _tensors([args, list((kwargs or {}).values())])}
+        given = {place for place in places if place not in self._holders}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors([result]):
+            if _place(tensor) not in given:  # else a view of what was there before
+                self._hold(tensor)
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        name, place, size = id(tensor), _place(tensor), tensor.untyped_storage().nbytes()
+        if name in self._known:
+            return
+
+        def release(_: Any) -> None:
+            del self._known[name]
+            self._holders[place] -= 1
+            if not self._holders[place]:
+                del self._holders[place]
+                self.bytes -= size
+
+        self._known[name] = weakref.ref(tensor, release)
+        if place not in self._holders:
+            self._holders[place] = 0
+            self.bytes += size
+        self._holders[place] += 1
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

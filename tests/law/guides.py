@@ -1,0 +1,191 @@
+"""One guide for each thing that a guide may look at, with the law it gives a table model.
+
+These are the classes of guidance: a node's own scores, the ids of its path, another branch, hidden
+states, an edit inside the model. Two more look where a round shows nothing, and say so.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch.nn.functional import one_hot
+
+from mmdecode.engine.branch import ModelBranches
+from mmdecode.engine.contracts import BranchSpec, Needs
+from mmdecode.testing.table import Table
+
+
+class Probe:
+    """A guide with nothing but its formula; ``law(model)`` is the same on plain lists of tokens."""
+
+    needs = Needs()
+    branches = ()
+    neutral = False
+
+    def begin(self, ctx, prefill):
+        return None
+
+
+class Folded(Probe):
+    """The node's own logits, those above one folded back."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        return self.fold(scores["main"].logits)
+
+    @staticmethod
+    def fold(scores):
+        return torch.where(scores > 1, 2 - scores, scores)
+
+    @classmethod
+    def law(cls, model):
+        return lambda prompt, new: cls.fold(model.law([*prompt, *new]))
+
+
+class Penalty(Probe):
+    """Half a unit less for each time that the row has generated the token."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"].logits
+        vocab = main.shape[-1]
+        new = ctx.ids[:, ctx.prompt_length :]
+        used = torch.arange(new.shape[1]) < ctx.length[:, None]
+        committed = (one_hot(new.clamp_max(vocab - 1), vocab) * used[..., None]).sum(1)
+        drafted = one_hot(proposal.tokens.clamp_min(0), vocab).float()
+        return main - 0.5 * (committed[:, None] + self.above(proposal).float() @ drafted)
+
+    def above(self, proposal):
+        """Nodes on the path to each score row, ``(1 or B, N + 1, N)``."""
+        return proposal.structure()[2][:, :, 1:]
+
+    @staticmethod
+    def law(model):
+        def scores(prompt, new):
+            counts = torch.bincount(torch.tensor(new, dtype=torch.long), minlength=model.vocab)
+            return model.law([*prompt, *new]) - 0.5 * counts
+
+        return scores
+
+
+class Against(Probe):
+    """Twice the main branch less one that sees another input and one token of the prompt."""
+
+    branches = (BranchSpec(name="other", prompt="last_token", view="salt", view_options={"by": 9}),)
+
+    def apply(self, constants, ctx, proposal, scores):
+        return 2.0 * scores["main"].logits - scores["other"].logits
+
+    @staticmethod
+    def law(model):
+        def scores(prompt, new):
+            return 2.0 * model.law([*prompt, *new]) - model.law([prompt[-1], *new], salt=9)
+
+        return scores
+
+
+class Layers(Probe):
+    """The last layer against the first, through the model's own head."""
+
+    needs = Needs(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"]
+        return main.logits - 0.5 * ctx.adapter.head(main.hidden[1])
+
+    @staticmethod
+    def law(model):
+        def scores(prompt, new):
+            prefix = [*prompt, *new]
+            return model.law(prefix) - 0.5 * model.law(prefix, layers=1)
+
+        return scores
+
+
+class Edited:
+    """Scores the prompt with one added to what every layer hands on, in every pass."""
+
+    stage = 1
+
+    def __init__(self, ctx):
+        self.branches = ModelBranches(ctx.adapter, [BranchSpec(name="edited")])
+
+    @contextmanager
+    def edits(self):
+        layers = self.branches.adapter.layers()
+        hooks = [layer.register_forward_hook(lambda *call: call[-1] + 1) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prefill(self, ctx, earlier):
+        with self.edits():
+            return self.branches.prefill(ctx, earlier)
+
+    def score(self, ctx, proposal, earlier):
+        with self.edits():
+            return self.branches.score(ctx, proposal, earlier)
+
+    def keep(self, path, count, chain):
+        self.branches.keep(path, count, chain)
+
+    def reorder(self, rows):
+        self.branches.reorder(rows)
+
+
+class EditedTable(Table):
+    """What an edited model computes, on a plain list of tokens."""
+
+    def output(self, total):
+        return super().output(total) + 1
+
+
+class Edit(Probe):
+    """The law of the edited model."""
+
+    branches = (BranchSpec(name="edited", build=Edited),)
+
+    def apply(self, constants, ctx, proposal, scores):
+        return scores["edited"].logits
+
+    @staticmethod
+    def law(model):
+        edited = EditedTable(model.vocab, model.seed, model.sharpness)
+        edited.offsets.copy_(model.offsets)
+        return lambda prompt, new: edited.law([*prompt, *new])
+
+
+class LookBack(Probe):
+    """A little of the law at the last root, which the round before has seen."""
+
+    looks = ("back",)
+
+    def begin(self, ctx, prefill):
+        self.before = torch.zeros(1)
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"].logits
+        before, self.before = self.before, main[:, :1]
+        return main - 0.001 * before
+
+
+class LookAhead(Probe):
+    """A little of what the model says behind a token, where that token happens to be drafted."""
+
+    looks = ("ahead",)
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"].logits
+        parents, _, _ = proposal.structure()
+        rows = (parents + 1).expand_as(proposal.tokens)
+        where = torch.arange(ctx.batch)[:, None], rows, proposal.tokens.clamp_min(0)
+        return main.index_put(where, 0.001 * main[:, 1:].amax(-1), accumulate=True)
+
+
+LAWFUL = {
+    "scores": Folded,
+    "path": Penalty,
+    "branch": Against,
+    "states": Layers,
+    "edit": Edit,
+}
+REFUSED = {"back": LookBack, "ahead": LookAhead}

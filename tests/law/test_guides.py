@@ -1,0 +1,175 @@
+"""What a guide may look at, and that each way of looking elsewhere is refused or found."""
+
+import pytest
+import torch
+
+from mmdecode.accept.ensemble import Ensemble
+from mmdecode.accept.judge import Judge
+from mmdecode.accept.typical import Typical
+from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import IncompatibleError
+from mmdecode.testing import check_guide, drafts
+from mmdecode.testing.checks import (
+    PROMPTS,
+    SEED,
+    assert_distribution,
+    assert_lossless,
+    bigram,
+    run_rows,
+)
+from mmdecode.testing.table import Table
+from tests.law import guides
+from tests.law.test_distribution import ensemble_joint
+
+MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+SMALL = Table(4, seed=11, sharpness=1.5)
+LAWFUL = pytest.mark.parametrize("name", guides.LAWFUL)
+modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
+
+
+@modes
+@LAWFUL
+def test_a_guide_gives_the_law_of_its_formula(name, do_sample):
+    guide = guides.LAWFUL[name]
+    for draft in (None, drafts.FullTree(2), drafts.RandomTrees()):
+        decoder = Decoder(draft, guide(), seed=SEED)
+        rows = assert_lossless(decoder, MODEL, guide.law(MODEL), do_sample=do_sample, eos=[4])
+    plain = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample, eos=[4])
+    assert rows != plain, "the guide does nothing"
+
+
+@LAWFUL
+def test_a_guide_that_keeps_to_its_node_passes_the_public_check(name):
+    check_guide(guides.LAWFUL[name])
+
+
+@pytest.mark.parametrize("rule", [Typical, Judge])
+@LAWFUL
+def test_a_rule_under_a_guide_stays_the_heuristic_it_is(name, rule):
+    for do_sample in (False, True):
+        decoder = Decoder(drafts.RandomTrees(), guides.LAWFUL[name](), rule(), seed=SEED)
+        rows = run_rows(decoder, MODEL, PROMPTS, do_sample=do_sample)
+        assert all(len(row) == 12 and max(row) < 5 for row in rows)
+        assert decoder.accept.law == "heuristic" and decoder.stats.accepted
+
+
+@LAWFUL
+def test_an_ensemble_mixes_the_guided_law(name):
+    guide = guides.LAWFUL[name]
+    law = guide.law(SMALL)
+    joint = ensemble_joint([1, 0, 2], 4, 0.5, drafted=1, law=law)
+    draft = drafts.Bigram(bigram(4), 1, ("iid",))
+    make = lambda: Decoder(draft, guide(), Ensemble(0.5))  # noqa: E731
+    assert make().accept.law == "exact for v"
+    assert_distribution(make, SMALL, law, joint=joint, samples=10_000)
+
+
+# What a round does not show
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", Assistant(MODEL)], ids=["none", "name", "part"])
+@pytest.mark.parametrize("name", guides.REFUSED)
+def test_a_guide_that_looks_elsewhere_is_refused(name, draft):
+    guide = guides.REFUSED[name]
+    with pytest.raises(IncompatibleError, match=rf"{guide.__name__} .* Decoder: .*looks {name},"):
+        Decoder(draft, guide())
+
+
+def test_a_refusal_names_both_directions():
+    both = type("Both", (guides.LookBack,), {"looks": ("back", "ahead")})
+    with pytest.raises(IncompatibleError, match="looks back and ahead"):
+        Decoder(guide=both())
+
+
+class Hidden:
+    """Says nothing of where it looks."""
+
+    looks = ()
+
+
+class Back(Hidden, guides.LookBack):
+    pass
+
+
+class Ahead(Hidden, guides.LookAhead):
+    pass
+
+
+class Remembers(guides.Probe):
+    """Keeps what the first call has shown."""
+
+    first = None
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"].logits
+        if self.first is None:
+            self.first = main[:, :1]
+        return main - 0.001 * self.first
+
+
+class Counts(guides.Probe):
+    """Cools down from round to round, which depends on how much a draft gets right."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        return scores["main"].logits * (1 + 0.001 * ctx.rounds[:, None, None])
+
+
+class Together(guides.Probe):
+    """Looks at the other rows."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"].logits
+        return main - 0.001 * main[:, :1].mean(0)
+
+
+class RootPath(guides.Penalty):
+    """Counts what is committed and forgets what is drafted."""
+
+    def above(self, proposal):
+        return torch.zeros_like(super().above(proposal))
+
+
+class RootStates(guides.Layers):
+    """Reads the hidden state of the root for every node."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        main = scores["main"]
+        return main.logits - 0.5 * ctx.adapter.head(main.hidden[1][:, :1])
+
+
+class LateEdits(guides.Edited):
+    """Leaves the prompt unedited: its keys and values are those of another model."""
+
+    def prefill(self, ctx, earlier):
+        return self.branches.prefill(ctx, earlier)
+
+
+class FadingEdits(guides.Edited):
+    """Edits while something is drafted."""
+
+    def score(self, ctx, proposal, earlier):
+        if proposal.size:
+            return super().score(ctx, proposal, earlier)
+        return self.branches.score(ctx, proposal, earlier)
+
+
+def editing(scorer):
+    branch = guides.BranchSpec(name="edited", build=scorer)
+    return type("Editing", (guides.Edit,), {"branches": (branch,)})
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [Back, Ahead, Remembers, Counts, Together, RootPath, RootStates, editing(FadingEdits)],
+    ids=lambda guide: guide.__name__,
+)
+def test_a_guide_that_looks_elsewhere_and_does_not_say_so_is_found(guide):
+    with pytest.raises(AssertionError, match=r"the guide gives|the law at token"):
+        check_guide(guide)
+
+
+def test_an_edit_that_spares_the_prompt_is_found():
+    guide = editing(LateEdits)
+    with pytest.raises(AssertionError, match="plain loop"):
+        assert_lossless(Decoder(None, guide()), MODEL, guide.law(MODEL), do_sample=False)

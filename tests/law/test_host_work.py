@@ -1,0 +1,219 @@
+"""What the host does in a round does not grow with the text: operations and lines are counted.
+
+Times would be noise on a shared machine. How many operations a round dispatches to torch and how
+many lines of Python it runs, those of transformers included, are exact; loops inside C are not
+seen.
+"""
+
+import collections
+import functools
+import itertools
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.generation import logits_process as lp
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.testing import drafts
+from mmdecode.testing.table import decode
+
+VOCAB, WIDTH, PLACES = 40, 16, 512
+LENGTHS = ((8, 30), (200, 30), (8, 90))
+"""Of prompt and output."""
+
+
+class Operations(TorchDispatchMode):
+    """What is dispatched to torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Lines:
+    """Lines of Python, again for each turn of a loop."""
+
+    count = 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(self.before)
+
+    def trace(self, frame, event, arg):
+        self.count += event == "line"
+        return self.trace
+
+
+COUNTERS = pytest.mark.parametrize("counter", [Operations, Lines])
+
+
+@functools.cache
+def model_of(family):
+    torch.manual_seed(0)
+    if family == "llama":
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=PLACES,
+            tie_word_embeddings=True,  # says the last token again, so that lookup always finds it
+        )
+        return LlamaForCausalLM(config).eval()
+    config = WhisperConfig(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_source_positions=20,
+        max_target_positions=PLACES,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        decoder_start_token_id=1,
+    )
+    return WhisperForConditionalGeneration(config).eval()
+
+
+def processors_of(family, prompt):
+    """For Whisper its rules for timestamps, ids 30 and above, whose past is the whole text."""
+    if family == "llama":
+        return [lp.MinNewTokensLengthLogitsProcessor(prompt, 9, 1)]
+    config = GenerationConfig(eos_token_id=1)
+    config.no_timestamps_token_id = 29
+    config.max_initial_timestamp_index = 5
+    return [lp.WhisperTimeStampLogitsProcessor(config, prompt)]
+
+
+def medusa():
+    heads = MedusaHeads(3, 1, WIDTH)
+    torch.nn.init.normal_(heads.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    return Medusa(heads, paths=[(0,), (1,), (0, 0), (0, 1), (1, 0, 0)])
+
+
+DRAFTS = {"none": lambda: None, "lookup": PromptLookup, "medusa": medusa}
+
+
+class Mark(NamedTuple):
+    """Where the loop stands at a transfer."""
+
+    drafted: int
+    scored: int
+    slots: int
+    spare: bool
+    count: int
+
+
+def run(family, draft, lengths):
+    """Decodes behind a prompt and over new tokens of these lengths."""
+    prompt, new = lengths
+    ids = torch.randint(VOCAB, (2, prompt), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": new, "processors": processors_of(family, prompt)}
+    if family == "whisper":
+        audio = torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(2))
+        options["inputs"] = {"encoder_outputs": BaseModelOutput(last_hidden_state=audio)}
+    decode(model_of(family), ids, Decoder(draft()), **options)
+
+
+def rounds(counter, family, draft, lengths, monkeypatch):
+    """What each round counts, with what the host knows of its kind.
+
+    That is: nodes drafted, nodes scored, nodes drafted next, whether the cache grew, and whether it
+    has slots to spare.
+    """
+    marks, transfer = [], Run.transfer
+
+    def marked(this, settled):
+        status, cache = transfer(this, settled), this.scorers[0].cache
+        slots = cache.layers[0].keys.shape[2]
+        spare = slots > cache.rows.visible
+        marks.append(Mark(settled.proposal.size, status.width, slots, spare, work.count))
+        return status
+
+    with monkeypatch.context() as patch, counter() as work:
+        patch.setattr(Run, "transfer", marked)
+        run(family, draft, lengths)
+    found = []
+    for a, b in itertools.pairwise(marks):
+        kind = (a.drafted, a.scored, b.drafted, b.slots > a.slots, b.spare)
+        found.append((kind, b.count - a.count))
+    return found
+
+
+def assert_constant(counter, family, draft, monkeypatch):
+    """Asserts that rounds of one kind count the same, behind whatever text."""
+    for lengths in LENGTHS:  # fills what is looked up once a process
+        run(family, draft, lengths)
+    found = [rounds(counter, family, draft, lengths, monkeypatch) for lengths in LENGTHS]
+    counts = collections.defaultdict(set)
+    for kind, count in itertools.chain(*found):
+        counts[kind].add(count)
+    assert all(len(each) == 1 for each in counts.values()), f"work grows: {dict(counts)}"
+    assert set.intersection(*({kind for kind, _ in each} for each in found)), "nothing is compared"
+
+
+@COUNTERS
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("family", ["llama", "whisper"])
+def test_a_round_costs_the_host_the_same_behind_any_text(family, name, counter, monkeypatch):
+    assert_constant(counter, family, DRAFTS[name], monkeypatch)
+
+
+# Loops that must be found
+
+
+def operations_by_token(ctx, kept):
+    return [ctx.ids[:, column] for column in range(int(ctx.end().max()))]
+
+
+def lines_by_token(ctx, kept):
+    return [token + 1 for token in ctx.ids[0, : int(ctx.end()[0])].tolist()]
+
+
+def lines_by_round(ctx, kept):
+    kept.append(len(kept))
+    return [index + 1 for index in kept]
+
+
+PLANTED = [
+    (operations_by_token, Operations),
+    (lines_by_token, Lines),
+    (lines_by_round, Lines),
+]
+
+
+@pytest.mark.parametrize(("loop", "counter"), PLANTED)
+def test_a_loop_over_what_is_committed_is_found(loop, counter, monkeypatch):
+    def draft():
+        kept = []
+        looping = drafts.Random()
+        looping.observe = lambda ctx, *rest: loop(ctx, kept)
+        return looping
+
+    with pytest.raises(AssertionError, match="work grows"):
+        assert_constant(counter, "llama", draft, monkeypatch)
