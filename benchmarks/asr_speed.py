@@ -19,71 +19,20 @@ import itertools
 import json
 import logging
 import math
-import os
-import platform
 import statistics
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
-from stopwatch import bandwidth, timed
-from transformers import GenerationConfig, StoppingCriteriaList, WhisperForConditionalGeneration
-from transformers.modeling_outputs import BaseModelOutput
+from speech import clean, encode, engine, windows
+from stopwatch import interleaved, machine, warn_if_busy
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.prompts import processors
 from mmdecode.checkpoints import local_path
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.decoder import Decoder
-from mmdecode.train.medusa import whisper_prompt
 
 HERE = Path(__file__).parent
-
-
-def windows(extractor, limit):
-    """Features of the test clips that fit one window, ``(N, mel, frames)``."""
-    try:
-        import soundfile  # noqa: F401
-    except ImportError:
-        from safetensors.torch import load_file
-
-        return load_file(HERE / "data" / "windows.safetensors")["features"].float()[:limit]
-    from mmdecode.zoo.speech import speech_test
-
-    longest = extractor.n_samples / extractor.sampling_rate
-    clips = [clip for clip in speech_test() if clip.duration_s <= longest][:limit]
-    waves = [clip.samples() for clip in clips]
-    return extractor(waves, sampling_rate=16_000, return_tensors="pt").input_features
-
-
-def engine(model, decoder, timestamps):
-    """Our loop behind the encoder: ``audio (B, S, H)`` to token ids."""
-    config = model.generation_config
-    prompt = whisper_prompt(model, 1, int(timestamps)).to(model.device)
-    width = prompt.shape[1]
-    rules = processors(config, width, TranscribeOptions(timestamps=timestamps), 0.0)
-    call = GenerationConfig(
-        max_length=model.config.max_target_positions,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-    )
-
-    def run(features, audio):
-        ids = decoder(
-            model,
-            prompt.expand(len(audio), -1),
-            logits_processor=rules,
-            stopping_criteria=StoppingCriteriaList(),
-            generation_config=call,
-            encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-        )
-        return ids[:, width:]
-
-    return run
 
 
 def stock(model, timestamps, **options):
@@ -92,45 +41,29 @@ def stock(model, timestamps, **options):
     if getattr(model.generation_config, "is_multilingual", False):
         call |= {"language": "en", "task": "transcribe"}
 
-    def run(features, audio):
-        return model.generate(features, **call, **options)
-
-    return run
+    return partial(model.generate, **call, **options)
 
 
-def clean(ids, model):
-    """Rows up to the end-of-sequence token, prompts and padding cut."""
-    eos = model.generation_config.eos_token_id
-    rows = []
-    for row in ids.tolist():
-        rows.append(row[: row.index(eos)] if eos in row else row)
-    return rows
-
-
-def measure(model, features, batch, timestamps, engines, encoder, repeats):
+def measure(model, features, batch, timestamps, engines, repeats):
     """Seconds per engine and repeat, tokens, and whether ids agree with the first engine."""
     chunks = [c for c in features.split(batch) if len(c) == batch]
-    seconds = {name: [] for name in engines} | {"encoder": []}
-    ids, tokens = {}, 0
-    for repeat in range(repeats + 1):  # the first is a warm-up
-        total = dict.fromkeys(seconds, 0.0)
-        found = {name: [] for name in engines}
-        for index, chunk in enumerate(chunks):
-            spent, audio = timed(chunk.device, partial(encoder, chunk))
-            total["encoder"] += spent
-            first = (repeat + index) % len(engines)  # who follows whom must not matter
-            for name in [*list(engines)[first:], *list(engines)[:first]]:
-                spent, out = timed(chunk.device, partial(engines[name], chunk, audio))
-                total[name] += spent
-                found[name] += clean(out, model)
-        if repeat == 0:
-            ids, tokens = found, sum(len(row) + 1 for row in next(iter(found.values())))
-            continue
-        for name, spent in total.items():
-            seconds[name].append(spent)
-    first = next(iter(ids))
-    same = {name: rows == ids[first] for name, rows in ids.items()}
-    return seconds, tokens, same, len(chunks)
+    audio = [encode(model, chunk) for chunk in chunks]
+    calls = {"encoder": lambda item, repeat: encode(model, chunks[item])}
+    for name, run in engines.items():
+        given = chunks if through_generate(name) else audio
+        calls[name] = partial(lambda run, given, item, repeat: run(given[item]), run, given)
+    _, found = interleaved(calls, len(chunks), 1, features.device)  # a warm-up
+    seconds, _ = interleaved(calls, len(chunks), repeats, features.device)
+    ids = {name: [row for out in found[name] for row in clean(out, model)] for name in engines}
+    first = next(iter(ids.values()))
+    tokens = sum(len(row) + 1 for row in first)
+    same = {name: rows == first for name, rows in ids.items()}
+    return {name: [*map(sum, rows)] for name, rows in seconds.items()}, tokens, same, len(chunks)
+
+
+def through_generate(name):
+    """Whether an engine is transformers', which runs the encoder too."""
+    return name.startswith(("generate", "assisted"))
 
 
 def show(rows):
@@ -170,37 +103,21 @@ def main():
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     path = local_path(arguments.model)
     model = WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype).to(device).eval()
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
+    extractor = WhisperFeatureExtractor.from_pretrained(path)
     features = windows(extractor, arguments.limit).to(device, dtype)
     if device.type == "cuda":
         threads = threads[:1]
-    speed = bandwidth(device)
     step_bytes = sum(p.numel() * p.element_size() for p in model.get_decoder().parameters())
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    machine = {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine(),
-        "dtype": arguments.dtype,
+    facts = machine(device, arguments.dtype)
+    facts |= {
         "threads": threads,
-        "cores": os.cpu_count(),
-        "load_at_start": round(load, 2),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "model": arguments.model,
         "draft": arguments.draft,
-        "date": time.strftime("%Y-%m-%d"),
-        "bandwidth_gb_per_s": round(speed / 1e9, 1),
         "decoder_megabytes_per_pass": round(step_bytes / 1e6, 1),
-        "floor_ms_per_pass": round(1e3 * step_bytes / speed, 2),
+        "floor_ms_per_pass": round(step_bytes / 1e6 / facts["bandwidth_gb_per_s"], 2),
     }
-    print(json.dumps(machine, indent=2))
-    if load > 0.7:
-        print(f"WARNING: load {load:.2f}: not an idle machine, times below are not to be quoted")
-
-    @torch.no_grad()
-    def encoder(chunk):
-        return model.get_encoder()(chunk).last_hidden_state
+    print(json.dumps(facts, indent=2))
+    warn_if_busy(facts)
 
     rows = []
     cases = [(b, t) for b in map(int, arguments.batches.split(",")) for t in (False, True)]
@@ -216,17 +133,16 @@ def main():
         if batch == 1:
             engines["assisted (lookup)"] = stock(model, timestamps, prompt_lookup_num_tokens=5)
         seconds, tokens, same, chunks = measure(
-            model, features, batch, timestamps, engines, encoder, arguments.repeats
+            model, features, batch, timestamps, engines, arguments.repeats
         )
-        encode = statistics.median(seconds["encoder"])
+        encoder_s = statistics.median(seconds["encoder"])
         print(
             f"\n{count} threads, batch {batch}, timestamps {timestamps}: {tokens} tokens, "
             f"{chunks} batches"
         )
         found = []
         for name in engines:
-            through_generate = name.startswith(("generate", "assisted"))
-            spent = [s - (encode if through_generate else 0) for s in seconds[name]]
+            spent = [s - (encoder_s if through_generate(name) else 0) for s in seconds[name]]
             decode = statistics.median(spent)
             row = {
                 "threads": count,
@@ -237,7 +153,7 @@ def main():
                 "decode_s": round(decode, 4) if same[name] else None,
                 "ms_per_token_row": round(1e3 * decode * batch / tokens, 3) if same[name] else None,
                 "spread": round(max(spent) / min(spent), 3),
-                "encoder_share": round(encode / (encode + decode), 3),
+                "encoder_share": round(encoder_s / (encoder_s + decode), 3),
                 "tokens": tokens,
             }
             stats = {"undrafted": plain.stats, "medusa": drafted.stats}.get(name)
@@ -258,9 +174,9 @@ def main():
         show(list(chosen.values()))
         best += chosen.values()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = f"asr-{device.type}-torch{torch.__version__.split('+')[0]}-{machine['date']}.json"
+    name = f"asr-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     (arguments.out / name).write_text(
-        json.dumps({"machine": machine, "rows": rows, "best": best or rows}, indent=2) + "\n"
+        json.dumps({"machine": facts, "rows": rows, "best": best or rows}, indent=2) + "\n"
     )
     print(f"\nwritten: {arguments.out / name}")
 

@@ -1,12 +1,17 @@
-"""What the benchmarks share: seconds on the wall, and the bytes per second of a large copy."""
+"""What the benchmarks share: seconds on the wall, bytes per second, and a name for the machine."""
 
 from __future__ import annotations
 
+import os
+import platform
+import random
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import transformers
 
 T = TypeVar("T")
 
@@ -22,9 +27,65 @@ def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - began, result
 
 
+def interleaved(
+    calls: Mapping[str, Callable[[int, int], T]], items: int, repeats: int, device: torch.device
+) -> tuple[dict[str, list[list[float]]], dict[str, list[T]]]:
+    """Every call on every item, one item at a time, so that a drifting clock meets all alike.
+
+    Args:
+        calls: By name; each is given the item and the repeat.
+        items: How many items there are.
+        repeats: How often the whole is repeated.
+        device: Where the work runs.
+
+    Returns:
+        Seconds by name, repeat and item, and the results of all repeats in the same order.
+    """
+    names, order = list(calls), random.Random(0)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in names:
+            seconds[name].append([])
+        for item in range(items):
+            # who follows whom must not matter
+            for name in order.sample(names, len(names)):
+                spent, result = timed(device, partial(calls[name], item, repeat))
+                seconds[name][-1].append(spent)
+                results[name].append(result)
+    return seconds, results
+
+
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that a large copy reads and writes."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
     best = min(timed(device, lambda: target.copy_(source))[0] for _ in range(5))
     return 2 * source.numel() * source.element_size() / best
+
+
+def load() -> float:
+    """Processes that wanted a core, on average over the last minute; NaN where nobody counts."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else float("nan")
+
+
+def warn_if_busy(facts: Mapping[str, Any]) -> None:
+    """Says so where others were at work when the benchmark began."""
+    if facts["load_at_start"] > 0.7:
+        print(f"WARNING: load {facts['load_at_start']}: times below are not to be quoted")
+
+
+def machine(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Where and when something was measured."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor()
+    return {
+        "device": name or platform.machine(),
+        "dtype": dtype,
+        "cores": os.cpu_count(),
+        "load_at_start": load(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "bandwidth_gb_per_s": round(bandwidth(device) / 1e9, 1),
+    }

@@ -383,6 +383,7 @@ MAY_IMPORT = {
     **{room: {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS} for room in TOOLS},
     "testing": {"engine", "frontdoor", *METHODS},
     "cli": {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS},
+    "__main__": {"cli"},
 }
 
 

@@ -18,8 +18,9 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,12 @@ SUFFIXES = frozenset(
     ".aac .wma .mka .mov .amr .ac3 .3gp".split()
 )
 """Endings by which audio is found in a folder; a file that is named is read whatever its ending."""
-_BLOCK = 1 << 18  # frames decoded at once
+_BLOCK = 1 << 18  # samples decoded at once, all channels together
+_CLAIM = re.compile(r"^ *(?:data|SSND|Data Size|riff) +: (\d+) \(should be (\d+)\)", re.MULTILINE)
+"""What libsndfile says of a wav, aiff, au or w64 file that is shorter than it should be."""
+_TOLERANCE_S = 0.25  # by which a container may end before its header says
+_TIMED = ("mov", "matroska", "asf", "avi")
+"""Containers whose header has their length; of others PyAV only estimates it."""
 _MOST_CHANNELS = 64  # more rows than this are samples, not channels
 
 Blocks = Iterator[tuple[int, np.ndarray]]
@@ -46,26 +52,48 @@ class Source:
     Attributes:
         name: What the user called it: the path, or ``array 2``.
         read: Starts reading from the beginning; may be called more than once.
+        language: What is spoken, where that is known of this recording; else as for all.
     """
 
     name: str
     read: Callable[[], Blocks]
+    language: str | None = None
+
+
+def recording(path: str | os.PathLike[str], name: str | None = None) -> Source:
+    """A file as a source; it is not looked at yet.
+
+    Args:
+        path: Of the file.
+        name: What to call it; ``None``: its path.
+    """
+    return Source(name or str(path), lambda: _file(Path(path)))
 
 
 def source_of(item: Any, rate: int, index: int = 0) -> Source:
     """What a user gave, as a source.
 
     Args:
-        item: A path, an array at ``rate``, ``(array, rate)``, or a mapping with ``array`` and
-            ``sampling_rate``.
+        item: A path, an array at ``rate``, ``(array, rate)``, a mapping with ``array`` and
+            ``sampling_rate``, a `Source`, or a mapping with one of these as ``audio`` and the
+            ``language`` that is spoken.
         rate: Of arrays that come without one.
         index: Its place in the input, which names arrays.
 
     Raises:
         InputError: The item is none of these.
     """
+    if isinstance(item, Source):
+        return item
+    if isinstance(item, Mapping) and "audio" in item:
+        language = item.get("language")
+        if not isinstance(language, (str, NoneType)):
+            raise InputError(
+                f"recording {index}: language is {language!r}; expected a name such as 'en'"
+            )
+        return replace(source_of(item["audio"], rate, index), language=language)
     if isinstance(item, (str, os.PathLike)):
-        return Source(str(item), lambda: _file(Path(item)))
+        return recording(item)
     name = f"array {index}"
     if isinstance(item, Mapping) and {"array", "sampling_rate"} <= set(item):
         name, item = str(item.get("path") or name), (item["array"], item["sampling_rate"])
@@ -166,19 +194,21 @@ def _file(path: Path) -> Blocks:
         yield from _other_readers(path, error)
         return
     with file:
+        if (file.format, file.subtype) == ("RAW", "ULAW"):  # what libsndfile takes any .au for
+            raise _unreadable(path, "it has no header", "check what it is")
         yield from _soundfile(path, file)
 
 
 def _soundfile(path: Path, file: Any) -> Blocks:
     import soundfile
 
-    claimed = re.search(r"^data : (\d+) \(should be (\d+)\)", file.extra_info, re.MULTILINE)
+    claimed = _CLAIM.search(file.extra_info)
     # a writer that could not seek back leaves 0 or the largest sizes, which claim nothing
     if claimed and int(claimed[2]) < int(claimed[1]) < 0x7FFFF000:
         raise _truncated(path, f"has {claimed[2]} of {claimed[1]} bytes of samples")
-    seen = 0
+    seen, size = 0, max(1, _BLOCK // file.channels)
     try:
-        while len(frames := file.read(_BLOCK, dtype="float32", always_2d=True)):
+        while len(frames := file.read(size, dtype="float32", always_2d=True)):
             seen += len(frames)
             yield file.samplerate, frames
     except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -192,12 +222,16 @@ def _soundfile(path: Path, file: Any) -> Blocks:
 
 
 def _ogg_is_complete(path: Path) -> bool:
-    """Whether the last page is marked as the end of its stream."""
+    """Whether the last page is marked as the end of its stream, and whole."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 17)))
         tail = file.read()
     page = tail.rfind(b"OggS")
-    return page >= 0 and len(tail) > page + 5 and bool(tail[page + 5] & 4)
+    if page < 0 or len(tail) < page + 27:
+        return False
+    lengths = tail[page + 27 : page + 27 + tail[page + 26]]
+    whole = len(tail) >= page + 27 + tail[page + 26] + sum(lengths)
+    return whole and bool(tail[page + 5] & 4)
 
 
 def _other_readers(path: Path, error: Exception) -> Blocks:
@@ -232,21 +266,28 @@ def _container(path: Path, container: Any, av: Any) -> Blocks:
         raise InputError(f"{path}: is not audio, it holds no audio stream; expected a recording")
     stream = container.streams.audio[0]
     resampler = av.AudioResampler(format="fltp")
-    seen, rate = 0, 0
+    seen, end_s = 0, 0.0
     try:
-        for frame in container.decode(stream):
-            for part in resampler.resample(frame):
-                rate = part.sample_rate
-                frames = np.ascontiguousarray(part.to_ndarray().T)
-                seen += len(frames)
-                yield rate, frames
+        # packets of pictures are not decoded; they show how far the file goes
+        for packet in container.demux():
+            if packet.pts is not None:
+                end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if packet.stream.index != stream.index:
+                continue
+            for frame in packet.decode():
+                for part in resampler.resample(frame):
+                    frames = np.ascontiguousarray(part.to_ndarray().T)
+                    seen += len(frames)
+                    yield part.sample_rate, frames
     except (av.error.FFmpegError, ValueError) as error:
         raise _truncated(path, f"cannot be decoded after {seen} samples: {error}") from error
     if not seen:
         raise _empty(str(path))
-    claimed = float(stream.duration * stream.time_base) if stream.duration else 0.0
-    if claimed - seen / rate > max(0.5, 0.01 * claimed):
-        raise _truncated(path, f"has {seen / rate:.1f} of {claimed:.1f} seconds")
+    if container.format.name == "caf" and stream.frames > seen:  # has no time of its end
+        raise _truncated(path, f"has {seen} of {stream.frames} samples")
+    claimed = (container.duration or 0) / av.time_base
+    if container.format.name.startswith(_TIMED) and claimed - end_s > _TOLERANCE_S:
+        raise _truncated(path, f"has {end_s:.1f} of {claimed:.1f} seconds")
 
 
 def _empty(name: str) -> InputError:

@@ -168,6 +168,14 @@ class Speech:
         energies = mel.frames(self._tape, seek, count).clamp(min=self.peak - 8.0)
         return torch.nn.functional.pad((energies + 4.0) / 4.0, (0, size - count))
 
+    def samples(self, seek: int) -> np.ndarray:
+        """What is heard from frame ``seek`` on, no padding; right after `window` of that frame."""
+        mel = self.mel
+        count = min(mel.window_frames, self.frames - seek) * mel.hop
+        # begins where the window's first frame does: the tape never goes back
+        start = seek * mel.hop - mel.size // 2
+        return self._tape.read(start, start + mel.size // 2 + count)[mel.size // 2 :]
+
     def _silence(self) -> list[np.ndarray]:
         return [np.zeros(self._behind, np.float32)] if self._behind else []
 

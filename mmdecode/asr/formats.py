@@ -8,68 +8,67 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mmdecode.asr.audio import SUFFIXES
+from mmdecode.asr.subtitles import DEFAULT, Layout, clean, cues
 from mmdecode.errors import OptionError, did_you_mean
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Segment, Transcript
 
 
-def txt(transcript: Transcript) -> str:
+def txt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """One line per segment."""
-    return "".join(f"{_line(segment.text)}\n" for segment in _spoken(transcript))
+    return "".join(f"{text}\n" for _, text in _spoken(transcript))
 
 
-def srt(transcript: Transcript) -> str:
+def srt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """SubRip subtitles."""
     blocks = [
-        f"{number}\n{_clock(s.start_s, ',')} --> {_clock(_end(s), ',')}\n{_cue(s.text)}\n\n"
-        for number, s in enumerate(_spoken(transcript), 1)
+        f"{number}\n{_clock(cue.start_ms, ',')} --> {_clock(cue.end_ms, ',')}\n"
+        + "".join(f"{line.replace('-->', '->')}\n" for line in cue.lines)
+        for number, cue in enumerate(cues(transcript.segments, layout), 1)
     ]
-    return "".join(blocks)
+    return "".join(f"{block}\n" for block in blocks)
 
 
-def vtt(transcript: Transcript) -> str:
+def vtt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """WebVTT subtitles."""
-    escaped = [
-        (s, _cue(s.text).replace("&", "&amp;").replace("<", "&lt;")) for s in _spoken(transcript)
-    ]
     blocks = [
-        f"{_clock(s.start_s, '.')} --> {_clock(_end(s), '.')}\n{text}\n\n" for s, text in escaped
+        f"{_clock(cue.start_ms, '.')} --> {_clock(cue.end_ms, '.')}\n"
+        + "".join(f"{_escaped(line)}\n" for line in cue.lines)
+        for cue in cues(transcript.segments, layout)
     ]
-    return "WEBVTT\n\n" + "".join(blocks)
+    return "WEBVTT\n\n" + "".join(f"{block}\n" for block in blocks)
 
 
-def tsv(transcript: Transcript) -> str:
+def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """Start and end in milliseconds, and the text."""
     rows = [
-        f"{round(s.start_s * 1000)}\t{round(_end(s) * 1000)}\t{_line(s.text)}\n"
-        for s in _spoken(transcript)
+        f"{round(1000 * s.start_s)}\t{round(1000 * max(s.end_s, s.start_s))}\t{text}\n"
+        for s, text in _spoken(transcript)
     ]
     return "start\tend\ttext\n" + "".join(rows)
 
 
-def as_json(transcript: Transcript) -> str:
+def as_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """Everything, as one indented object."""
-    plain = dataclasses.asdict(transcript)
-    return json.dumps(plain, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    return to_json(dataclasses.asdict(transcript), indent=1) + "\n"
 
 
-def jsonl(transcript: Transcript) -> str:
+def jsonl(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """One segment per line."""
-    return "".join(
-        json.dumps(dataclasses.asdict(s), ensure_ascii=False, allow_nan=False) + "\n"
-        for s in transcript.segments
-    )
+    return "".join(to_json(dataclasses.asdict(s)) + "\n" for s in transcript.segments)
 
 
-FORMATS: dict[str, Callable[[Transcript], str]] = {
+FORMATS: dict[str, Callable[[Transcript, Layout], str]] = {
     "txt": txt,
     "srt": srt,
     "vtt": vtt,
@@ -95,65 +94,90 @@ def parse_formats(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-_RESERVED = frozenset(
-    [
-        "results",
-        "run",
-        "con",
-        "prn",
-        "aux",
-        "nul",
-        *(f"{d}{i}" for d in ("com", "lpt") for i in range(10)),
-    ]
-)
+_DEVICES = ("con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10)))
+_RESERVED = frozenset(["results", "run", "parts", *_DEVICES])
 _LONGEST = 120  # bytes of a name, far below what file systems take
 
 
-def file_stem(source: str, taken: Iterable[str] = ()) -> str:
-    """A name for a source's files: no folder, no control characters, none of ``taken``.
+def file_stem(source: str) -> str:
+    """A name for a source's files: no folder, no ending of audio, no control characters.
 
     Args:
         source: The path or name of a recording, whatever it holds.
-        taken: Names in use; upper and lower case count as the same.
     """
     name = unicodedata.normalize("NFC", re.split(r"[/\\]", source)[-1])
-    stem = name.rpartition(".")[0] or name
+    stem, ending = os.path.splitext(name)
+    stem = stem if ending.lower() in SUFFIXES else name
     stem = re.sub(r"[^\w\-. ()+,@]", "_", stem).strip(". ")
-    stem = stem.encode()[:_LONGEST].decode(errors="ignore").strip(". ") or "audio"
-    used = {*_RESERVED, *(name.casefold() for name in taken)}
-    candidate, number = stem, 2
-    while candidate.casefold() in used:
-        candidate, number = f"{stem}-{number}", number + 1
-    return candidate
+    return stem.encode()[:_LONGEST].decode(errors="ignore").strip(". ") or "audio"
 
 
-def write_atomically(path: Path, text: str) -> None:
+class Names:
+    """Names for the files of many sources, each given once.
+
+    Args:
+        taken: Names in use; upper and lower case count as the same.
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = {*_RESERVED, *(name.casefold() for name in taken)}
+        self._numbers: dict[str, int] = {}
+
+    def new(self, source: str) -> str:
+        """A source's `file_stem`, with a number where that is taken."""
+        stem = file_stem(source)
+        name, number = stem, self._numbers.get(stem.casefold(), 1)
+        while name.casefold() in self._taken:
+            number += 1
+            name = f"{stem}-{number}"
+        self._numbers[stem.casefold()] = number
+        self._taken.add(name.casefold())
+        return name
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
     """Writes a file that either is complete or does not exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _spoken(transcript: Transcript) -> Iterator[Segment]:
-    return (segment for segment in transcript.segments if segment.text.strip())
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that can be written as UTF-8 and does not depend on how recordings were batched.
+
+    Numbers that JSON cannot hold become null. Times, whose names end in ``_s``, are kept as they
+    are; probabilities and other fractions are rounded to four decimals, since their last digits
+    vary with the other recordings of the batch.
+    """
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    # half characters, as in names of files that are not UTF-8, have an escape of the same form
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _plain(value: Any, exact: bool = False) -> Any:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return value if exact else round(value, 4)
+    if isinstance(value, Mapping):
+        return {key: _plain(item, str(key).endswith("_s")) for key, item in value.items()}
+    return [_plain(item, exact) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _cue(text: str) -> str:
-    return _line(text).replace("-->", "->")
+def _spoken(transcript: Transcript) -> Iterator[tuple[Segment, str]]:
+    """Segments that have a text, and that text on one line."""
+    for segment in transcript.segments:
+        if text := clean(segment.text):
+            yield segment, text
 
 
-def _end(segment: Segment) -> float:
-    return max(segment.end_s, segment.start_s)
+def _escaped(line: str) -> str:
+    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _clock(seconds: float, mark: str) -> str:
-    milliseconds = round(max(seconds, 0.0) * 1000)
+def _clock(milliseconds: int, mark: str) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest // 1000:02d}{mark}{rest % 1000:03d}"

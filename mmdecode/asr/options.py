@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mmdecode.asr.features import PADDINGS, Padding
-from mmdecode.errors import OptionError
+from mmdecode.errors import OptionError, did_you_mean
 
 FALLBACK: dict[str, Any] = {
     "temperatures": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -15,6 +17,11 @@ FALLBACK: dict[str, Any] = {
     "no_speech_threshold": 0.6,
 }
 """Whisper's fallback; the compression ratio is of token ids, as in transformers, not of text."""
+
+PromptConditionType = Literal["first-segment", "all-segments"]
+LoopGuard = Literal["report", "isolate", "cut"]
+NBestMethod = Literal["beam", "sample"]
+Mode = Literal["sequential", "chunked"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,38 @@ class TranscribeOptions:
         no_speech_threshold: A window that failed by its log-probability is skipped as silence
             where the no-speech probability is higher.
         condition_on_prev_tokens: Whether a window is shown the text before it.
+        prompt: A text shown before the windows, to set names, spelling and style; or its ids, as
+            ``processor.get_prompt_ids`` makes them. As in transformers: without
+            ``condition_on_prev_tokens`` every window sees it; with it, it is the beginning of the
+            text so far.
+        prompt_condition_type: ``all-segments`` keeps the prompt before the text so far in every
+            window; needs ``condition_on_prev_tokens``.
+        hotwords: Words shown before every window, and before everything else that is shown to it,
+            as in faster-whisper. What is shown, the text so far included, fills at most half of the
+            decoder's positions: the beginning of the text so far gives way.
+        loop_guard: What happens to a window that ends in a loop, see `mmdecode.asr.loops`:
+            ``report`` marks it and is neutral; ``isolate`` also never shows it, nor what was before
+            it, to a later window; ``cut`` also keeps the loop's first round alone. Windows that do
+            not loop are never changed.
+        vad: Skip stretches without speech before the model hears them; ``True`` or ``silero``.
+            Needs the extra ``vad``. See `mmdecode.asr.voice`.
+        vad_threshold: Probability from which a moment is speech.
+        vad_min_speech_s: Shorter stretches of speech are no speech.
+        vad_min_silence_s: Shorter silences are kept.
+        vad_pad_s: Kept before and behind each stretch of speech.
+        n_best: Alternatives per window, with scores; 0 for none. They cost a search of their own,
+            and the transcript does not depend on them. See `mmdecode.asr.n_best`.
+        n_best_method: ``beam`` search, or ``sample``.
+        mode: ``sequential`` reads on where the model says that a segment ended. ``chunked`` cuts
+            windows at fixed places, decodes those of one recording side by side, and joins them
+            where they overlap: quicker for a single recording, and a text of its own. See
+            `mmdecode.asr.chunks`.
+        overlap_s: By how much windows overlap in ``chunked``; ``None``: a third of a window.
+        word_timestamps: Whether segments get words with times and confidences: ``attention`` by
+            the model's cross-attention, ``ctc`` by forced alignment with the checkpoint's own head,
+            ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
+            ``attention``. One pass per window more; the text does not depend on it. See
+            `mmdecode.asr.alignment`.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
         padding: How a last window is filled up, see `mmdecode.asr.features`.
 
@@ -49,6 +88,20 @@ class TranscribeOptions:
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
     condition_on_prev_tokens: bool = False
+    prompt: str | Sequence[int] | None = None
+    prompt_condition_type: PromptConditionType = "first-segment"
+    hotwords: str | None = None
+    loop_guard: LoopGuard = "isolate"
+    vad: bool | Literal["silero"] = False
+    vad_threshold: float = 0.5
+    vad_min_speech_s: float = 0.25
+    vad_min_silence_s: float = 2.0
+    vad_pad_s: float = 0.4
+    n_best: int = 0
+    n_best_method: NBestMethod = "beam"
+    mode: Mode = "sequential"
+    overlap_s: float | None = None
+    word_timestamps: bool | str = False
     max_new_tokens: int | None = None
     padding: Padding = "auto"
 
@@ -88,10 +141,68 @@ class TranscribeOptions:
             raise OptionError(f"max_new_tokens={self.max_new_tokens}; expected at least 1")
         if self.task not in (None, "transcribe", "translate"):
             raise OptionError(f"task={self.task!r}; expected 'transcribe' or 'translate'")
-        if self.padding not in PADDINGS:
-            raise OptionError(f"padding={self.padding!r}; expected {', '.join(PADDINGS)}")
+        self._check_names()
+        self._check_prompt()
+        self._check_vad()
         if self.condition_on_prev_tokens and not self.timestamps:
             raise OptionError(
                 "condition_on_prev_tokens needs timestamps=True: the model learned to read its "
                 "previous text with times"
             )
+        if self.n_best < 0 or self.n_best == 1:
+            raise OptionError(
+                f"n_best={self.n_best}; expected 2 or more alternatives, or 0 for none: the best "
+                "one alone is the transcript"
+            )
+        self._check_chunks()
+
+    def _check_names(self) -> None:
+        kinds = {
+            "padding": PADDINGS,
+            "prompt_condition_type": get_args(PromptConditionType),
+            "loop_guard": get_args(LoopGuard),
+            "n_best_method": get_args(NBestMethod),
+            "mode": get_args(Mode),
+        }
+        for name, known in kinds.items():
+            value = getattr(self, name)
+            if value not in known:
+                hint = did_you_mean(str(value), known)
+                raise OptionError(f"{name}={value!r}{hint}; expected {', '.join(known)}")
+
+    def _check_prompt(self) -> None:
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        everywhere = self.prompt_condition_type == "all-segments"
+        if everywhere and (self.prompt is None or not self.condition_on_prev_tokens):
+            raise OptionError(
+                "prompt_condition_type='all-segments' keeps the prompt before the text so far; set "
+                "prompt and condition_on_prev_tokens=True too"
+            )
+
+    def _check_vad(self) -> None:
+        if self.vad not in (False, True, "silero"):
+            raise OptionError(f"vad={self.vad!r}; expected True, False or 'silero'")
+        if not 0 < self.vad_threshold < 1:
+            raise OptionError(f"vad_threshold={self.vad_threshold}; expected between 0 and 1")
+        for name in ("vad_min_speech_s", "vad_min_silence_s", "vad_pad_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"{name}={getattr(self, name)}; expected seconds, 0 or more")
+
+    def _check_chunks(self) -> None:
+        if self.mode == "sequential":
+            if self.overlap_s is not None:
+                raise OptionError(
+                    f"overlap_s={self.overlap_s} is for mode='chunked'; set it, or leave overlap_s "
+                    "out"
+                )
+            return
+        if self.condition_on_prev_tokens:
+            raise OptionError(
+                "condition_on_prev_tokens needs mode='sequential': chunked windows are decoded "
+                "side by side, before the text so far is known"
+            )
+        if not self.timestamps:
+            raise OptionError("mode='chunked' needs timestamps=True, to tell what overlaps")
+        if self.overlap_s is not None and not 0 <= self.overlap_s < math.inf:
+            raise OptionError(f"overlap_s={self.overlap_s}; expected seconds, 0 or more")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessorList
@@ -28,6 +29,9 @@ class Prompts:
         timestamp_begin: The first timestamp; the token before it asks for none.
         no_speech: The token whose probability at `start` says that nobody speaks.
         previous: Opens the text before the window; ``None``: the model has none.
+        hotwords: Ids shown before every window.
+        prompt: Ids of the prompt, see `TranscribeOptions`.
+        known: Language tokens by name, as ``<|en|>``; empty for models of one language.
         eos: Ends a window.
         pad: Fills up.
     """
@@ -41,10 +45,18 @@ class Prompts:
     previous: int | None
     eos: int
     pad: int
+    hotwords: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    known: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Any, options: TranscribeOptions) -> Prompts:
+    def of(cls, config: Any, options: TranscribeOptions, tokenizer: Any = None) -> Prompts:
         """From ``model.generation_config``.
+
+        Args:
+            config: It.
+            options: Settings.
+            tokenizer: The model's; needed for texts to be shown.
 
         Raises:
             OptionError: The model does not know the language or task.
@@ -61,8 +73,10 @@ class Prompts:
                 "Whisper's: copy the file of the checkpoint it was trained from"
             )
         known = getattr(config, "lang_to_id", None) or {}
+        if not getattr(config, "is_multilingual", bool(known)):
+            known = {}
         language, languages, rest = None, (), []
-        if getattr(config, "is_multilingual", bool(known)) and known:
+        if known:
             wanted = options.language or getattr(config, "language", None)
             if wanted is not None:
                 language = _language(wanted, known)
@@ -83,15 +97,20 @@ class Prompts:
         if not options.timestamps:
             rest.append(no_timestamps)
         previous = getattr(config, "prev_sot_token_id", None)
-        if previous is None and options.condition_on_prev_tokens:
+        shows = options.condition_on_prev_tokens or options.prompt or options.hotwords
+        if previous is None and shows:
             suppressed = config.suppress_tokens or []
             if len(suppressed) < 2:
                 raise UnsupportedModelError(
-                    "condition_on_prev_tokens needs prev_sot_token_id in generation_config.json; "
-                    "leave it off, or copy the entry of the checkpoint's base model"
+                    "condition_on_prev_tokens, prompt and hotwords need prev_sot_token_id in "
+                    "generation_config.json; leave them out, or copy the entry of the checkpoint's "
+                    "base model"
                 )
             previous = suppressed[-2]  # where older checkpoints keep it
         eos = token_ids(config.eos_token_id)[0]
+        prompt = options.prompt or ()
+        if prompt and prompt[0] == previous:
+            prompt = prompt[1:]
         return cls(
             start=int(config.decoder_start_token_id),
             language=language,
@@ -102,14 +121,48 @@ class Prompts:
             previous=previous,
             eos=eos,
             pad=(token_ids(config.pad_token_id) or [eos])[0],
+            hotwords=_encode("hotwords", options.hotwords or "", tokenizer, eos),
+            prompt=_encode("prompt", prompt, tokenizer, eos),
+            known=known,
         )
+
+    def language_of(self, name: str | None) -> int | None:
+        """The token of a recording whose language is known; ``None``: that of the options.
+
+        Raises:
+            OptionError: The model does not know the language.
+        """
+        if name is None:
+            return self.language
+        if not self.known:
+            raise OptionError(
+                f"language={name!r} was given to a model of one language; leave it out"
+            )
+        return _language(name, self.known)
 
     def initial(self, language: int | None) -> list[int]:
         """The tokens before the first generated one."""
         return [self.start, *([] if language is None else [language]), *self.rest]
 
 
-def _language(name: str, known: dict[str, int]) -> int:
+def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> tuple[int, ...]:
+    """Ids of a text as transformers' ``get_prompt_ids`` has them, without the token that opens it.
+
+    Raises:
+        OptionError: There is a special token among them.
+    """
+    if isinstance(text, str):
+        text = text.strip()
+        text = tokenizer(f" {text}", add_special_tokens=False).input_ids if text else ()
+    special = [token for token in text if token >= end]
+    if special:
+        raise OptionError(
+            f"{name} holds the special token {special[0]}; expected ordinary words only"
+        )
+    return tuple(text)
+
+
+def _language(name: str, known: Mapping[str, int]) -> int:
     name = name.lower()
     token = name if name in known else f"<|{TO_LANGUAGE_CODE.get(name, name)}|>"
     if token not in known:

@@ -13,7 +13,9 @@ import torch
 from mmdecode import registry
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.long_form import Job, LongForm
+from mmdecode.asr.n_best import Hypothesis
 from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.words import Word, timed_words
 from mmdecode.checkpoints import local_path
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
@@ -35,6 +37,8 @@ class Segment:
         temperature: At which it was decoded.
         avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
         no_speech_prob: Of its window; ``None``: no threshold asked for it.
+        looped: Whether its window ended in a loop, see `mmdecode.asr.loops`.
+        words: Its words; ``None``: nothing asked for them.
     """
 
     start_s: float
@@ -44,6 +48,8 @@ class Segment:
     temperature: float = 0.0
     avg_logprob: float | None = None
     no_speech_prob: float | None = None
+    looped: bool = False
+    words: list[Word] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +64,9 @@ class Transcript:
         language: Code of the language; ``None`` for models of one language.
         duration_s: Length of the recording.
         tokens: Ids of all segments, timestamps included.
-        stats: ``windows``, ``attempts`` (repeats at other temperatures included) and ``tokens``.
+        stats: ``windows``, ``attempts`` (repeats at other temperatures included), ``looped``
+            windows and ``tokens``.
+        n_best: Alternatives of each window, best first; ``None``: not asked for.
     """
 
     source: str
@@ -69,6 +77,7 @@ class Transcript:
     duration_s: float
     tokens: list[int] = field(repr=False)
     stats: dict[str, int]
+    n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +126,13 @@ class Transcriber:
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.options = options or TranscribeOptions()
-        self._loop = LongForm(model, processor.feature_extractor, self.decoder, self.options)
+        self._loop = LongForm(
+            model,
+            processor.feature_extractor,
+            self.decoder,
+            self.options,
+            getattr(processor, "tokenizer", None),
+        )
 
     @classmethod
     def from_pretrained(
@@ -217,35 +232,65 @@ class Transcriber:
                 )
 
     def _transcript(self, job: Job, index: int) -> Transcript:
-        tokens = [token for piece in job.pieces for token in piece.tokens]
+        tokens = [int(token) for piece in job.pieces for token in piece.tokens]
+        words = self._words(job)
+        spans = [job.timeline.span(piece.start, piece.end) for piece in job.pieces]
         segments = [
             Segment(
-                start_s=round(piece.start, 6),
-                end_s=round(piece.end, 6),
+                start_s=round(start, 6),
+                end_s=round(end, 6),
                 text=self._text(piece.tokens),
-                tokens=piece.tokens,
+                tokens=[int(token) for token in piece.tokens],
                 temperature=piece.result.temperature,
                 avg_logprob=piece.result.avg_logprob,
                 no_speech_prob=piece.result.no_speech_prob,
+                looped=piece.result.looped,
+                words=said,
             )
-            for piece in job.pieces
+            for piece, (start, end), said in zip(job.pieces, spans, words, strict=True)
         ]
         return Transcript(
-            source=job.speech.name,
+            source=job.name,
             index=index,
             text=self._text(tokens),
             segments=segments,
             language=self._language(job.language),
-            duration_s=job.speech.duration_s,
+            duration_s=job.timeline.duration_s,
             tokens=tokens,
-            stats={"windows": job.window, "attempts": job.attempts, "tokens": len(tokens)},
+            stats={
+                "windows": job.windows,
+                "attempts": job.attempts,
+                "looped": sum(result.looped for result in job.results),
+                "tokens": len(tokens),
+            },
+            n_best=[
+                [Hypothesis(text=self._text(ids), score=score, tokens=ids) for ids, score in texts]
+                for texts in (result.n_best for result in job.results)
+            ]
+            if self.options.n_best
+            else None,
         )
 
+    def _words(self, job: Job) -> Sequence[list[Word] | None]:
+        """By segment."""
+        if not self.options.word_timestamps:
+            return [None] * len(job.pieces)
+        return timed_words(
+            [self._said(piece.tokens) for piece in job.pieces],
+            self.processor.tokenizer,
+            self._language(job.language),
+            job.timeline.span,
+            job.timeline.duration_s,
+        )
+
+    def _said(self, tokens: list[int]) -> list[Any]:
+        """Those that are text."""
+        hidden = set(self.processor.tokenizer.all_special_ids)
+        return [t for t in tokens if t < self._loop.prompts.timestamp_begin and t not in hidden]
+
     def _text(self, tokens: list[int]) -> str:
-        tokenizer = self.processor.tokenizer
-        hidden = set(tokenizer.all_special_ids)
-        words = [t for t in tokens if t < self._loop.prompts.timestamp_begin and t not in hidden]
-        return tokenizer.decode(words, clean_up_tokenization_spaces=False).strip()
+        decode = self.processor.tokenizer.decode
+        return decode(self._said(tokens), clean_up_tokenization_spaces=False).strip()
 
     def _language(self, token: int | None) -> str | None:
         known: Mapping[str, int] = getattr(self._loop.config, "lang_to_id", None) or {}

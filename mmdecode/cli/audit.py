@@ -207,9 +207,9 @@ def _speech(
     failures: list[dict[str, str]],
 ) -> tuple[Any, list[Case]]:
     """The model, and each window of the recordings as a case; unreadable ones are noted."""
+    from mmdecode.asr.inputs import find_audio
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.transcriber import load
-    from mmdecode.cli.transcribe import find_audio
     from mmdecode.zoo.speech import speech_test
 
     if data:

@@ -45,10 +45,54 @@ def medusa(
         emit_json(report)
 
 
+@app.command("alignment-heads")
+def alignment_heads(
+    model: Annotated[str, typer.Option(help="A Whisper: folder, Hub id or zoo:NAME.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with a 'path' per recording; default: the zoo's training sentences, "
+            "spoken by espeak-ng.",
+            exists=True,
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Forced alignment to learn from: ctc or ctc:model=NAME.")
+    ] = "ctc",
+    limit: Annotated[int, typer.Option(help="Recordings to use.")] = 80,
+    most: Annotated[int, typer.Option(help="Heads to choose at most.")] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder whose generation_config.json gets them; default: none."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    json: JsonFlag = False,
+) -> None:
+    """Find the heads whose attention follows the speech, for word timestamps."""
+    from mmdecode.asr.transcriber import load
+    from mmdecode.train import alignment_heads as recipe
+
+    target, processor = load(model, device, None)
+    rate = processor.feature_extractor.sampling_rate
+    waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
+    report = recipe.find_heads(target, processor, waves, method, most)
+    if out is not None:
+        recipe.write_heads(out, report["alignment_heads"])
+    console.print(
+        f"alignment_heads {report['alignment_heads']}, median error in seconds by their number "
+        f"{report['median_error_s_by_heads']}"
+    )
+    if json:
+        emit_json(report)
+
+
 @app.command()
 def zoo(
     name: Annotated[
-        str, typer.Argument(help="whisper-synth, whisper-synth-medusa or speech-test.")
+        str,
+        typer.Argument(
+            help="whisper-synth, whisper-synth-medusa, aligner, speech-test or joined-words."
+        ),
     ],
     work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
         "outputs/zoo"
@@ -57,7 +101,9 @@ def zoo(
         Path | None, typer.Option(help="Folder for the result; default: WORK/model.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Time box of the training proper.")] = 80.0,
-    base: Annotated[str, typer.Option(help="For the heads: their target.")] = "zoo:whisper-synth",
+    base: Annotated[
+        str, typer.Option(help="The Whisper of heads and aligner.")
+    ] = "zoo:whisper-synth",
     json: JsonFlag = False,
 ) -> None:
     """Rebuild a member of the zoo; needs espeak-ng. Run again to resume."""
@@ -70,6 +116,19 @@ def zoo(
     elif name == "whisper-synth-medusa":
         out = out or work / "heads"
         result = whisper_synth.run_heads(base, work, out)
+    elif name == "aligner":
+        from mmdecode.checkpoints import local_path
+        from mmdecode.train import aligner
+
+        out = out or work / "aligner"
+        aligner.run(local_path(base), out, aligner.AlignerOptions())
+        result = {"folder": str(out)}
+    elif name == "joined-words":
+        from mmdecode.zoo.joined_words import build_joined_words
+
+        out = out or work / "joined-words"
+        build_joined_words(out)
+        result = {"folder": str(out)}
     elif name == "speech-test":
         from mmdecode.zoo.speech import build_speech_test
 
@@ -77,9 +136,8 @@ def zoo(
         build_speech_test(out)
         result = {"folder": str(out)}
     else:
-        raise UnknownNameError.of(
-            "zoo recipe", name, ["whisper-synth", "whisper-synth-medusa", "speech-test"]
-        )
+        known = "whisper-synth whisper-synth-medusa aligner speech-test joined-words".split()
+        raise UnknownNameError.of("zoo recipe", name, known)
     console.print(f"result in [bold]{out}[/bold]")
     if json:
         emit_json(result)

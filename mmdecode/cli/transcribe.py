@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
+import functools
+import itertools
 import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
-from mmdecode.errors import InputError
+
+if TYPE_CHECKING:
+    from mmdecode.asr.jobs import ResultFolder
+    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.processes import Team
+    from mmdecode.asr.subtitles import Layout
+    from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
 
 
 def command(
     paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH...", help="Audio files, and folders to search for them."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Audio files, folders to search for them, or - for a recording on stdin.",
+        ),
+    ] = None,
+    files_from: Annotated[
+        str | None, typer.Option(help="A file with one path a line; - for stdin.")
+    ] = None,
+    manifest: Annotated[
+        str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
     ] = "zoo:whisper-synth",
@@ -46,6 +65,14 @@ def command(
             "--format", help="Files per recording: any of txt,srt,vtt,tsv,json,jsonl. Needs --out."
         ),
     ] = "txt,srt,json",
+    max_line_width: Annotated[
+        int, typer.Option(min=0, help="Characters in a line of subtitles; 0: no limit.")
+    ] = 42,
+    max_line_count: Annotated[int, typer.Option(min=1, help="Lines of a subtitle.")] = 2,
+    max_reading_speed: Annotated[
+        float,
+        typer.Option(min=0, help="Characters per second a subtitle stays for; 0: no limit."),
+    ] = 20.0,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Recordings decoded at once; the text does not depend on it.")
     ] = 8,
@@ -83,8 +110,59 @@ def command(
     condition_on_prev_tokens: Annotated[
         bool, typer.Option("--condition-on-prev-tokens", help="Show each window the text before.")
     ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="A text to set names and style, shown before the windows.")
+    ] = None,
+    prompt_condition_type: Annotated[
+        str, typer.Option(help="first-segment, or all-segments to keep the prompt in view.")
+    ] = "first-segment",
+    hotwords: Annotated[
+        str | None, typer.Option(help="Words to expect, shown before every window.")
+    ] = None,
+    loop_guard: Annotated[
+        str,
+        typer.Option(
+            help="What happens to windows that loop: report, isolate (never shown to a later "
+            "window) or cut (and only said once)."
+        ),
+    ] = "isolate",
+    vad: Annotated[
+        bool, typer.Option("--vad", help="Skip what is no speech; needs the extra vad.")
+    ] = False,
+    vad_threshold: Annotated[
+        float, typer.Option(help="Probability from which a moment is speech.")
+    ] = 0.5,
+    vad_min_speech_s: Annotated[
+        float, typer.Option(help="Shorter stretches of speech are no speech.")
+    ] = 0.25,
+    vad_min_silence_s: Annotated[float, typer.Option(help="Shorter silences are kept.")] = 2.0,
+    vad_pad_s: Annotated[float, typer.Option(help="Kept around each stretch of speech.")] = 0.4,
+    n_best: Annotated[
+        int, typer.Option(help="Alternatives per window, with scores, in json and jsonl; 0: none.")
+    ] = 0,
+    n_best_method: Annotated[str, typer.Option(help="beam or sample.")] = "beam",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="sequential, or chunked: windows of one recording side by side, a text of its own."
+        ),
+    ] = "sequential",
+    overlap_s: Annotated[
+        float | None, typer.Option(help="By how much chunked windows overlap; else by a third.")
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens per window.")
+    ] = None,
+    word_timestamps: Annotated[
+        bool,
+        typer.Option("--word-timestamps", help="Add words with times and confidences."),
+    ] = False,
+    word_method: Annotated[
+        str | None,
+        typer.Option(
+            help="How words are timed: attention, ctc or ctc:model=NAME; implies "
+            "--word-timestamps. Else ctc where the checkpoint has a head for it."
+        ),
     ] = None,
     padding: Annotated[
         str, typer.Option(help="How a last window is filled up: auto, silence or zeros.")
@@ -100,32 +178,30 @@ def command(
     """Transcribe audio files of any length, rate and format.
 
     Prints the text, or writes it to --out: one file per recording and format, and results.jsonl,
-    which gets a line as each recording ends. Recordings that cannot be read are listed at the end,
-    and make the exit code 1.
+    which gets a line as each recording ends and is itself a manifest. Recordings that cannot be
+    read are listed at the end, and make the exit code 1. Whatever stops a run, --resume goes on,
+    and the files become those of a run that was not stopped.
 
     For example:
 
       mmdecode transcribe talk.mp3
 
+      ffmpeg -i talk.mkv -f wav - | mmdecode transcribe -
+
       mmdecode transcribe recordings/ --out texts --format txt,srt --draft medusa
 
       mmdecode transcribe recordings/ --out texts --format txt,srt --draft medusa --resume
+
+      accelerate launch --num_processes 4 -m mmdecode transcribe recordings/ --out texts
     """
     from mmdecode.asr.formats import parse_formats
-    from mmdecode.asr.jobs import ResultFolder
+    from mmdecode.asr.inputs import STDIN, gathered
     from mmdecode.asr.options import FALLBACK
-    from mmdecode.asr.transcriber import Failure, Transcriber, make_options
+    from mmdecode.asr.processes import Team
+    from mmdecode.asr.subtitles import Layout
+    from mmdecode.asr.transcriber import Transcriber, make_options
     from mmdecode.errors import OptionError
-    from mmdecode.registry import parse
 
-    if resume and out_dir is None:
-        raise OptionError("--resume continues what --out holds; give --out too")
-    if draft is not None and parse("draft", draft)[0][0] == "source":
-        raise OptionError(
-            "--draft source copies from a text, and no option here gives one; give the text in "
-            "Python, Transcriber.from_pretrained(..., draft=Source(ids=...)), or another --draft"
-        )
-    kinds = parse_formats(formats)
     given = {
         "temperatures": tuple(temperature) if temperature else None,
         "compression_ratio_threshold": compression_ratio_threshold,
@@ -140,12 +216,25 @@ def command(
         "language": language,
         "task": task,
         "condition_on_prev_tokens": condition_on_prev_tokens,
+        "prompt": prompt,
+        "prompt_condition_type": prompt_condition_type,
+        "hotwords": hotwords,
+        "loop_guard": loop_guard,
+        "vad": vad,
+        "vad_threshold": vad_threshold,
+        "vad_min_speech_s": vad_min_speech_s,
+        "vad_min_silence_s": vad_min_silence_s,
+        "vad_pad_s": vad_pad_s,
+        "n_best": n_best,
+        "n_best_method": n_best_method,
+        "mode": mode,
+        "overlap_s": overlap_s,
         "max_new_tokens": max_new_tokens,
         "padding": padding,
+        "word_timestamps": word_method or word_timestamps,
     }
-    checked = make_options(options)
-    files = find_audio(paths)[:limit]
-    settings = dataclasses.asdict(checked) | {
+    # what may change a file; a transcript does not depend on the batch
+    settings = dataclasses.asdict(make_options(options)) | {
         "model": model,
         "draft": draft,
         "guide": guide,
@@ -153,95 +242,213 @@ def command(
         "dtype": dtype,
         "seed": seed,
     }
-    del settings["batch_size"]  # a transcript does not depend on it
-    folder = ResultFolder(out_dir, kinds, settings, resume) if out_dir else None
-    done_before = [f for f in files if folder and f in folder.done]
-    todo = [f for f in files if not (folder and f in folder.done)]
-    if folder:
-        for name in todo:  # in the order of the input, not that of the ends
-            folder.name_of(name)
-    failures: list[Failure] = []
-    results: list[Any] = []
-    seconds, started, stats = 0.0, time.perf_counter(), {}
-    try:
-        if todo:
-            transcriber = Transcriber.from_pretrained(
-                model, draft, guide, accept, device, dtype, seed, **options
-            )
-            started = time.perf_counter()
-            with _progress() as bar:
-                meter = _Meter(bar, len(todo))
-                for result in transcriber.stream(todo, meter):
-                    meter.file_done()
-                    if folder:
-                        folder.add(result)
-                    if isinstance(result, Failure):
-                        failures.append(result)
-                    else:
-                        seconds += result.duration_s
-                        results.append(result)
-            stats = transcriber.stats.as_dict()
-    finally:
-        if folder:
-            folder.close()
-    wall = time.perf_counter() - started
-    results.sort(key=lambda result: result.index)
-    if json:
-        emit_json(
-            {
-                "transcribed": len(results),
-                "resumed": len(done_before),
-                "failed": len(failures),
-                "audio_s": round(seconds, 3),
-                "wall_s": round(wall, 3),
-                "audio_s_per_s": round(seconds / wall, 3) if wall and seconds else None,
-                "stats": stats,
-                "out": out_dir,
-                "results": None if folder else results,
-                "failures": failures,
-            }
-        )
-    elif not folder:
-        for result in results:
-            prefix = f"{result.source}: " if len(files) > 1 else ""
-            out.print(f"{prefix}{result.text}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"{len(results)} transcribed, {len(done_before)} done before, {len(failures)} failed; "
-        f"{seconds:.1f} s of audio in {wall:.1f} s",
-        highlight=False,
+    del settings["batch_size"]
+    layout = Layout(
+        max_line_width=max_line_width or None,
+        max_line_count=max_line_count,
+        max_reading_speed=max_reading_speed or None,
     )
-    for failure in sorted(failures, key=lambda failure: failure.index):
-        console.print(
-            f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
+    output = _Output(out_dir, parse_formats(formats), layout, settings, resume)
+    uses_stdin = STDIN in (*(paths or ()), files_from)
+    if resume and out_dir is None:
+        raise OptionError("--resume continues what --out holds; give --out too")
+    if resume and STDIN in (paths or ()):
+        raise OptionError(
+            "--resume with '-': nothing shows that standard input is the recording it was before; "
+            "give a file"
         )
-    if failures:
+    team = Team(device)
+    if team.size > 1 and (out_dir is None or uses_stdin):
+        raise OptionError(
+            f"{team.size} processes share the work, and one of them reads standard input or prints "
+            "the text; give --out, and files instead of '-'"
+        )
+    with gathered(paths or (), files_from, manifest, limit) as entries:
+        load = functools.partial(
+            Transcriber.from_pretrained,
+            *(model, draft, guide, accept, team.device, dtype, seed),
+            **options,
+        )
+        tally = _transcribe(entries, load, output, team)
+    if team.leads:
+        _report(tally, output, several=len(entries) > 1, as_json=json)
+    team.leave()
+    if team.leads and tally.failures:
         raise typer.Exit(1)
 
 
-def find_audio(paths: list[str]) -> list[str]:
-    """Named files as they are, folders searched; each file once.
+@dataclass(frozen=True)
+class _Output:
+    """Where results go; without a folder they are printed."""
 
-    Raises:
-        InputError: A folder holds no audio.
-    """
-    from mmdecode.asr.audio import SUFFIXES
+    folder: Path | None
+    formats: list[str]
+    layout: Layout
+    settings: dict[str, Any]
+    resume: bool
 
-    found: dict[str, None] = {}
-    for path in paths:
-        if not os.path.isdir(path):
-            found[path] = None
-            continue
-        inside = [
-            str(file)
-            for file in sorted(Path(path).rglob("*"))
-            if file.suffix.lower() in SUFFIXES and file.is_file() and file.name[0] != "."
-        ]
-        if not inside:
-            raise InputError(
-                f"the folder {path} holds no audio files; expected {', '.join(sorted(SUFFIXES))}"
-            )
-        found.update(dict.fromkeys(inside))
-    return list(found)
+
+@dataclass
+class _Tally:
+    """What was done, by one process or by all."""
+
+    done_before: int = 0
+    transcribed: int = 0
+    audio_s: float = 0.0
+    wall_s: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    results: list[Transcript] = field(default_factory=list)
+
+    @property
+    def rtfx(self) -> float | None:
+        """Seconds of audio per second of work."""
+        return self.audio_s / self.wall_s if self.audio_s and self.wall_s else None
+
+
+def _transcribe(
+    entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
+) -> _Tally:
+    """This process's part of the work, and in the leading one the tally of all."""
+    from mmdecode.asr import jobs
+    from mmdecode.asr.inputs import sizes
+
+    if output.folder is None:
+        return _work(entries, load, None)
+    place = output.folder
+    settings = output.settings | {
+        "formats": output.formats,
+        "subtitles": dataclasses.asdict(output.layout),
+    }
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> set[str]:
+            stack.enter_context(jobs.claimed(place))
+            return jobs.prepare(place, settings, output.resume, entries)
+
+        suspects = team.first(begin)
+        rank = team.rank if team.size > 1 else None
+        folder = jobs.ResultFolder(place, output.formats, entries, output.layout, rank)
+        with contextlib.closing(folder):
+            todo = [entry for entry in entries if entry.id not in folder.done]
+            done_before = len(entries) - len(todo)
+            share = [todo[index] for index in team.share(sizes(todo))]
+            started = time.perf_counter()
+            own = _work(share, load, folder, suspects)
+        tallies = team.gather(own)
+        team.first(lambda: jobs.merge(place, entries))
+    tally = _together(tallies, done_before)
+    if team.size > 1:
+        tally.wall_s = time.perf_counter() - started
+    return tally
+
+
+def _work(
+    entries: list[Entry],
+    load: Callable[[], Transcriber],
+    folder: ResultFolder | None,
+    suspects: Collection[str] = (),
+) -> _Tally:
+    """Transcribes; texts are kept only where no folder takes them."""
+    from mmdecode.asr import crashes
+    from mmdecode.asr.audio import recording
+    from mmdecode.asr.transcriber import Failure
+
+    tally = _Tally()
+    if not entries:
+        return tally
+    transcriber = load()
+    started = time.perf_counter()
+    sources = []
+    for entry in entries:
+        source = recording(entry.audio or "", entry.id)
+        if entry.id in suspects:
+            source = crashes.checked(source, entry.audio or "")
+        sources.append(folder.journal.watched(source) if folder else source)
+    with _progress() as bar:
+        meter = _Meter(bar, len(sources))
+        for result in transcriber.stream(sources, meter):
+            meter.file_done()
+            if folder:
+                result = folder.add(result)
+            if isinstance(result, Failure):
+                tally.failures.append(result)
+                continue
+            tally.transcribed += 1
+            tally.audio_s += result.duration_s
+            if not folder:
+                tally.results.append(result)
+    tally.wall_s = time.perf_counter() - started
+    tally.stats = transcriber.stats.as_dict()
+    return tally
+
+
+def _together(tallies: list[_Tally], done_before: int) -> _Tally:
+    """One tally of all processes."""
+    return _Tally(
+        done_before=done_before,
+        transcribed=sum(tally.transcribed for tally in tallies),
+        audio_s=sum(tally.audio_s for tally in tallies),
+        wall_s=max(tally.wall_s for tally in tallies),
+        stats=summed([tally.stats for tally in tallies]),
+        failures=[failure for tally in tallies for failure in tally.failures],
+    )
+
+
+def summed(stats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counters of several decoders as those of one, see `mmdecode.engine.stats`."""
+    stats = [one for one in stats if one]  # a process without work has none
+    if len(stats) < 2:
+        return stats[0] if stats else {}
+    counters = "calls", "tokens", "passes", "row_passes", "drafted", "accepted"
+    total: dict[str, Any] = {name: sum(one[name] for one in stats) for name in counters}
+    kept = sum(one["acceptance_length"] * one["row_passes"] for one in stats)
+    total["acceptance_length"] = round(kept / max(total["row_passes"], 1), 4)
+    total["acceptance_rate"] = round(total["accepted"] / max(total["drafted"], 1), 4)
+    histograms = (one["accepted_histogram"] for one in stats)
+    total["accepted_histogram"] = [
+        sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)
+    ]
+    return total
+
+
+def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> None:
+    failures = sorted(tally.failures, key=lambda failure: failure.index)
+    results = sorted(tally.results, key=lambda result: result.index)
+    if as_json:
+        emit_json(
+            {
+                "transcribed": tally.transcribed,
+                "resumed": tally.done_before,
+                "failed": len(failures),
+                "audio_s": round(tally.audio_s, 3),
+                "wall_s": round(tally.wall_s, 3),
+                "rtfx": round(tally.rtfx, 3) if tally.rtfx else None,
+                "stats": tally.stats,
+                "out": output.folder,
+                "results": None if output.folder else results,
+                "failures": failures,
+            }
+        )
+    elif not output.folder:
+        for result in results:
+            # names of files need not be UTF-8
+            name = result.source.encode("utf-8", "backslashreplace").decode()
+            prefix = f"{name}: " if several else ""
+            out.print(f"{prefix}{result.text}", markup=False, highlight=False, soft_wrap=True)
+    line = (
+        f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
+    )
+    if tally.rtfx:
+        line += (
+            f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}, "
+            f"{tally.stats['acceptance_length']:.2f} tokens per pass"
+        )
+    console.print(line, highlight=False, soft_wrap=True)
+    for failure in failures:
+        console.print(
+            f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class _Meter:

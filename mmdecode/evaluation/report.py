@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.evaluation.wer import NORMALISERS, WER
+from mmdecode.evaluation.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.engine.decoder import Round
@@ -112,21 +111,6 @@ class Pass:
     rejected: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Word:
-    """One step of the alignment.
-
-    Attributes:
-        kind: ``equal``, ``substitute``, ``insert`` or ``delete``.
-        said: Word of the reference, empty for an insertion.
-        heard: Word of the hypothesis, empty for a deletion.
-    """
-
-    kind: str
-    said: str
-    heard: str
-
-
 def passes(rounds: Sequence[Round]) -> list[Pass]:
     """Where each token of one window came from."""
     found = []
@@ -143,38 +127,6 @@ def passes(rounds: Sequence[Round]) -> list[Pass]:
         rejected = () if ended_inside else turn.drafted[same:]
         found.append(Pass(tuple(block[: turn.kept]), rejected))
     return found
-
-
-def align(reference: str, hypothesis: str, normaliser: str = "whisper-english") -> list[Word]:
-    """Aligns words as the error rate counts them; shows them as written where that is possible."""
-    import jiwer
-
-    normalise = NORMALISERS[normaliser]()
-    said, said_shown = _words(reference, normalise)
-    heard, heard_shown = _words(hypothesis, normalise)
-    if not said:
-        return [Word("insert", "", word) for word in heard_shown]
-    steps = []
-    for chunk in jiwer.process_words(" ".join(said), " ".join(heard)).alignments[0]:
-        left = said_shown[chunk.ref_start_idx : chunk.ref_end_idx]
-        right = heard_shown[chunk.hyp_start_idx : chunk.hyp_end_idx]
-        size = max(len(left), len(right))
-        left, right = left or [""] * size, right or [""] * size
-        steps += [Word(chunk.type, a, b) for a, b in zip(left, right, strict=True)]
-    return steps
-
-
-def _words(text: str, normalise: Callable[[str], str]) -> tuple[list[str], list[str]]:
-    """Words as scored, and as shown: as written where the normaliser kept them apart."""
-    scored = normalise(text).split()
-    single = [(normalise(word).split(), word) for word in text.split()]
-    written = [(parts[0], word) for parts, word in single if len(parts) == 1]
-    shown = list(scored)
-    matcher = SequenceMatcher(None, scored, [word for word, _ in written], autojunk=False)
-    for block in matcher.get_matching_blocks():
-        for offset in range(block.size):
-            shown[block.a + offset] = written[block.b + offset][1]
-    return scored, shown
 
 
 def score_text(score: WER) -> str:
@@ -218,7 +170,7 @@ def page(report: Report) -> str:
 <meta name="color-scheme" content="light dark">
 <title>mmdecode demo: {speed}</title>
 <link rel="icon" href="data:,">
-<style>{_asset("report.css")}</style>
+<style>{asset("report.css")}</style>
 </head>
 <body>
 <header>
@@ -253,7 +205,7 @@ and with the draft, in turns, clip by clip.</p>
 </section>
 </main>
 <div id="tip" role="tooltip" hidden></div>
-<script>{_asset("report.js")}</script>
+<script>{asset("report.js")}</script>
 </body>
 </html>
 """
@@ -368,7 +320,7 @@ def _figure(
 
 
 def _item(item: Item, label: Callable[[int], str]) -> str:
-    steps = align(item.reference, item.hypothesis)
+    steps = align_as_written(item.reference, item.hypothesis)
     wrong = sum(step.kind != "equal" for step in steps)
     ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f} \u00d7"
     strips = [_strip(rounds, label) for rounds in item.windows]
@@ -380,12 +332,10 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
         )
     else:
         strip = "".join(strips)
-    lines = [("said", escape(item.reference)), ("heard", _marked(steps))]
+    lines = [("said", escape(item.reference)), ("heard", marked(steps))]
     if item.noisy is not None:
-        lines.append(("in noise", _marked(align(item.reference, item.noisy))))
+        lines.append(("in noise", marked(align_as_written(item.reference, item.noisy))))
     rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
-    kind = "audio/" + item.audio.suffix.lstrip(".").lower()
-    data = base64.b64encode(item.audio.read_bytes()).decode()
     errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
     same = "" if item.identical else '<span class="bad">tokens differ from plain decoding</span>'
     return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
@@ -395,14 +345,22 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 <span>plain {1000 * item.plain_s:,.0f} ms, drafted {1000 * item.drafted_s:,.0f} ms,
 <b>{ratio}</b></span>
 </header>
-<audio controls preload="metadata" src="data:{kind};base64,{data}"></audio>
+{player(item.audio)}
 <dl>{rows}</dl>
 {strip}
 </article>
 """
 
 
-def _marked(steps: Sequence[Word]) -> str:
+def player(audio: Path) -> str:
+    """A recording to listen to, as HTML that holds it."""
+    kind = "audio/" + audio.suffix.lstrip(".").lower()
+    data = base64.b64encode(audio.read_bytes()).decode()
+    return f'<audio controls preload="metadata" src="data:{kind};base64,{data}"></audio>'
+
+
+def marked(steps: Sequence[Step]) -> str:
+    """An alignment as HTML: what was heard, with what was said where they differ."""
     shown = []
     for step in steps:
         said, heard = escape(step.said), escape(step.heard)
@@ -475,5 +433,6 @@ def _table(report: Report) -> str:
 <div class="wide"><table>{scores}{facts}</table></div>"""
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of styles or scripts."""
     return (Path(__file__).parent / "data" / name).read_text()

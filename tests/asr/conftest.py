@@ -38,7 +38,7 @@ def build_processor():
     return WhisperProcessor(feature_extractor=extractor, tokenizer=tokenizer)
 
 
-def build_model(processor, seed=3, scale=1.0, **overrides):
+def build_model(processor, seed=3, scale=1.0, positions=26, **overrides):
     """Weights large enough that the audio and the text so far decide the next token."""
     ids = processor.tokenizer.convert_tokens_to_ids
     torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def build_model(processor, seed=3, scale=1.0, **overrides):
         encoder_ffn_dim=32,
         decoder_ffn_dim=32,
         max_source_positions=round(WINDOW_S / STEP_S),
-        max_target_positions=26,
+        max_target_positions=positions,
         tie_word_embeddings=False,
         init_std=0.3,
         pad_token_id=ids("<|endoftext|>"),

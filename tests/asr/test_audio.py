@@ -1,6 +1,7 @@
 """Reading audio: any rate, channels and length; clear errors for the rest; bounded memory."""
 
 import struct
+import sys
 import tracemalloc
 
 import numpy as np
@@ -67,19 +68,54 @@ def test_common_formats_are_read_whatever_their_name(tmp_path, kit, name, option
     assert np.corrcoef(found, samples)[0, 1] > 0.9
 
 
-def test_a_container_is_read_where_pyav_is_installed(tmp_path, kit):
+CONTAINERS = {"m4a": "aac", "mp4": "aac", "mkv": "flac", "webm": "libopus", "mov": "aac"}
+
+
+def container(path, samples, codec, picture=False):
+    """Writes mono samples of 48 kHz, with a film of black pictures beside them or without."""
     av = pytest.importorskip("av")
-    path = tmp_path / "a.m4a"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=44_100, layout="stereo")
-        data = np.stack([kit.noise(2.0, rate=44_100)] * 2)
-        frame = av.AudioFrame.from_ndarray(data, format="fltp", layout="stereo")
-        frame.sample_rate = 44_100
+    name = {".m4a": "ipod", ".mkv": "matroska"}.get(path.suffix, path.suffix[1:])
+    with av.open(str(path), "w", format=name) as file:
+        stream = file.add_stream(codec, rate=48_000, layout="mono")
+        if picture:
+            film = file.add_stream("mpeg4", rate=10)
+            film.width = film.height = 32
+            for _ in range(len(samples) // 4_800 + 20):  # it goes on behind the sound
+                image = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
+                file.mux(film.encode(image))
+            file.mux(film.encode(None))
+        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 48_000, 0
         for packet in [*stream.encode(frame), *stream.encode(None)]:
-            container.mux(packet)
-    assert abs(len(read(path)) / kit.rate - 2.0) < 0.1
-    path.write_bytes(path.read_bytes()[:9000])
-    with pytest.raises(InputError, match=r"a\.m4a"):
+            file.mux(packet)
+
+
+CASES = [(ending, False) for ending in CONTAINERS] + [(ending, True) for ending in ("mp4", "mkv")]
+
+
+@pytest.mark.parametrize(("ending", "picture"), CASES)
+def test_containers_are_read_and_truncated_ones_refused(tmp_path, kit, ending, picture):
+    path = tmp_path / f"a.{ending}"
+    samples = kit.noise(3.0, rate=48_000)
+    container(path, samples, CONTAINERS[ending], picture)
+    found = read(path)
+    assert abs(len(found) / kit.rate - 3.0) < 0.1
+    expected = read((samples, 48_000))
+    size = min(len(found), len(expected))
+    shifts = [np.corrcoef(found[s:size], expected[: size - s])[0, 1] for s in range(1100)]
+    assert max(shifts) > 0.9, "not the sound that was written"
+    data = path.read_bytes()
+    for part in (0.3, 0.6, 0.8):
+        path.write_bytes(data[: int(part * len(data))])
+        with pytest.raises(InputError, match=rf"a\.{ending}: "):
+            read(path)
+
+
+def test_containers_without_pyav_say_what_to_install(tmp_path, kit, monkeypatch):
+    path = tmp_path / "a.m4a"
+    container(path, kit.noise(1.0, rate=48_000), "aac")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InputError, match=r"a\.m4a: .*pip install 'mmdecode\[media\]'"):
         read(path)
 
 
@@ -138,15 +174,21 @@ def broken(tmp_path, kit, kind):
     if kind == "rate":
         soundfile.write(path, samples, 4_000)
         return path, "4000 Hz"
-    kind = kind.removeprefix("truncated ")
+    if kind in ("text as mp3", "picture as mp3", "picture as au"):
+        path = path.with_suffix(f".{kind[-3:].strip()}")
+        noise = np.random.default_rng(0).bytes(6000)
+        path.write_bytes(b"no sound " * 600 if kind[0] == "t" else b"\x89PNG\r\n\x1a\n" + noise)
+        return path, "is not audio"
+    kind, _, part = kind.removeprefix("truncated ").partition(" at ")
     path = path.with_suffix(f".{kind}")
     soundfile.write(path, samples, kit.rate)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * float(part or 0.5))])
     return path, "truncated"
 
 
 BROKEN = ["missing", "folder", "empty", "text", "image", "raw", "header only", "no samples", "NaN"]
-BROKEN += ["rate", "truncated wav", "truncated flac", "truncated ogg", "truncated mp3"]
+BROKEN += ["rate", "text as mp3", "picture as mp3", "picture as au", "truncated ogg at 0.97"]
+BROKEN += [f"truncated {kind}" for kind in "wav flac ogg mp3 aiff au w64 caf".split()]
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -1,6 +1,7 @@
 """``mmdecode transcribe`` from end to end, and resuming."""
 
 import json
+import re
 
 import pytest
 import soundfile
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli import app as cli
+from mmdecode.cli.transcribe import summed
 from mmdecode.errors import InputError, OptionError
 
 
@@ -24,10 +26,10 @@ def audio(tmp_path, kit):
 
 @pytest.fixture
 def run(folder):
-    def call(*args):
+    def call(*args, stdin=None):
         options = ["--model", folder, "--device", "cpu", "--max-new-tokens", 5]
         words = [str(a) for a in ("transcribe", *args, *options)]
-        return CliRunner().invoke(cli.app, words)
+        return CliRunner().invoke(cli.app, words, input=stdin)
 
     return call
 
@@ -67,7 +69,7 @@ def test_json_is_one_object_and_alone_on_stdout(run, audio):
     found = json.loads(line)
     assert (found["transcribed"], found["failed"]) == (2, 1)
     assert found["results"][0]["segments"] and found["stats"]["tokens"] > 0
-    assert found["audio_s_per_s"] > 0
+    assert found["rtfx"] > 0
 
 
 def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, monkeypatch):
@@ -139,14 +141,102 @@ def test_a_failed_recording_is_tried_again_on_resume(run, audio, tmp_path, kit):
 def test_misuse_is_explained(run, audio, tmp_path):
     empty = tmp_path / "nothing"
     empty.mkdir()
+    manifest = tmp_path / "m.jsonl"
+    manifest.write_text(json.dumps({"id": str(audio / "x.wav"), "audio": "x.wav"}))
     for args, kind, words in [
         ((audio, "--resume"), OptionError, "give --out"),
-        ((audio, "--draft", "source"), OptionError, "give the text in Python"),
         ((audio, "--format", "str"), OptionError, "did you mean"),
         ((empty,), InputError, "holds no audio"),
+        ((), OptionError, "nothing to transcribe"),
+        (("-", "--files-from", "-"), OptionError, "given twice"),
+        (("-", "--out", empty, "--resume"), OptionError, "standard input"),
+        (("--files-from", empty / "none"), InputError, "list of files"),
+        (("--manifest", empty / "none"), InputError, "as a manifest"),
+        ((audio / "x.wav", "--manifest", manifest), InputError, "called"),
+        ((audio, "--max-line-width", 1), OptionError, "at least 2"),
         ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),
         ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "cannot write"),
     ]:
         done = run(*args)
         with pytest.raises(kind, match=words):
             raise done.exception
+
+
+def test_a_recording_on_standard_input_is_read_and_called_stdin(run, audio, tmp_path):
+    for name in ("x.wav", "b/x.flac", "y.ogg"):
+        data = (audio / name).read_bytes()
+        assert run("-", stdin=data).stdout == run(audio / name).stdout
+    assert run("-", "--out", tmp_path / "out", "--format", "txt", stdin=data).exit_code == 0
+    assert (tmp_path / "out" / "stdin.txt").exists()
+    broken = run("-", stdin=b"no audio")
+    assert broken.exit_code == 1
+    assert "stdin: is not audio" in broken.stderr
+
+
+def test_paths_may_come_as_a_list(run, audio, tmp_path):
+    listing = f"{audio / 'y.ogg'}\r\n\n{audio / 'x.wav'}\n{audio / 'x.wav'}\n{audio / 'b'}\n"
+    (tmp_path / "list.txt").write_text(listing)
+    for source, stdin in ((tmp_path / "list.txt", None), ("-", listing)):
+        done = run("--files-from", source, "--json", stdin=stdin)
+        found = json.loads(done.stdout)["results"]
+        assert [r["source"] for r in found] == [
+            str(audio / n) for n in ("y.ogg", "x.wav", "b/x.flac")
+        ]
+
+
+def test_a_manifest_gives_the_names_and_the_results_are_one(run, audio, tmp_path):
+    rows = [{"id": f"call.{n}", "audio": n} for n in ("y.ogg", "x.wav", "broken.mp3", "b/x.flac")]
+    manifest = audio / "calls.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    assert run("--manifest", manifest, "--out", out, "--format", "txt").exit_code == 1
+    assert [entry["id"] for entry in lines(out)] == [row["id"] for row in rows]
+    assert {p.name for p in out.glob("*.txt")} == {
+        "call.y.txt", "call.x.txt", "x.txt",
+    }  # fmt: skip
+    again = tmp_path / "again"
+    assert (
+        run("--manifest", out / "results.jsonl", "--out", again, "--format", "txt").exit_code == 1
+    )
+    for before, after in zip(lines(out), lines(again), strict=True):
+        assert before == after
+    few = run("--manifest", manifest, "--limit", 2, "--json")
+    assert [r["source"] for r in json.loads(few.stdout)["results"]] == ["call.y.ogg", "call.x.wav"]
+
+
+def test_limits_of_subtitles_reach_the_files(run, audio, tmp_path):
+    out = tmp_path / "out"
+    options = ["--format", "srt", "--max-line-width", 4, "--max-line-count", 1]
+    assert run(audio / "y.ogg", "--out", out, *options, "--no-timestamps").exit_code == 0
+    shown = [block.splitlines()[2:] for block in (out / "y.srt").read_text().split("\n\n") if block]
+    assert all(len(block) == 1 and len(block[0]) <= 4 for block in shown)
+    other = run(audio / "y.ogg", "--out", out, "--format", "srt", "--no-timestamps", "--resume")
+    assert isinstance(other.exception, OptionError)
+
+
+def test_names_that_are_not_utf_8_are_transcribed_and_shown(run, audio, tmp_path):
+    odd = audio / "a\udcff.wav"
+    (audio / "x.wav").rename(odd)
+    assert run(odd, "--out", tmp_path / "out").exit_code == 0
+    assert [entry["id"] for entry in lines(tmp_path / "out")] == [str(odd)]
+    assert run(odd, audio / "y.ogg").exit_code == 0
+
+
+def test_the_last_line_says_how_fast_it_was(run, audio):
+    done = run(audio / "x.wav", audio / "y.ogg")
+    assert re.search(
+        r"2 transcribed, 0 done before, 0 failed; 3\.2 s of audio in \d+\.\d s, RTFx \d+\.\d, "
+        r"\d\.\d\d tokens per pass\n",
+        done.stderr,
+    ), done.stderr
+
+
+def test_counters_of_several_processes_add_up():
+    one = {"calls": 1, "tokens": 9, "passes": 3, "row_passes": 2, "drafted": 4, "accepted": 2}
+    one |= {"acceptance_length": 4.0, "acceptance_rate": 0.5, "accepted_histogram": [1, 1]}
+    two = {"calls": 2, "tokens": 8, "passes": 6, "row_passes": 6, "drafted": 0, "accepted": 0}
+    two |= {"acceptance_length": 1.0, "acceptance_rate": 0.0, "accepted_histogram": [6]}
+    assert summed([one, {}, two]) == {
+        "calls": 3, "tokens": 17, "passes": 9, "row_passes": 8, "drafted": 4, "accepted": 2,
+        "acceptance_length": 1.75, "acceptance_rate": 0.5, "accepted_histogram": [7, 1],
+    }  # fmt: skip

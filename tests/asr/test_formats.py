@@ -1,62 +1,99 @@
 """Output formats and the names of output files."""
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.formats import FORMATS, file_stem, parse_formats, write_atomically
+from mmdecode.asr.formats import FORMATS, Names, file_stem, parse_formats, write_atomically
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.errors import OptionError
 
 
+def of(*segments, **fields):
+    """A transcript with these segments."""
+    plain = {
+        "source": "talk.wav",
+        "index": 0,
+        "text": " ".join(s.text for s in segments),
+        "segments": list(segments),
+        "language": "en",
+        "duration_s": 3700.0,
+        "tokens": [t for s in segments for t in s.tokens],
+        "stats": {"windows": 1, "attempts": 1, "tokens": 3},
+    }
+    return Transcript(**plain | fields)
+
+
 @pytest.fixture
 def transcript():
-    segments = [
+    return of(
         Segment(start_s=0.0, end_s=1.5, text="Hello  there,\nyou", tokens=[1]),
         Segment(start_s=2.0, end_s=2.0, text=" ", tokens=[2]),
-        Segment(start_s=3661.0426, end_s=3660.0, text="a --> b <i> & ü", tokens=[3]),
-    ]
-    return Transcript(
-        source="talk.wav",
-        index=0,
-        text="Hello there",
-        segments=segments,
-        language="en",
-        duration_s=3700.0,
-        tokens=[1, 2, 3],
-        stats={"windows": 1, "attempts": 1, "tokens": 3},
+        Segment(start_s=3661.0426, end_s=3663.0, text="a --> b <v i> & ü\x07", tokens=[3]),
     )
 
 
-def test_srt_numbers_spoken_segments_and_never_ends_before_it_starts(transcript):
+def test_srt_numbers_spoken_segments_and_keeps_its_arrow_for_times(transcript):
     assert FORMATS["srt"](transcript) == (
         "1\n00:00:00,000 --> 00:00:01,500\nHello there, you\n\n"
-        "2\n01:01:01,043 --> 01:01:01,043\na -> b <i> & ü\n\n"
+        "2\n01:01:01,043 --> 01:01:03,000\na -> b <v i> & ü\n\n"
     )
 
 
-def test_vtt_escapes_markup(transcript):
+def test_vtt_escapes_markup_and_arrows(transcript):
     assert FORMATS["vtt"](transcript) == (
         "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello there, you\n\n"
-        "01:01:01.043 --> 01:01:01.043\na -> b &lt;i> &amp; ü\n\n"
+        "01:01:01.043 --> 01:01:03.000\na --&gt; b &lt;v i&gt; &amp; ü\n\n"
     )
 
 
-def test_text_and_table_have_one_line_per_segment(transcript):
-    assert FORMATS["txt"](transcript) == "Hello there, you\na --> b <i> & ü\n"
-    rows = FORMATS["tsv"](transcript).splitlines()
-    assert rows[:2] == ["start\tend\ttext", "0\t1500\tHello there, you"]
-    assert all(row.count("\t") == 2 for row in rows)
+def test_text_and_table_have_one_line_per_segment():
+    told = of(
+        Segment(start_s=0.0, end_s=1.5, text="Hello\tthere,\nyou", tokens=[1]),
+        Segment(start_s=2.0, end_s=2.0, text=" ", tokens=[2]),
+        Segment(start_s=3.00049, end_s=2.0, text="a\u2028b\r\x85c\x1e\x00d", tokens=[3]),
+    )
+    assert FORMATS["txt"](told) == "Hello there, you\na b c d\n"
+    assert (
+        FORMATS["tsv"](told) == "start\tend\ttext\n0\t1500\tHello there, you\n3000\t3000\ta b c d\n"
+    )
+
+
+def test_a_recording_without_speech_gives_empty_files_that_are_valid():
+    silent = of()
+    assert [FORMATS[kind](silent) for kind in ("txt", "srt", "vtt", "tsv", "jsonl")] == [
+        "", "", "WEBVTT\n\n", "start\tend\ttext\n", "",
+    ]  # fmt: skip
+    assert json.loads(FORMATS["json"](silent))["segments"] == []
 
 
 def test_json_holds_everything(transcript):
     found = json.loads(FORMATS["json"](transcript))
-    assert found["segments"][2]["text"] == "a --> b <i> & ü"
+    assert found["segments"][2]["text"] == "a --> b <v i> & ü\x07"
     assert found["stats"]["windows"] == 1
     lines = [json.loads(line) for line in FORMATS["jsonl"](transcript).splitlines()]
     assert [line["tokens"] for line in lines] == [[1], [2], [3]]
+
+
+def test_json_does_not_show_what_the_batch_adds_to_the_last_digits():
+    def told(noise):
+        segment = Segment(start_s=1 / 3, end_s=1.0, text="a", tokens=[], avg_logprob=-0.25 + noise)
+        return FORMATS["json"](of(segment))
+
+    assert told(0.0) == told(3e-7)
+    found = json.loads(told(math.nan))["segments"][0]
+    assert found["avg_logprob"] is None
+    assert found["start_s"] == 1 / 3
+
+
+def test_json_takes_names_that_are_not_utf_8(transcript):
+    named = dataclasses.replace(transcript, source="a\udcff.wav")
+    FORMATS["json"](named).encode()
+    assert json.loads(FORMATS["json"](named))["source"] == "a\udcff.wav"
 
 
 def test_formats_are_parsed_and_unknown_ones_are_named():
@@ -70,26 +107,35 @@ def test_formats_are_parsed_and_unknown_ones_are_named():
 HOSTILE = [
     "../../etc/passwd", "..", ".", "/", "", "a\0b.wav", "C:\\x\\con.wav", ".hidden.wav",
     "run.wav", "results.mp3", "nul", "x" * 400 + ".wav", "ü" * 300 + ".wav", "a\nb.wav", "~.wav",
-    "  .wav", "\u202egpj.wav", "\ud800.wav",
+    "  .wav", "\u202egpj.wav", "\ud800.wav", "parts",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: ascii(s)[:25])
 def test_names_stay_inside_the_folder_whatever_the_input_is_called(tmp_path, source):
-    stem = file_stem(source)
-    path = tmp_path / f"{stem}.json"
+    name = Names().new(source)
+    path = tmp_path / f"{name}.json"
     path.write_text("x")
     assert path.resolve().parent == tmp_path.resolve()
-    assert re.fullmatch(r"[^/\\\x00-\x1f]+", stem)
-    assert len(stem.encode()) <= 130
-    assert stem.casefold() not in ("run", "results", "con", "nul")
+    assert re.fullmatch(r"[^/\\\x00-\x1f]+", name)
+    assert len(name.encode()) <= 130
+    assert name.casefold() not in ("run", "results", "parts", "con", "nul")
+
+
+def test_only_endings_of_audio_are_left_out_of_a_name():
+    stems = [file_stem(source) for source in ("a/b.c.WAV", "speaker1.utt2", "talk.2024", "x.m4a")]
+    assert stems == ["b.c", "speaker1.utt2", "talk.2024", "x"]
 
 
 def test_equal_names_get_numbers_whatever_their_case():
-    taken = []
-    for source in ("a/x.wav", "b/x.wav", "c/X.flac", "d/x-2.wav"):
-        taken.append(file_stem(source, taken))
-    assert taken == ["x", "x-2", "X-3", "x-2-2"]
+    names = Names(["Y"])
+    sources = "a/x.wav", "b/x.wav", "c/X.flac", "d/x-2.wav", "y.wav"
+    assert [names.new(source) for source in sources] == ["x", "x-2", "X-3", "x-2-2", "y-2"]
+
+
+def test_many_equal_names_are_found_quickly():
+    names = Names()
+    assert len({names.new(f"{i}/audio.wav").casefold() for i in range(20_000)}) == 20_000
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.long_form import LongForm, avg_logprob, compression_ratio, split_segments
+from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.source import Source
 
 LENGTHS = (2.5, 7.32)  # seconds; all longer than one window of the tiny model
 
@@ -166,10 +168,18 @@ def mixed(kit):
         {"condition_on_prev_tokens": True},
         {"temperatures": (0.7,)},
         {"temperatures": (0.0, 0.4, 1.0), "logprob_threshold": -2.0, "no_speech_threshold": 0.1},
+        {"prompt": "ab", "hotwords": "c", "condition_on_prev_tokens": True},
+        {"loop_guard": "cut", "condition_on_prev_tokens": True},
+        {"n_best": 2},
+        {"n_best": 2, "n_best_method": "sample"},
+        {"mode": "chunked"},
+        {"timestamps": False},
     ],
     ids=lambda o: "+".join(o) or "greedy",
 )
-@pytest.mark.parametrize("draft", [PromptLookup(length=3, ngram=1)], ids=["lookup"])
+@pytest.mark.parametrize(
+    "draft", [FirstOf(Source(3, least=1), PromptLookup(length=3, ngram=1))], ids=["drafted"]
+)
 def test_a_batch_gives_each_recording_the_text_it_has_alone(model, processor, kit, options, draft):
     alone = transcriber(model, processor, Decoder(seed=0), batch_size=1, **options)
     recordings = mixed(kit)
@@ -181,6 +191,8 @@ def test_a_batch_gives_each_recording_the_text_it_has_alone(model, processor, ki
             assert kit.times(other) == kit.times(one)
             assert other.stats == one.stats
             assert [s.temperature for s in other.segments] == [s.temperature for s in one.segments]
+            for texts, others in zip(one.n_best or [], other.n_best or [], strict=True):
+                assert [h.tokens for h in others] == [h.tokens for h in texts]
 
 
 def test_sampling_depends_on_the_seed_and_differs_from_window_to_window(model, processor, kit):

@@ -1,55 +1,155 @@
+import functools
+import gzip
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mmdecode.errors import OptionError
-from mmdecode.evaluation.wer import wer, whisper_english
+from mmdecode.asr.manifest import read_manifest
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.evaluation import normalisers
+from mmdecode.evaluation import wer as scoring
+from mmdecode.evaluation.normalisers import is_scored, join_acronyms, normaliser_of
+from mmdecode.evaluation.wer import align, best_of, count_errors, readings, summed, wer
 
-DATA = Path(__file__).parents[1] / "data" / "asr_text"
+DATA = Path(__file__).parents[1] / "data"
 SHARED = Path(__file__).parents[3] / "shared" / "data"
+EXPECTED = json.loads((DATA / "nbest" / "expected.json").read_text())
+CONVENTIONS = {
+    "raw": ("none", "plain"),
+    "whisper": ("whisper", "plain"),
+    "oalb": ("leaderboard", "plain"),
+    "oalb_merge": ("leaderboard", "merge"),
+}
 
 
 def rows(name):
-    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    return [json.loads(line) for line in (DATA / "asr_text" / name).read_text().splitlines()]
 
 
-def test_normaliser_gives_what_the_reference_gives():
-    wrong = []
-    normalise = whisper_english()
-    for row in rows("normalizer_cases.jsonl"):
-        if row["normalizer"] in ("number", "number+text", "text", "english"):
-            found = normalise(row["input"])
-            if found != row["expected"]:
-                wrong.append((row["input"], row["expected"], found))
-    assert wrong == []
+# Normalisers
+
+
+def mismatches(name, column):
+    normalise = normaliser_of(name)
+    found = [(row["input"], row[column]) for row in rows("normalizer_cases.jsonl") if column in row]
+    assert len(found) >= 78
+    return [text for text, expected in found if normalise(text).strip() != expected.strip()]
+
+
+def test_whisper_normaliser_gives_what_the_reference_gives():
+    assert mismatches("whisper", "expected") == []
+
+
+def test_leaderboard_normaliser_gives_what_the_reference_gives():
+    assert mismatches("leaderboard", "leaderboard_2026_08") == []
+
+
+TABLES = json.loads((normalisers.DATA / "leaderboard_tables.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("table", "broken"),
+    [
+        ("fillers", ["hmm", "mm", "mhm", "mmm", "uh", "um"]),
+        ("names", {}),
+        ("compounds", []),
+        ("spelling", {"ok": "okay"}),
+        ("replacements", [[p, r] for p, r in TABLES["replacements"] if "it|he" not in p]),
+    ],
+)
+def test_every_table_of_the_leaderboard_is_needed(table, broken, tmp_path, monkeypatch):
+    for name in ("leaderboard_tables.json", "whisper_english_spelling.json"):
+        (tmp_path / name).write_text((normalisers.DATA / name).read_text())
+    (tmp_path / "leaderboard_tables.json").write_text(json.dumps({**TABLES, table: broken}))
+    monkeypatch.setattr(normalisers, "DATA", tmp_path)
+    mutant = normalisers.leaderboard.__wrapped__
+    monkeypatch.setitem(normalisers.NORMALISERS, "leaderboard", mutant)
+    assert mismatches("leaderboard", "leaderboard_2026_08") != []
+
+
+def test_joining_acronyms_is_needed(monkeypatch):
+    monkeypatch.setattr(normalisers, "join_acronyms", lambda words: words)
+    assert mismatches("leaderboard", "leaderboard_2026_08") != []
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        ("b b c news", "bbc news"),
+        ("on 5 g now", "on 5g now"),
+        ("a b test", "a b test"),
+        ("a b c test", "abc test"),
+        ("i a m", "iam"),
+        ("plan b", "plan b"),
+        ("$ 5 x", "$ 5x"),
+    ],
+)
+def test_acronyms(words, joined):
+    assert " ".join(join_acronyms(words.split())) == joined
+
+
+def test_diacritics_of_transformers_are_those_of_the_leaderboard():
+    from transformers.models.whisper import english_normalizer
+
+    assert TABLES["diacritics"] == english_normalizer.ADDITIONAL_DIACRITICS
+
+
+def test_basic_normaliser_keeps_letters_of_any_language():
+    assert normaliser_of("basic")("Ça va? [noise] (rires) STRASSE, größer!").split() == [
+        "ça",
+        "va",
+        "strasse",
+        "größer",
+    ]
+
+
+def test_names_with_a_typo_get_a_suggestion():
+    with pytest.raises(UnknownNameError, match="did you mean 'leaderboard'"):
+        normaliser_of("leaderbord")
+    with pytest.raises(UnknownNameError, match="did you mean 'merge'"):
+        align("a", "a", "none", "merg")
+
+
+def test_references_that_the_leaderboard_leaves_out():
+    assert not is_scored("uh, hmm (laughs)")
+    assert not is_scored("Ignore time segment in scoring")
+    assert is_scored("uh no")
+    assert is_scored("hmm", normaliser_of("none"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30), st.sampled_from(["basic", "whisper", "leaderboard"]))
+def test_no_text_breaks_a_normaliser(text, name):
+    assert isinstance(normaliser_of(name)(text), str)
+
+
+# Rates
 
 
 def test_rates_are_those_of_other_scorers():
-    checked = 0
     for row in rows("wer_cases.jsonl"):
-        if row.get("wer") is None or not any(r.split() for r in row["ref"]):
-            continue
-        result = wer(row["ref"], row["hyp"], normaliser="none", resamples=1)
-        assert result.value == pytest.approx(row["wer"]), row
-        checked += 1
-    assert checked >= 8
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="reads N-best lists that are not part of a clone")
-def test_corpus_rate_of_real_lists_equals_the_published_count():
-    import gzip
-
-    expected = json.loads((SHARED / "expected.json").read_text())["nbest_wer"]["sets"]["ls_clean"]
-    file = SHARED / "nbest" / "hyporadise_test_ls_clean.jsonl.gz"
-    with gzip.open(file, "rt") as lines:
-        items = [json.loads(line) for line in lines]
-    result = wer([i["output"] for i in items], [i["input"][0] for i in items], resamples=1)
-    errors = result.substitutions + result.deletions + result.insertions
-    assert (result.words, errors) == (
-        expected["whisper"]["ref_words"],
-        expected["whisper"]["err_1best"],
-    )
+        plain = wer(row["ref"], row["hyp"], normaliser="none", resamples=2)
+        merged = wer(row["ref"], row["hyp"], normaliser="none", scorer="merge", resamples=2)
+        found = {
+            "wer": plain.value,
+            "mer": plain.mer,
+            "wil": plain.wil,
+            "cer": plain.cer,
+            "insertions": plain.insertions,
+            "deletions": plain.deletions,
+            "substitutions": plain.substitutions,
+            "total": plain.errors,
+            "total_merge_compounds": merged.errors,
+            "ref_words": merged.words,
+        }
+        wanted = {name: row[name] for name in found if name in row}
+        assert len(wanted) >= 1
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted), row
 
 
 def test_rate_is_by_corpus_and_not_the_mean_of_ratios():
@@ -63,7 +163,191 @@ def test_words_heard_in_silence_count_as_insertions():
     assert (result.insertions, result.words) == (2, 2)
 
 
-@pytest.mark.parametrize(("said", "heard"), [(["a"], []), ([""], ["a"])])
+@pytest.mark.parametrize(("said", "heard"), [(["a"], []), ([], [])])
 def test_unscorable_input_is_refused(said, heard):
     with pytest.raises(OptionError):
         wer(said, heard, normaliser="none")
+
+
+@functools.lru_cache
+def nbest():
+    with gzip.open(DATA / "nbest" / "cv.jsonl.gz", "rt") as lines:
+        return read_lists(lines)
+
+
+def read_lists(lines):
+    items = [json.loads(line) for line in lines]
+    return [i["output"] for i in items], list(zip(*(i["input"] for i in items), strict=True))
+
+
+@functools.lru_cache
+def counted(rank, normaliser="whisper", scorer="plain"):
+    references, ranks = nbest()
+    return count_errors(references, ranks[rank], normaliser=normaliser, scorer=scorer)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_counts_of_real_lists_are_those_of_the_reference_normalisers(convention):
+    expected = EXPECTED["nbest_wer"]["sets"]["cv"][convention]
+    table = counted(0, *CONVENTIONS[convention])
+    assert (table[:, 0].sum(), table[:, 2:5].sum()) == (
+        expected["ref_words"],
+        expected["err_1best"],
+    )
+
+
+def test_best_of_five_is_the_published_oracle():
+    expected = EXPECTED["nbest_wer"]["sets"]["cv"]["raw"]
+    best = best_of([counted(rank, "none") for rank in range(5)])
+    assert best[:, 2:5].sum() == expected["err_oracle5"]
+
+
+def test_interval_of_real_lists_is_the_published_one():
+    score = summed(counted(0), "whisper", "plain")
+    expected = EXPECTED["bootstrap_wer_95pct_whisper_norm"]["cv"]
+    assert [100 * score.low, 100 * score.high] == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="reads N-best lists that are not part of a clone")
+@pytest.mark.parametrize("name", ["ls_clean", "ls_other", "atis"])
+def test_counts_of_the_other_lists(name):
+    with gzip.open(SHARED / "nbest" / f"hyporadise_test_{name}.jsonl.gz", "rt") as lines:
+        references, ranks = read_lists(lines)
+    for convention, (normaliser, scorer) in CONVENTIONS.items():
+        expected = EXPECTED["nbest_wer"]["sets"][name][convention]
+        tables = [
+            count_errors(references, heard, normaliser=normaliser, scorer=scorer)
+            for heard in ranks[: 5 if "err_oracle5" in expected else 1]
+        ]
+        assert tables[0][:, 0].sum() == expected["ref_words"]
+        assert tables[0][:, 2:5].sum() == expected["err_1best"]
+        if "err_oracle5" in expected:
+            assert best_of(tables)[:, 2:5].sum() == expected["err_oracle5"]
+
+
+# Alignment
+
+
+def sctk():
+    references = read_manifest(DATA / "sctk" / "csrnab.ref", audio=False)
+    heard = {e.id.lower(): e.text for e in read_manifest(DATA / "sctk" / "csrnab.hyp", audio=False)}
+    return [e.text for e in references], [heard[e.id.lower()] for e in references]
+
+
+def sclite_counts(said, heard):
+    score = wer(said, heard, normaliser="none", scorer="sclite", resamples=1)
+    hits = score.words - score.substitutions - score.deletions
+    return score.words, hits, score.substitutions, score.deletions, score.insertions
+
+
+def test_counts_are_those_of_sclite():
+    assert sclite_counts(*sctk()) == (1406, 1263, 131, 12, 26)
+
+
+def test_unit_costs_have_as_many_errors_but_other_kinds():
+    total = np.zeros(7, dtype=int)
+    for said, heard in zip(*sctk(), strict=True):
+        found = [
+            count_errors([reading], [heard.lower()], normaliser="none")[0]
+            for reading in readings(said.lower())
+        ]
+        total += min(found, key=lambda row: row[2:5].sum())
+    assert total[2:5].tolist() == [133, 11, 25]
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        {"readings": lambda text: [text]},
+        {"readings": lambda text: readings(text)[:1]},
+        {"_sclite_cost": lambda steps: -sum(step.kind != "equal" for step in steps)},
+    ],
+)
+def test_sclite_mutants_fail(mutant, monkeypatch):
+    for name, broken in mutant.items():
+        monkeypatch.setattr(scoring, name, broken)
+    assert sclite_counts(*sctk()) != (1406, 1263, 131, 12, 26)
+
+
+def test_readings_of_alternatives():
+    assert readings("for { @ / an } investor { x / y }") == [
+        "for investor x",
+        "for investor y",
+        "for an investor x",
+        "for an investor y",
+    ]
+    with pytest.raises(InputError, match="readings"):
+        readings("{ a / b } " * 20)
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), max_size=5).map(" ".join)
+
+
+def cheapest(said, heard, merge):
+    """Errors by trying everything."""
+
+    @functools.lru_cache
+    def rest(i, j):
+        if i == len(said) and j == len(heard):
+            return 0
+        found = []
+        if i < len(said):
+            found.append(1 + rest(i + 1, j))
+        if j < len(heard):
+            found.append(1 + rest(i, j + 1))
+        if i < len(said) and j < len(heard):
+            found.append((said[i] != heard[j]) + rest(i + 1, j + 1))
+            if merge:
+                for k in range(2, len(said) - i + 1):
+                    if "".join(said[i : i + k]) == heard[j]:
+                        found.append(rest(i + k, j + 1))
+                for k in range(2, len(heard) - j + 1):
+                    if "".join(heard[j : j + k]) == said[i]:
+                        found.append(rest(i + 1, j + k))
+        return min(found)
+
+    return rest(0, 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WORDS, WORDS)
+def test_errors_are_the_fewest_possible(said, heard):
+    for scorer in ("plain", "merge"):
+        steps = align(said, heard, "none", scorer)
+        errors = sum(step.kind != "equal" for step in steps)
+        assert errors == cheapest(tuple(said.split()), tuple(heard.split()), scorer == "merge")
+        assert " ".join(step.said for step in steps if step.said) == said
+        assert " ".join(step.heard for step in steps if step.heard) == heard
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORDS, WORDS)
+def test_bounds(said, heard):
+    plain, merged, sclite = (
+        count_errors([said], [heard], normaliser="none", scorer=scorer)[0]
+        for scorer in ("plain", "merge", "sclite")
+    )
+    for row in (plain, merged, sclite):
+        words, heard_words, substitutions, deletions, insertions, _, _ = row
+        assert substitutions + deletions <= words
+        assert substitutions + insertions <= heard_words
+        assert row[:2].tolist() == [len(said.split()), len(heard.split())]
+    assert merged[2:5].sum() <= plain[2:5].sum() <= max(plain[:2])
+    assert plain[2:5].sum() <= sclite[2:5].sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=3), st.sampled_from(["plain", "merge", "sclite"]))
+def test_a_text_has_no_errors_against_itself(texts, scorer):
+    score = wer(texts, texts, normaliser="none", scorer=scorer, resamples=2)
+    assert score.value == score.cer == score.mer == score.wil == score.low == score.high == 0
+
+
+def test_errors_of_a_text_are_refused_with_our_errors_only():
+    for said, heard in itertools.product(["", " ", "a"], ["", "a b"]):
+        for scorer in scoring.SCORERS:
+            try:
+                wer([said], [heard], scorer=scorer, resamples=1)
+            except MMDecodeError:
+                pytest.fail(f"{said!r} {heard!r} {scorer}")

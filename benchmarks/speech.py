@@ -1,0 +1,85 @@
+"""What the benchmarks of speech share: the shipped clips, and our loop behind Whisper's encoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.prompts import processors
+from mmdecode.train.medusa import whisper_prompt
+
+HERE = Path(__file__).parent
+
+
+def windows(extractor, limit=None):
+    """Features of the test clips that fit one window, ``(N, mel, frames)``."""
+    try:
+        import soundfile  # noqa: F401
+    except ImportError:
+        from safetensors.torch import load_file
+
+        return load_file(HERE / "data" / "windows.safetensors")["features"].float()[:limit]
+    from mmdecode.zoo.speech import speech_test
+
+    longest = extractor.n_samples / extractor.sampling_rate
+    clips = [clip for clip in speech_test() if clip.duration_s <= longest][:limit]
+    waves = [clip.samples() for clip in clips]
+    return extractor(waves, sampling_rate=16_000, return_tensors="pt").input_features
+
+
+@torch.no_grad()
+def encode(model, features):
+    """Encoder states, ``(B, S, H)``."""
+    return model.get_encoder()(features).last_hidden_state
+
+
+def engine(model, decoder, timestamps, temperature=0.0, **options):
+    """Our loop behind the encoder: ``audio (B, S, H)`` to token ids behind the prompt.
+
+    Args:
+        model: A Whisper.
+        decoder: What decodes.
+        timestamps: Whether times are predicted.
+        temperature: 0 is greedy.
+        **options: Further entries of the generation configuration; where these ask for an output
+            object, it is returned whole.
+    """
+    config = model.generation_config
+    prompt = whisper_prompt(model, 1, int(timestamps)).to(model.device)
+    width = prompt.shape[1]
+    rules = processors(config, width, TranscribeOptions(timestamps=timestamps), temperature)
+    call = GenerationConfig(
+        max_length=model.config.max_target_positions,
+        do_sample=temperature > 0,
+        num_beams=1,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        **options,
+    )
+
+    def run(audio, **inputs):
+        found = decoder(
+            model,
+            prompt.expand(len(audio), -1),
+            logits_processor=rules,
+            stopping_criteria=StoppingCriteriaList(),
+            generation_config=call,
+            encoder_outputs=BaseModelOutput(last_hidden_state=audio),
+            **inputs,
+        )
+        return found if call.return_dict_in_generate else found[:, width:]
+
+    return run
+
+
+def clean(ids, model):
+    """Rows up to the end-of-sequence token, as lists."""
+    eos = model.generation_config.eos_token_id
+    rows = []
+    for row in ids.tolist():
+        rows.append(row[: row.index(eos)] if eos in row else row)
+    return rows

@@ -1,0 +1,393 @@
+"""When tokens were said: from Whisper's cross-attention, or by CTC forced alignment.
+
+``attention``: one pass over prompt and tokens afterwards gives, for some heads of the decoder's
+attention to the audio, weights by token and frame. They are normalised over tokens, median-filtered
+over frames, averaged over heads, and the cheapest monotone path through them says at which frame
+each token begins (dynamic time warping), as in openai/whisper's ``timing.py``. The weights are
+computed from the layers' queries and keys, which temporary hooks read: the model's own attention is
+neither switched nor touched. A token's row is that of the query that predicted it, as there;
+transformers' ``return_token_timestamps`` takes the row behind, where a token is read.
+
+``ctc``: letters by frame (`mmdecode.asr.letters`) and torchaudio's forced alignment. What has no
+letters in the vocabulary but is spoken (figures, symbols, other scripts) takes a wildcard, which
+stands for any letter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LogitsProcessorList
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.asr.audio import import_or_explain
+from mmdecode.asr.letters import CTCModel, Letters, letters_of
+from mmdecode.asr.words import Token, is_marks, opens, split_units
+from mmdecode.engine.contracts import Context
+from mmdecode.engine.law import Law, Processors
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal
+
+Head = tuple[int, int]
+"""Decoder layer and head."""
+Span = tuple[float, float]
+"""Start and end, in seconds from the start of a window."""
+
+MEDIAN_WIDTH = 7
+_LONGEST_S = (0.5, 1.0)  # a token that is said at one go lasts no longer than between these
+_WILDCARD_COST = 1.0  # nats: a letter is better explained by itself than by a wildcard beside it
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A decoded window.
+
+    Attributes:
+        prompt: Ids before its own.
+        tokens: Its ids, without the end token.
+        rules: The processors it was decoded with, without a temperature.
+        offset_s: Where it begins, in seconds of what the model heard.
+        frames: Encoder frames of the recording in it; padding is not among them.
+        features: ``(mels, feature frames)``.
+        samples: What was heard, at the model's rate; ``None``: nothing asked for it.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    rules: LogitsProcessorList
+    offset_s: float
+    frames: int
+    features: Tensor
+    samples: np.ndarray | None = None
+
+
+# Cross-attention
+
+
+def alignment_heads(model: Any) -> list[Head]:
+    """The heads of ``generation_config.alignment_heads``; else all of the upper half of the layers.
+
+    `mmdecode.train.alignment_heads` finds them for a checkpoint that names none.
+    """
+    named = getattr(model.generation_config, "alignment_heads", None)
+    if named:
+        return [(int(layer), int(head)) for layer, head in named]
+    config = model.config
+    layers = range(config.decoder_layers // 2, config.decoder_layers)
+    return [(layer, head) for layer in layers for head in range(config.decoder_attention_heads)]
+
+
+class CrossAttention:
+    """Queries and keys of a pass, by layer."""
+
+    def __init__(self, heads: Sequence[Head]) -> None:
+        self.heads = list(heads)
+        self.queries: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+
+    def weights(self, row: int, frames: int) -> Tensor:
+        """Of one row of the batch, float32 ``(heads, tokens, frames)``; frames behind are unseen.
+
+        Rows sum to one over ``frames``.
+        """
+        scores = [
+            self.queries[layer][row, head].float() @ self.keys[layer][row, head, :frames].float().T
+            for layer, head in self.heads
+        ]
+        return torch.stack(scores).softmax(-1)
+
+
+@contextmanager
+def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttention]:
+    """Reads a Whisper decoder's queries and keys in the next pass, and leaves nothing behind."""
+    read = CrossAttention(heads)
+    handles = []
+
+    def reader(held: dict[int, Tensor], layer: int, attention: Any, scale: float) -> Any:
+        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+            parts = output.unflatten(-1, (attention.num_heads, -1))
+            held[layer] = (parts * scale).transpose(1, 2)
+
+        return hook
+
+    try:
+        for layer in sorted({layer for layer, _ in heads}):
+            attention = decoder.layers[layer].encoder_attn
+            for module, held, scale in (
+                (attention.q_proj, read.queries, attention.scaling),
+                (attention.k_proj, read.keys, 1.0),
+            ):
+                hook = reader(held, layer, attention, scale)
+                handles.append(module.register_forward_hook(hook))
+        yield read
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def token_starts(weights: Tensor, median_width: int = MEDIAN_WIDTH) -> np.ndarray:
+    """The frame at which each row of ``weights (heads, rows, frames)`` begins, ``(rows,)``."""
+    spread = weights.std(1, keepdim=True, unbiased=False)
+    # a single row has no spread; all frames are then alike
+    normal = (weights - weights.mean(1, keepdim=True)) / spread.clamp_min(1e-12)
+    matrix = median_filter(normal, median_width).mean(0)
+    rows, frames = warp(-matrix.double().cpu().numpy())
+    return frames[np.flatnonzero(np.diff(rows, prepend=-1))]
+
+
+def median_filter(values: Tensor, width: int) -> Tensor:
+    """Over the last axis, mirrored at its ends; shorter ones than half of ``width`` stay."""
+    if values.shape[-1] <= width // 2 or width == 1:
+        return values
+    mirrored = F.pad(values, (width // 2, width // 2), mode="reflect")
+    return mirrored.unfold(-1, width, 1).median(-1).values
+
+
+def warp(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Dynamic time warping: the cheapest monotone path from corner to corner.
+
+    Cells of one antidiagonal depend on earlier ones only, so that they are computed together.
+
+    Args:
+        cost: ``(rows, columns)``.
+
+    Returns:
+        Row and column of each cell of the path. Of equally cheap ways in, the one along the row is
+        taken.
+    """
+    height, width = cost.shape
+    total = np.full((height + 1, width + 1), np.inf)
+    total[0, 0] = 0.0
+    steps = np.array([(1, 1), (1, 0), (0, 1)])
+    chosen = np.empty((height + 1, width + 1), dtype=np.int8)
+    chosen[0], chosen[:, 0] = 2, 1
+    for diagonal in range(2, height + width + 1):
+        i = np.arange(max(1, diagonal - width), min(height, diagonal - 1) + 1)
+        j = diagonal - i
+        both, down, along = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
+        way = np.where((both < down) & (both < along), 0, 2)
+        way[(down < both) & (down < along)] = 1
+        total[i, j] = cost[i - 1, j - 1] + np.choose(way, (both, down, along))
+        chosen[i, j] = way
+    place = np.array([height, width])
+    path = []
+    while place.any():
+        path.append(place - 1)
+        place = place - steps[chosen[tuple(place)]]
+    found = np.array(path[::-1])
+    return found[:, 0], found[:, 1]
+
+
+def attention_spans(
+    weights: Tensor, frame_s: float, spoken: Sequence[bool], median_width: int = MEDIAN_WIDTH
+) -> list[Span]:
+    """Start and end of each token of a window.
+
+    A pause belongs to no token, but the path gives it to a neighbour. A token that lasts too long
+    to have been said at one go is cut to the stretch of that length which it attends to most, less
+    the ends that it hardly attends to.
+
+    Args:
+        weights: ``(heads, tokens + 1, frames)``, the last row being that of the end token.
+        frame_s: Length of a frame.
+        spoken: Which tokens are text; the others last as long as they may.
+        median_width: Of the filter, in frames.
+    """
+    frames = weights.shape[-1]
+    edges = [*token_starts(weights, median_width).tolist(), frames]
+    spans = [(edges[i], edges[i + 1]) for i in range(len(spoken))]
+    lengths = [end - start for (start, end), said in zip(spans, spoken, strict=True) if said]
+    usual = 3 * float(np.median(lengths or [0])) * frame_s
+    longest = max(1, round(min(max(usual, _LONGEST_S[0]), _LONGEST_S[1]) / frame_s))
+    attended = weights.mean(0)
+    for row, (start, end) in enumerate(spans):
+        if spoken[row] and end - start > longest:
+            start += int(attended[row, start:end].unfold(0, longest, 1).sum(-1).argmax())
+            inside = attended[row, start : start + longest]
+            heard = (inside >= inside.max() / 10).nonzero()[:, 0]
+            spans[row] = (start + int(heard[0]), start + int(heard[-1]) + 1)
+    return [(start * frame_s, end * frame_s) for start, end in spans]
+
+
+# CTC
+
+
+def forced_spans(log_probs: Tensor, texts: Sequence[str], letters: Letters) -> list[Span]:
+    """First frame, and last frame + 1, of each text.
+
+    Marks take no time, beside the text they stand at. Where the texts have more letters than there
+    are frames, or none at all, they share the frames evenly.
+
+    Args:
+        log_probs: ``(frames, symbols)``.
+        texts: In the order in which they were said.
+        letters: Whose symbols they are.
+    """
+    functional = import_or_explain("torchaudio.functional", "forced alignment")
+    wildcard = log_probs.shape[-1]
+    targets: list[int] = []
+    owners: list[int] = []
+    for number, text in enumerate(texts):
+        own = letters.symbols(text)
+        if not own and not is_marks(text):
+            own = [wildcard]
+        if own and targets and text[0].isspace() and letters.delimiter is not None:
+            targets.append(letters.delimiter)
+            owners.append(-1)
+        targets += own
+        owners += [number] * len(own)
+    repeats = sum(a == b for a, b in itertools.pairwise(targets))
+    if not targets or len(targets) + repeats > len(log_probs):
+        edges = np.linspace(0, len(log_probs), len(texts) + 1).tolist()
+        return list(itertools.pairwise(edges))
+    speech = log_probs.clone()
+    speech[:, letters.blank] = -torch.inf
+    any_letter = speech.logsumexp(-1, keepdim=True) - _WILDCARD_COST
+    scores = torch.cat([log_probs, any_letter], -1).float().cpu()[None]
+    path, values = functional.forced_align(scores, torch.tensor([targets]), blank=letters.blank)
+    merged = functional.merge_tokens(path[0], values[0], blank=letters.blank)
+    found: dict[int, Span] = {}
+    for owner, span in zip(owners, merged, strict=True):
+        found[owner] = (found.get(owner, (span.start, 0))[0], span.end)
+    spoken = sorted(found.keys() - {-1})
+    for number, text in enumerate(texts):
+        if number not in found:
+            behind = next((other for other in spoken if other > number), None)
+            before = next((other for other in reversed(spoken) if other < number), None)
+            if before is None or (opens(text) and behind is not None):
+                assert behind is not None, "something is spoken"
+                found[number] = (found[behind][0],) * 2
+            else:
+                found[number] = (found[before][1],) * 2
+    return [found[number] for number in range(len(texts))]
+
+
+# Windows
+
+
+class Timer:
+    """Times the tokens of decoded windows, and says how likely they were.
+
+    Args:
+        model: A ``WhisperForConditionalGeneration``.
+        tokenizer: Its tokenizer.
+        method: ``attention``, ``ctc`` or ``ctc:model=NAME``; ``True`` is ``ctc`` where the
+            checkpoint has a head for it, else ``attention``.
+        stamps: The first timestamp's id.
+        frame_s: Seconds of an encoder frame.
+        rate: Samples per second of what the model hears.
+
+    Raises:
+        OptionError: There is no such method.
+        InputError: What the method needs cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        method: str | bool,
+        *,
+        stamps: int,
+        frame_s: float,
+        rate: int,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.stamps, self.frame_s = stamps, frame_s
+        self.special = frozenset(tokenizer.all_special_ids)
+        self.letters = letters_of(method, model, rate)
+        self.reads_samples = isinstance(self.letters, CTCModel)
+        self.heads = [] if self.letters else alignment_heads(model)
+        self.median_width = getattr(model.config, "median_filter_width", MEDIAN_WIDTH)
+
+    @torch.no_grad()
+    def __call__(self, windows: Sequence[Spoken], audio: Tensor) -> list[list[Token]]:
+        """The windows' tokens, timed.
+
+        Args:
+            windows: Some windows.
+            audio: The encoder's states, one row each.
+        """
+        rows = [row for row, window in enumerate(windows) if window.tokens]
+        timed: list[list[Token]] = [[] for _ in windows]
+        if not rows:
+            return timed
+        ids = [torch.tensor(windows[row].prompt + windows[row].tokens) for row in rows]
+        # padded on the right with what may be anything: no token looks ahead
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        with cross_attention(self.model.get_decoder(), self.heads) as attention:
+            logits = self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=audio[rows]),
+                decoder_input_ids=padded.to(audio.device),
+                use_cache=False,
+            ).logits
+        for place, row in enumerate(rows):
+            window = windows[row]
+            first = len(window.prompt) - 1  # the query that predicts the first token
+            last = first + len(window.tokens) + 1
+            chances = probabilities(logits[place, first:last].float(), window)
+            if self.letters is None:
+                weights = attention.weights(place, window.frames)[:, first:last]
+                spans = self._by_attention(window, weights)
+            else:
+                spans = self._by_letters(window, self.letters)
+            timed[row] = [
+                Token.of(token, window.offset_s + start, window.offset_s + end, chance)
+                for token, (start, end), chance in zip(window.tokens, spans, chances, strict=True)
+            ]
+        return timed
+
+    def _by_attention(self, window: Spoken, weights: Tensor) -> list[Span]:
+        spoken = [self._is_text(token) for token in window.tokens]
+        return attention_spans(weights, self.frame_s, spoken, self.median_width)
+
+    def _by_letters(self, window: Spoken, letters: Letters) -> list[Span]:
+        said = [token for token in window.tokens if self._is_text(token)]
+        units = split_units(said, self.tokenizer)
+        end_s = window.frames * self.frame_s
+        log_probs, step_s = letters.emit(window.features, window.samples, end_s)
+        spans = forced_spans(log_probs, [text for text, _ in units], letters)
+        by_token = iter(
+            (start * step_s, end * step_s)
+            for (start, end), (_, count) in zip(spans, units, strict=True)
+            for _ in range(count)
+        )
+        return [next(by_token) if self._is_text(token) else (0.0, 0.0) for token in window.tokens]
+
+    def _is_text(self, token: int) -> bool:
+        return token < self.stamps and token not in self.special
+
+
+def probabilities(logits: Tensor, window: Spoken) -> list[float]:
+    """Probability of each token of a window under the decoded law.
+
+    Args:
+        logits: Of the prompt's last token and of each token, ``(tokens + 1, V)``.
+        window: It.
+    """
+    device = logits.device
+    prompt = torch.tensor([window.prompt], device=device)
+    tokens = torch.tensor([window.tokens], device=device)
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    ctx = Context(
+        prompt_ids=prompt,
+        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
+        ids=torch.cat([prompt, tokens], 1),
+        length=zero,
+        open=torch.ones_like(zero, dtype=torch.bool),
+        rounds=zero,
+        noise=Noise.of(0, [0], device),
+        limit=len(window.tokens) + 1,
+    )
+    proposal = Proposal(tokens=tokens, kind="deterministic")
+    law = Law(logits[None], ctx, proposal, Processors(window.rules))
+    scores = law.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
+    return scores.softmax(-1).gather(1, tokens[0, :, None])[:, 0].tolist()

@@ -1,0 +1,115 @@
+"""What to transcribe: paths, folders, lists, manifests and standard input, as manifest entries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from mmdecode.asr.audio import SUFFIXES
+from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.errors import InputError, OptionError
+
+STDIN = "-"
+"""In place of a path: standard input."""
+
+
+@contextlib.contextmanager
+def gathered(
+    paths: Sequence[str] = (),
+    files_from: str | None = None,
+    manifest: str | None = None,
+    limit: int | None = None,
+) -> Iterator[list[Entry]]:
+    """Entries to transcribe, in order; each has an id of its own and a path that can be opened.
+
+    Standard input is kept in a temporary file while the entries are in use: recordings are read
+    more than once.
+
+    Args:
+        paths: Files, folders to search, ``-`` for the bytes of one recording on standard input.
+        files_from: A file with a path a line; ``-`` for standard input.
+        manifest: See `mmdecode.asr.manifest`.
+        limit: Only the first so many.
+
+    Raises:
+        OptionError: Nothing is named, or standard input is asked for twice.
+        InputError: A folder holds no audio, or a list or manifest cannot be read.
+    """
+    named = [*paths, *(_listed(files_from) if files_from else ())]
+    if [*named, files_from].count(STDIN) > 1:
+        raise OptionError("'-' is given twice, and there is one standard input; give files")
+    entries = [Entry(id=path, audio=path) for path in find_audio(named)]
+    entries += read_manifest(manifest, limit) if manifest else []
+    if not entries:
+        raise OptionError("nothing to transcribe; give paths, --files-from or --manifest")
+    with contextlib.ExitStack() as stack:
+        for index, entry in enumerate(entries[:limit]):
+            if entry.audio == STDIN:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                entries[index] = Entry(id="stdin", audio=str(_spooled(folder / "stdin")))
+        for name, count in Counter(entry.id for entry in entries).items():
+            if count > 1:
+                raise InputError(f"{count} recordings are called {name!r}; name each once")
+        yield entries[:limit]
+
+
+def find_audio(paths: Iterable[str]) -> list[str]:
+    """Named files as they are, folders searched; each file once.
+
+    Raises:
+        InputError: A folder holds no audio.
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        if not os.path.isdir(path):
+            found[path] = None
+            continue
+        inside = [
+            str(file)
+            for file in sorted(Path(path).rglob("*"))
+            if file.suffix.lower() in SUFFIXES and file.is_file() and file.name[0] != "."
+        ]
+        if not inside:
+            raise InputError(
+                f"the folder {path} holds no audio files; expected {', '.join(sorted(SUFFIXES))}"
+            )
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def sizes(entries: Sequence[Entry]) -> list[float]:
+    """How much work each is: seconds where all are known, else bytes."""
+    seconds = [entry.duration_s for entry in entries]
+    known = [second for second in seconds if second is not None]
+    if len(known) == len(entries):
+        return known
+    return [_bytes(entry.audio) for entry in entries]
+
+
+def _bytes(path: str | None) -> float:
+    try:
+        return float(os.path.getsize(path or ""))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _listed(file: str) -> list[str]:
+    """Paths, one a line, as ``find`` prints them: bytes that are not UTF-8 are kept."""
+    try:
+        data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read as a list of files: {error.strerror}") from error
+    lines = (line.removesuffix(b"\r") for line in data.split(b"\n"))
+    return [os.fsdecode(line) for line in lines if line.strip()]
+
+
+def _spooled(path: Path) -> Path:
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    return path

@@ -1,0 +1,217 @@
+"""Letters by frame: what CTC forced alignment reads (`mmdecode.asr.alignment`).
+
+`LetterHead` is the zoo's: a small convolutional net on Whisper's own features. It sees 0.3 s to
+either side and no more, on purpose: letters read off the states of Whisper's encoder come at times
+of its own choosing, hundreds of milliseconds away, since every state has seen the whole window.
+`CTCModel` wraps any ``AutoModelForCTC`` of transformers.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.checkpoints import local_path
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError
+
+SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
+"""Of a `LetterHead`; index 0 is the blank."""
+FILE = "aligner.safetensors"
+
+
+class Letters(Protocol):
+    """A vocabulary of letters and when they are heard.
+
+    Attributes:
+        blank: The symbol between letters.
+        delimiter: The symbol between words; ``None``: there is none.
+    """
+
+    blank: int
+    delimiter: int | None
+
+    def symbols(self, text: str) -> list[int]:
+        """Those of a text that are in the vocabulary."""
+
+    def emit(
+        self, features: Tensor, samples: np.ndarray | None, end_s: float
+    ) -> tuple[Tensor, float]:
+        """Log-probabilities ``(frames, symbols)`` of a window up to ``end_s``, seconds per frame.
+
+        Args:
+            features: Whisper's, ``(mels, feature frames)``.
+            samples: What was heard.
+            end_s: Where the recording ends in the window.
+        """
+
+
+class LetterHead(nn.Module):
+    """Letters from log-mel features, one per feature frame of 0.02 s.
+
+    Args:
+        mels: Bands of the features.
+        width: Channels inside.
+    """
+
+    blank: int = 0
+    delimiter: int | None = None
+    frame_s: ClassVar = 0.02
+
+    def __init__(self, mels: int = 80, width: int = 96) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(mels, width, 5, padding=2)
+        self.blocks = nn.ModuleList(
+            nn.Conv1d(width, width, 5, padding=2 * spread, dilation=spread) for spread in (1, 2, 4)
+        )
+        self.last = nn.Conv1d(width, len(SYMBOLS), 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Log-probabilities ``(B, frames, symbols)`` from ``features (B, mels, frames)``."""
+        hidden = F.gelu(self.first(features))
+        for block in self.blocks:
+            hidden = hidden + F.gelu(block(hidden))
+        return self.last(hidden).transpose(1, 2).log_softmax(-1)
+
+    def symbols(self, text: str) -> list[int]:
+        """Its letters, without accents."""
+        return [SYMBOLS.index(c) for c in map(_bare, text.lower()) if c in SYMBOLS[1:]]
+
+    @torch.no_grad()
+    def emit(
+        self, features: Tensor, samples: np.ndarray | None, end_s: float
+    ) -> tuple[Tensor, float]:
+        """See `Letters`; samples are not needed."""
+        log_probs = self(features[None].to(self.last.weight.device).float())[0]
+        return log_probs[: max(1, round(end_s / self.frame_s))], self.frame_s
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> LetterHead:
+        """The head that lies beside a zoo model.
+
+        Raises:
+            InputError: There is none.
+        """
+        from safetensors.torch import load_file
+
+        file = Path(folder) / FILE
+        if not file.exists():
+            raise InputError(
+                f"{folder} has no {FILE}, which reads letters for word_timestamps='ctc'; name a "
+                "CTC model, 'ctc:model=NAME', or use 'attention'"
+            )
+        weights = {name: tensor.float() for name, tensor in load_file(file).items()}
+        width, mels, _ = weights["first.weight"].shape
+        head = cls(mels, width)
+        head.load_state_dict(weights)
+        return head.eval()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Half-precision weights into a model's folder."""
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.half() for name, tensor in self.state_dict().items()}
+        save_file(weights, Path(folder) / FILE)
+
+
+class CTCModel:
+    """Any CTC model of transformers that reads samples.
+
+    Args:
+        model: An ``AutoModelForCTC``.
+        processor: Its processor: a feature extractor and a tokenizer of single characters.
+        rate: Of the samples it will get.
+
+    Raises:
+        UnsupportedModelError: The model reads another rate, or its symbols are no characters.
+    """
+
+    def __init__(self, model: Any, processor: Any, rate: int) -> None:
+        self.model, self.processor, self.rate = model.eval(), processor, rate
+        wanted = processor.feature_extractor.sampling_rate
+        if wanted != rate:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads {wanted} Hz, the Whisper model {rate} Hz; choose a "
+                f"CTC model of {rate} Hz"
+            )
+        tokenizer = processor.tokenizer
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.blank = int(tokenizer.pad_token_id)
+        between = getattr(tokenizer, "word_delimiter_token", None)
+        self.delimiter = self.vocabulary.get(between) if between else None
+        if not any(len(symbol) == 1 and symbol.isalpha() for symbol in self.vocabulary):
+            raise UnsupportedModelError(
+                f"the vocabulary of {type(model).__name__} has no single letters; forced alignment "
+                "needs a character model"
+            )
+
+    def symbols(self, text: str) -> list[int]:
+        """Its characters, in the case of the vocabulary, without accents where it has none."""
+        found = []
+        for character in text.strip():
+            forms = (character, character.upper(), character.lower())
+            for form in (*forms, *map(_bare, forms)):
+                index = self.vocabulary.get(form)
+                if index is not None and index not in (self.blank, self.delimiter):
+                    found.append(index)
+                    break
+        return found
+
+    @torch.no_grad()
+    def emit(
+        self, features: Tensor, samples: np.ndarray | None, end_s: float
+    ) -> tuple[Tensor, float]:
+        """See `Letters`; features are not needed."""
+        assert samples is not None, "the loop reads samples for a CTC model"
+        inputs = self.processor(samples, sampling_rate=self.rate, return_tensors="pt")
+        values = inputs[self.model.main_input_name].to(self.model.device, self.model.dtype)
+        log_probs = self.model(values).logits[0].float().log_softmax(-1)
+        hop = getattr(self.model.config, "inputs_to_logits_ratio", len(samples) / len(log_probs))
+        return log_probs, hop / self.rate
+
+
+def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
+    """What a method of word timestamps reads letters with; ``None``: it reads none.
+
+    Args:
+        method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
+            `mmdecode.asr.alignment.Timer`.
+        model: The Whisper; where no CTC model is named, the head in its folder is used.
+        rate: Of its samples.
+
+    Raises:
+        OptionError: There is no such method.
+        InputError: The head or model cannot be loaded.
+    """
+    folder = Path(model.name_or_path)
+    if method == "attention" or (method is True and not (folder / FILE).exists()):
+        return None
+    if method in (True, "ctc"):
+        return LetterHead.from_pretrained(folder).to(model.device)
+    name = str(method).removeprefix("ctc:model=")
+    if not name or name == method:
+        raise OptionError(
+            f"word_timestamps={method!r}; expected True, 'attention', 'ctc' or 'ctc:model=NAME'"
+        )
+    from transformers import AutoModelForCTC, AutoProcessor
+
+    path = local_path(name)
+    try:
+        letters = AutoModelForCTC.from_pretrained(path, dtype=torch.float32)
+        processor = AutoProcessor.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"the CTC model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give "
+            "a folder or a Hub id that can be reached"
+        ) from error
+    return CTCModel(letters.to(model.device), processor, rate)
+
+
+def _bare(character: str) -> str:
+    """Without its accents."""
+    return unicodedata.normalize("NFKD", character)[:1]

@@ -1,0 +1,229 @@
+"""Manifests: tables of recordings with what is said in them.
+
+A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
+(id)``; anything else is JSON lines or one JSON list (NeMo's manifests and the result files of the
+Open ASR leaderboard among them). The recording stands under one of `AUDIO`, the text under one of
+`TEXT`; every other column is kept. Relative paths start at the folder of the manifest.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmdecode.asr.formats import write_atomically
+from mmdecode.errors import InputError
+
+AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
+TEXT = ("text", "transcript", "transcription", "sentence", "reference")
+ID = ("id", "utt_id", "name")
+DURATION = ("duration", "duration_s")
+SPEAKER = ("speaker", "speaker_id", "client_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One recording of a manifest.
+
+    Attributes:
+        id: Unique in its manifest: the given one, else the path as it is written there.
+        audio: Path to open; ``None``: the manifest names no recording here.
+        text: What is said; ``None``: not given.
+        duration_s: Length by the manifest; ``None``: not given.
+        speaker: Who speaks; ``None``: not given.
+        fields: Everything that stood there, by column.
+    """
+
+    id: str
+    audio: str | None
+    text: str | None = None
+    duration_s: float | None = None
+    speaker: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def read_manifest(
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    *,
+    audio: bool = True,
+    text: bool = False,
+) -> list[Entry]:
+    """Reads a manifest.
+
+    Args:
+        path: Its file.
+        limit: Only the first so many recordings; ``None``: all.
+        audio: Whether every line must name a recording; whether it exists is not looked at.
+        text: Whether every line must have a text; it may be empty.
+
+    Raises:
+        InputError: The file cannot be read, a line lacks what it must have, or two have one id.
+    """
+    path = Path(path)
+    entries: list[Entry] = []
+    seen: dict[str, int] = {}
+    for line, row in itertools.islice(read_rows(path), limit):
+        entry = _entry(row, f"{path}, line {line}", path.parent)
+        if audio and entry.audio is None:
+            raise InputError(f"{path}, line {line} names no recording; expected {_any(AUDIO)}")
+        if text and entry.text is None:
+            raise InputError(f"{path}, line {line} has no text; expected {_any(TEXT)}")
+        if entry.id in seen:
+            raise InputError(
+                f"{path}, line {line} has the id {entry.id!r} of line {seen[entry.id]}; give each "
+                "line an 'id' of its own"
+            )
+        seen[entry.id] = line
+        entries.append(entry)
+    if not entries:
+        raise InputError(f"{path} holds no line; expected one recording a line")
+    return entries
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a table and the line on which each stands, from 1.
+
+    Raises:
+        InputError: The file cannot be read or is no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
+    if path.suffix.lower() in (".csv", ".tsv"):
+        yield from _table(path, text)
+    elif path.suffix.lower() in (".trn", ".ref", ".hyp"):
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield number, _transcript(line, f"{path}, line {number}")
+    elif text.lstrip().startswith("["):
+        for number, row in enumerate(_parse(text, str(path)), 1):
+            yield number, _mapping(row, f"{path}, item {number}")
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield number, _mapping(_parse(line, where), where)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes JSON lines; the file either is complete or does not exist."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    write_atomically(path, "".join(lines))
+
+
+def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = io.StringIO(text, newline="")
+    if path.suffix.lower() == ".tsv":  # a quotation mark there is part of the text
+        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.DictReader(lines)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{path}, line {reader.line_num} does not have the "
+                    f"{len(reader.fieldnames or ())} columns of the header"
+                )
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num} cannot be read: {error}") from error
+
+
+def _transcript(line: str, where: str) -> dict[str, Any]:
+    found = re.fullmatch(r"(.*)\(([^()]+)\)\s*", line)
+    if not found:
+        raise InputError(f"{where} does not end with an id; expected 'some words (id)'")
+    return {"id": found[2].strip(), "text": found[1].strip()}
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+
+
+def _mapping(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise InputError(f"{where} holds {type(row).__name__}; expected an object with fields")
+    return row
+
+
+def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
+    audio = text_of(row, AUDIO, where)
+    if audio is not None and (not audio.strip() or "\0" in audio):
+        raise InputError(f"{where} has the path {audio!r}; expected the path of a recording")
+    name = text_of(row, ID, where)
+    if row.get("offset") not in (None, "", 0, "0", "0.0"):
+        raise InputError(
+            f"{where} names a part of a recording (offset {row['offset']!r}); cut it out into a "
+            "file of its own"
+        )
+    if name is None and audio is None:
+        raise InputError(f"{where} has neither {_any(ID)} nor {_any(AUDIO)}")
+    return Entry(
+        id=str(name if name is not None else audio),
+        audio=None if audio is None else str(folder / audio),
+        text=text_of(row, TEXT, where),
+        duration_s=seconds_of(row, DURATION, where),
+        speaker=text_of(row, SPEAKER, where),
+        fields=row,
+    )
+
+
+def first_of(row: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The first of some columns that a row has; ``None``: it has none of them."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | None:
+    """The first of some columns that a row has, as text; ``None``: it has none of them.
+
+    Raises:
+        InputError: What stands there is no text.
+    """
+    value = first_of(row, names)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        found = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise InputError(f"{where} has {found} under {_any(names)}; expected text")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where} has half a character under {_any(names)}") from None
+    return str(value)
+
+
+def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:
+    """The first of some columns that a row has, as seconds; ``None``: it has none of them.
+
+    Raises:
+        InputError: What stands there is no length of time.
+    """
+    value = first_of(row, names)
+    if value in (None, ""):
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"{where} has {str(value)[:40]!r} under {_any(names)}; expected seconds")
+    return seconds
+
+
+def _any(names: Iterable[str]) -> str:
+    return " or ".join(repr(name) for name in names)

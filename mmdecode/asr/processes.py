@@ -1,0 +1,106 @@
+"""Several processes that share one job, as ``accelerate launch`` or ``torchrun`` starts them.
+
+Each process joins the `Team`; alone, nothing of accelerate or torch.distributed is touched.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmdecode.errors import MissingExtraError, MMDecodeError
+
+
+class Team:
+    """The processes of one run, and this process's place among them.
+
+    Args:
+        device: What the user asked for; ``None``: CUDA where there is one.
+
+    Attributes:
+        rank: Of this process, from 0.
+        size: Processes in all.
+        device: For this process; as the user asked where it is alone.
+
+    Raises:
+        MissingExtraError: A launcher started several processes, and accelerate is not installed.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.rank, self.size, self.device = 0, 1, device
+        launched = "LOCAL_RANK" in os.environ and "RANK" in os.environ
+        if not launched or int(os.environ.get("WORLD_SIZE", 1)) < 2:
+            return
+        try:
+            from accelerate import PartialState
+        except ImportError as error:
+            raise MissingExtraError(
+                "sharing a job among processes needs accelerate", extra="train"
+            ) from error
+        import torch
+
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        # whoever ends first waits for the others, however long their recordings are
+        state = PartialState(cpu=on_cpu, timeout=datetime.timedelta(days=30))
+        self.rank, self.size = state.process_index, state.num_processes
+        if device in (None, "cuda"):
+            self.device = str(state.device)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that reports and merges."""
+        return self.rank == 0
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """Result of work that the leading process does while the others wait.
+
+        Raises:
+            MMDecodeError: In the leading process what it raised; in the others, that it failed.
+        """
+        problem, result = None, None
+        if self.leads:
+            try:
+                result = work()
+            except Exception as error:
+                problem = error
+        succeeded, result = self.gather((problem is None, result))[0]
+        if not succeeded:
+            raise problem or MMDecodeError("the leading process failed")
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order; every process must call it."""
+        if self.size == 1:
+            return [value]
+        from accelerate.utils import gather_object
+
+        return gather_object([value])
+
+    def share(self, sizes: Sequence[float]) -> list[int]:
+        """Indices of this process's part of the work, in order; see `share_out`."""
+        return share_out(sizes, self.size)[self.rank]
+
+    def leave(self) -> None:
+        """No more work together."""
+        if self.size > 1:
+            from accelerate import PartialState
+
+            PartialState().destroy_process_group()
+
+
+def share_out(sizes: Sequence[float], count: int) -> list[list[int]]:
+    """Indices by process: the largest first, each to whom has least.
+
+    Args:
+        sizes: Of the pieces of work.
+        count: Processes.
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0.0, 0, rank) for rank in range(count)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, pieces, rank = min(loads)
+        loads[rank] = (load + sizes[index], pieces + 1, rank)
+        shares[rank].append(index)
+    return [sorted(share) for share in shares]

@@ -1,0 +1,207 @@
+"""Voice activity: which stretches of a recording hold speech, and the recording without the others.
+
+The stretches are laid end to end and transcribed as one recording, whose times are then carried
+back. The rules are those of silero-vad's ``get_speech_timestamps``, the padding and the silences
+that are kept those of faster-whisper's ``VadOptions``; a stretch ends where its last sound does,
+also at the end of a recording.
+
+Source: Silero Team 2021, https://github.com/snakers4/silero-vad; its weights are in its wheel.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mmdecode.asr.audio import Source, blocks
+from mmdecode.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from mmdecode.asr.options import TranscribeOptions
+
+RATE, FRAME = 16_000, 512  # what the detector hears at a time
+_HYSTERESIS = 0.15  # speech goes on until its probability is this much below the threshold
+_WORD = 0.2  # seconds; less than this of a stretch holds no word
+_NEAR = 1e-6  # of a seam: below the step of any time, above its rounding
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a recording, in seconds: padding, speech from ``start`` to ``end``, padding."""
+
+    begin: float
+    start: float
+    end: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Stretches of a recording laid end to end.
+
+    Attributes:
+        stretches: In order.
+        duration_s: Length of the recording.
+    """
+
+    stretches: tuple[Stretch, ...]
+    duration_s: float
+
+    @classmethod
+    def whole(cls, duration_s: float) -> Timeline:
+        """All of a recording."""
+        return cls((Stretch(0.0, 0.0, math.inf, duration_s),), duration_s)
+
+    @cached_property
+    def _seams(self) -> list[float]:
+        """Where the stretches begin when they are laid end to end, and the end of all."""
+        lengths = (part.stop - part.begin for part in self.stretches)
+        return list(itertools.accumulate(lengths, initial=0.0))
+
+    def span(self, start: float, end: float) -> tuple[float, float]:
+        """When in the recording something was said.
+
+        Where it begins or ends in padding, nobody speaks: it is taken to begin with the next speech
+        and to end with the last. So it is where it has less than a word of a stretch: a seam that
+        the model misses by a little would cost all the silence that was skipped.
+
+        Args:
+            start: When it begins in the stretches, in seconds.
+            end: When it ends there.
+        """
+        first, last = self._stretch(start + _NEAR), self._stretch(end - _NEAR)
+        at, to = self._place(start, first), self._place(end, last)
+        if first < last and at > self.stretches[first].end - _WORD:
+            first, at = first + 1, 0.0
+        if first < last and to < self.stretches[last].start + _WORD:
+            last, to = last - 1, math.inf
+        at, to = max(at, self.stretches[first].start), min(to, self.stretches[last].end)
+        return (at, to) if at < to else (self.at(start), self.at(end))
+
+    def at(self, seconds: float) -> float:
+        """Where in the recording a moment of the stretches is."""
+        return self._place(seconds, self._stretch(seconds))
+
+    def _stretch(self, seconds: float) -> int:
+        index = bisect.bisect_right(self._seams, seconds) - 1
+        return min(max(index, 0), len(self.stretches) - 1)
+
+    def _place(self, seconds: float, stretch: int) -> float:
+        return seconds - self._seams[stretch] + self.stretches[stretch].begin
+
+
+class VoiceActivity:
+    """Silero's detector.
+
+    Args:
+        options: Settings.
+
+    Raises:
+        MissingExtraError: silero-vad is not installed.
+    """
+
+    def __init__(self, options: TranscribeOptions) -> None:
+        self.options = options
+        self._model = _load()
+
+    def cut(self, source: Source, rate: int) -> tuple[Source, Timeline]:
+        """The recording without what is no speech, at ``rate``, and where its stretches were.
+
+        Reads the recording once here, and once whenever the result is read.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+        probabilities, samples = self._listen(source)
+        found = tuple(self.stretches(probabilities, samples / RATE))
+
+        def speech() -> Iterator[tuple[int, np.ndarray]]:
+            edges = [(round(part.begin * rate), round(part.stop * rate)) for part in found]
+            position = 0
+            for part in blocks(source, rate):
+                while edges and edges[0][0] < position + len(part):
+                    first, last = edges[0]
+                    piece = part[max(first - position, 0) : last - position]
+                    if len(piece):
+                        yield rate, piece[:, None]
+                    if last > position + len(part):
+                        break
+                    edges.pop(0)
+                position += len(part)
+
+        return Source(source.name, speech), Timeline(found, samples / RATE)
+
+    def _listen(self, source: Source) -> tuple[list[float], int]:
+        """The probability of speech in each frame, and the number of samples."""
+        self._model.reset_states()
+        found: list[float] = []
+        held, samples = np.zeros(0, np.float32), 0
+        for part in blocks(source, RATE):
+            samples += len(part)
+            held = np.concatenate([held, part])
+            whole = len(held) // FRAME * FRAME
+            found += self._probabilities(held[:whole])
+            held = held[whole:]
+        if len(held):
+            found += self._probabilities(np.pad(held, (0, FRAME - len(held))))
+        return found, samples
+
+    @torch.no_grad()
+    def _probabilities(self, samples: np.ndarray) -> list[float]:
+        frames = torch.from_numpy(samples).view(-1, FRAME)
+        return [float(self._model(frame, RATE)) for frame in frames]
+
+    def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
+        """Speech with its padding; stretches that touch are one."""
+        options, step = self.options, FRAME / RATE
+        found: list[Stretch] = []
+        for first, last in self._runs(probabilities):
+            start, end = first * step, min(last * step, duration_s)
+            if end - start < options.vad_min_speech_s:
+                continue
+            begin = max(0.0, start - options.vad_pad_s)
+            stop = min(duration_s, end + options.vad_pad_s)
+            if found and begin <= found[-1].stop:
+                found[-1] = replace(found[-1], end=end, stop=stop)
+            else:
+                found.append(Stretch(begin, start, end, stop))
+        return found
+
+    def _runs(self, probabilities: Iterable[float]) -> Iterator[tuple[int, int]]:
+        """First frame of each run of speech, and the first frame behind it."""
+        silence = self.options.vad_min_silence_s * RATE / FRAME
+        start: int | None = None
+        quiet: int | None = None
+        frame = -1
+        for frame, probability in enumerate(probabilities):
+            if probability >= self.options.vad_threshold:
+                start, quiet = frame if start is None else start, None
+            elif start is not None and probability < self.options.vad_threshold - _HYSTERESIS:
+                quiet = frame if quiet is None else quiet
+                if frame - quiet >= silence:
+                    yield start, quiet
+                    start = quiet = None
+        if start is not None:
+            yield start, frame + 1 if quiet is None else quiet
+
+
+def _load() -> Any:
+    threads = torch.get_num_threads()
+    try:
+        import silero_vad
+    except ImportError as error:
+        raise MissingExtraError("vad needs silero_vad", extra="vad") from error
+    finally:
+        torch.set_num_threads(threads)  # the package sets it to 1 when it is imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.load
+        return silero_vad.load_silero_vad()

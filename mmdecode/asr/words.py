@@ -1,0 +1,212 @@
+"""Words with times and confidences, from tokens that know when they were said.
+
+A word is what openai/whisper calls one: it begins at a space, marks belong to the word they stand
+at, and in languages that write no spaces every character is a word. Its confidence is the mean of
+its tokens' probabilities under the decoded law at temperature 1, marks included, as in
+openai/whisper and faster-whisper; the law is the model's own with Whisper's rules, without a guide.
+"""
+
+from __future__ import annotations
+
+import codecs
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
+"""Languages that write no spaces between words."""
+_OPENING = frozenset("\"'¿¡")  # beside brackets, opening quotes and dashes
+_SPOKEN = frozenset("%&@#§")  # punctuation to Unicode
+_SHORTEST_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A word and when it was said.
+
+    Attributes:
+        text: With the space before it: the words of a segment joined are its text.
+        start_s, end_s: In seconds from the beginning of the recording.
+        confidence: Mean probability of its tokens, 0 to 1.
+    """
+
+    text: str
+    start_s: float
+    end_s: float
+    confidence: float
+
+
+class Token(int):
+    """A token's id that knows when it was said and how likely it was.
+
+    It is an ``int`` everywhere else, so that segments can be cut, joined and compared as before.
+
+    Attributes:
+        start_s, end_s: In seconds of what the model heard.
+        probability: Under the decoded law.
+    """
+
+    start_s: float
+    end_s: float
+    probability: float
+
+    @classmethod
+    def of(cls, value: int, start_s: float, end_s: float, probability: float) -> Token:
+        """A timed token."""
+        token = cls(value)
+        token.start_s, token.end_s, token.probability = start_s, end_s, probability
+        return token
+
+
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def split_units(tokens: Sequence[int], tokenizer: Any) -> list[tuple[str, int]]:
+    """Cuts tokens of a byte-level vocabulary where whole characters end.
+
+    Args:
+        tokens: Text tokens, no special ones.
+        tokenizer: A byte-level BPE tokenizer.
+
+    Returns:
+        Text and number of tokens of each unit; the texts joined are what the tokenizer decodes,
+        bytes that are no text included, which read ``\ufffd``.
+    """
+    known = _bytes_by_character()
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    units: list[tuple[str, int]] = []
+    text, count = "", 0
+    names = tokenizer.convert_ids_to_tokens([int(token) for token in tokens])
+    for place, name in enumerate(names, 1):
+        # tokens that were added to the vocabulary stand there as plain text
+        data = b"".join(bytes((known[c],)) if c in known else c.encode() for c in name)
+        text += decoder.decode(data, final=place == len(names))
+        count += 1
+        if not decoder.getstate()[0]:
+            units.append((text, count))
+            text, count = "", 0
+    return units
+
+
+def split_words(
+    tokens: Sequence[int], tokenizer: Any, language: str | None = None
+) -> list[tuple[str, int]]:
+    """Cuts text tokens into words.
+
+    Args:
+        tokens: Text tokens, no special ones.
+        tokenizer: A byte-level BPE tokenizer.
+        language: Code of their language.
+
+    Returns:
+        Text and number of tokens of each word; the texts joined are the tokens' text. Marks alone
+        are a word only where there is no other.
+    """
+    words: list[tuple[str, int]] = []
+    held, held_count = "", 0  # marks behind a space, until what follows tells whose they are
+    for text, count in split_units(tokens, tokenizer):
+        apart = text[0].isspace() or language in SPACELESS
+        if is_marks(text):
+            if words and text[0].isspace() and not opens(held):
+                _extend(words, held, held_count)
+                held, held_count = "", 0
+            if held or not words or (apart and (language not in SPACELESS or opens(text))):
+                held, held_count = held + text, held_count + count
+            else:
+                _extend(words, text, count)
+            continue
+        if words and held and not opens(held):
+            _extend(words, held, held_count)
+            held, held_count = "", 0
+        if words and not held and not apart:
+            _extend(words, text, count)
+        else:
+            words.append((held + text, held_count + count))
+        held, held_count = "", 0
+    if held and words:
+        _extend(words, held, held_count)
+    elif held:
+        words.append((held, held_count))
+    return words
+
+
+def _extend(words: list[tuple[str, int]], text: str, count: int) -> None:
+    words[-1] = (words[-1][0] + text, words[-1][1] + count)
+
+
+def is_marks(text: str) -> bool:
+    """Whether nothing in it is spoken."""
+    return all(
+        c not in _SPOKEN and (c.isspace() or unicodedata.category(c)[0] in "PCZ") for c in text
+    )
+
+
+def opens(marks: str) -> bool:
+    """Whether marks belong to the word behind them: brackets, quotes, dashes and spaces do."""
+    return all(
+        c in _OPENING or unicodedata.category(c) in ("Ps", "Pi", "Pd") for c in marks.strip()
+    )
+
+
+def timed_words(
+    segments: Sequence[Sequence[Token]],
+    tokenizer: Any,
+    language: str | None,
+    place: Callable[[float, float], tuple[float, float]],
+    duration_s: float,
+) -> list[list[Word]]:
+    """The words of a recording: in order, none inside another, all inside the recording.
+
+    Args:
+        segments: Text tokens of each segment, no special ones.
+        tokenizer: A byte-level BPE tokenizer.
+        language: Code of the language.
+        place: Where in the recording a span of what the model heard is.
+        duration_s: Length of the recording.
+    """
+    found: list[list[Word]] = []
+    for tokens in segments:
+        found.append([])
+        begin = 0
+        for text, count in split_words(tokens, tokenizer, language):
+            own = tokens[begin : begin + count]
+            begin += count
+            start_s, end_s = place(own[0].start_s, own[-1].end_s)
+            confidence = round(sum(token.probability for token in own) / count, 4)
+            found[-1].append(Word(text=text, start_s=start_s, end_s=end_s, confidence=confidence))
+    flat = [word for words in found for word in words]
+    spans = in_order([(word.start_s, word.end_s) for word in flat], duration_s)
+    fitted = iter(
+        replace(word, start_s=round(start, 6), end_s=round(end, 6))
+        for word, (start, end) in zip(flat, spans, strict=True)
+    )
+    return [[next(fitted) for _ in words] for words in found]
+
+
+def in_order(
+    spans: Sequence[tuple[float, float]], limit: float, shortest: float = _SHORTEST_S
+) -> list[tuple[float, float]]:
+    """Moves times as little as keeps them in order, not overlapping, and none too short.
+
+    Args:
+        spans: Starts and ends.
+        limit: Nothing may end behind it.
+        shortest: What each gets at least, where all of them fit in.
+    """
+    shortest = min(shortest, limit / max(len(spans), 1))
+    fitted: list[tuple[float, float]] = []
+    free = 0.0  # where the last one ended
+    for number, (start, end) in enumerate(spans):
+        latest = limit - (len(spans) - 1 - number) * shortest  # room for those behind
+        start = max(free, min(start, latest - shortest))
+        if number + 1 < len(spans):  # the one behind knows better when it began
+            end = min(end, spans[number + 1][0])
+        free = min(max(end, start + shortest), latest)
+        fitted.append((start, free))
+    return fitted

@@ -1,0 +1,372 @@
+"""``mmdecode evaluate TASK``: scores of a model, or of transcripts made elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mmdecode.cli.output import JsonFlag, console, emit_json, out
+
+if TYPE_CHECKING:
+    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.evaluation.samples import Sample
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Score a model, or transcripts made elsewhere."
+)
+PLAIN = "plain"
+"""Name of the mode without a draft."""
+SHOWN = 5  # failures listed one by one
+
+
+@app.callback()
+def _tasks() -> None:
+    """Score a model, or transcripts made elsewhere."""
+
+
+@app.command()
+def wer(
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recordings and what is said in them: .jsonl, .json, .csv, .tsv or .trn."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Who drafts, as name or name:key=value,...; each is a mode beside the undrafted "
+            "one. Repeat it for more."
+        ),
+    ] = None,
+    hypotheses: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Score these transcripts instead of a model: [NAME=]FILE, as .jsonl, .csv, .tsv "
+            "or .trn, or a folder of .txt. Without --manifest, result files of the Open ASR "
+            "leaderboard. Repeat it for more."
+        ),
+    ] = None,
+    rescore: Annotated[
+        Path | None, typer.Option(help="Score the raw texts of an earlier run's folder again.")
+    ] = None,
+    normalizer: Annotated[
+        str,
+        typer.Option(
+            "--normalizer", "--normaliser", help="none, basic, whisper (English) or leaderboard."
+        ),
+    ] = "whisper",
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            help="plain, merge (compounds) or sclite; default: merge for leaderboard, else plain."
+        ),
+    ] = None,
+    only_scored: Annotated[
+        bool | None,
+        typer.Option(
+            "--only-scored/--all-references",
+            help="Leave out references without words, as the leaderboard does; default with its "
+            "normaliser.",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Column that the bootstrap draws by; default: the speaker, if known."),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(min=0, help="Loss in WER, in points, that would still do.")
+    ] = 0.1,
+    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Folder for samples, tables, figures and page.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Untimed runs of the first batch; the leaderboard makes 10.")
+    ] = 1,
+    language: Annotated[
+        str | None, typer.Option(help="For example en; else the model's own, else detected.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="transcribe or translate.")] = None,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
+    ] = True,
+    fallback: Annotated[
+        bool,
+        typer.Option("--fallback/--no-fallback", help="Redo doubtful windows, as Whisper does."),
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens per window.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many recordings; a smoke test.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Word error rate with intervals, speed, and paired comparisons of modes.
+
+    Raw texts go to --out as they come (samples.jsonl), so that scoring can be repeated without the
+    model. A recording that fails counts as missed, word for word, and makes the exit code 1.
+
+    For example:
+
+      mmdecode evaluate wer --manifest test.jsonl --model zoo:whisper-synth --draft medusa --out run
+
+      mmdecode evaluate wer --rescore run --normalizer leaderboard
+
+      mmdecode evaluate wer --manifest test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
+    """
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.normalisers import normaliser_of
+    from mmdecode.evaluation.word_report import WERReport
+
+    given = {"--model": model, "--hypotheses": hypotheses, "--rescore": rescore}
+    if sum(bool(value) for value in given.values()) != 1:
+        named = ", ".join(name for name, value in given.items() if value) or "none of them"
+        raise OptionError(f"expected one of --model, --hypotheses and --rescore, and got {named}")
+    if model and manifest is None:
+        raise OptionError("--model needs recordings; give --manifest too")
+    if draft and not model:
+        raise OptionError("--draft is a way to run a model; give --model too")
+    if rescore and (manifest or group or limit):
+        raise OptionError(
+            "--rescore takes what the run recorded; leave --manifest, --group and --limit out"
+        )
+    if resume and (out_dir is None or not model):
+        raise OptionError("--resume continues what --model wrote to --out; give both")
+    normalise = normaliser_of(normalizer)
+    filtered = normalizer == "leaderboard" if only_scored is None else only_scored
+    conditions: dict[str, Any]
+    if model:
+        assert manifest is not None
+        entries = _entries(manifest, limit, normalise if filtered else None)
+        options = {
+            "language": language,
+            "task": task,
+            "timestamps": timestamps,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+        }
+        if fallback:
+            from mmdecode.asr.options import FALLBACK
+
+            options |= FALLBACK
+        transcribers = _transcribers(model, draft or [], device, dtype, seed, options)
+        samples, conditions = _run(
+            transcribers,
+            entries,
+            {
+                "model": model,
+                "data": str(manifest),
+                "dtype": dtype,
+                "seed": seed,
+                "options": options,
+            }
+            | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup},
+            out_dir,
+            resume,
+        )
+    elif rescore:
+        samples, conditions = _recorded(rescore)
+    else:
+        assert hypotheses is not None
+        samples, conditions = _foreign(hypotheses, manifest, limit, group)
+    report = WERReport(
+        samples,
+        normaliser=normalizer,
+        scorer=scorer,
+        only_scored=filtered,
+        margin=margin / 100,
+        resamples=resamples,
+        seed=seed,
+        conditions=conditions,
+    )
+    folder = out_dir or rescore
+    files = report.save(folder) if folder else []
+    failures = [sample for sample in report.samples if sample.error is not None]
+    if json:
+        emit_json(
+            report.summary
+            | {
+                "failures": [{"id": s.id, "mode": s.mode, "error": s.error} for s in failures],
+                "files": files,
+            }
+        )
+    else:
+        _show(report)
+    if limit:
+        console.print(
+            f"--limit {limit}: a smoke test, not a result to report",
+            style="yellow",
+            highlight=False,
+        )
+    for path in files[:4]:
+        console.print(str(path), style="bold", markup=False, highlight=False, soft_wrap=True)
+    for sample in failures[:SHOWN]:
+        console.print(
+            f"failed ({sample.mode}): {sample.id}: {sample.error}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    if failures:
+        console.print(f"{len(failures)} failed; their words count as missed", highlight=False)
+        raise typer.Exit(1)
+
+
+def _entries(manifest: Path, limit: int | None, normalise: Any) -> list[Entry]:
+    """Recordings with texts; with a normaliser only those the leaderboard would score."""
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.errors import InputError
+    from mmdecode.evaluation.normalisers import is_scored
+
+    entries = read_manifest(manifest, None if normalise else limit, text=True)
+    if normalise:
+        entries = [e for e in entries if is_scored(e.text or "", normalise)][:limit]
+        if not entries:
+            raise InputError(f"no reference of {manifest} has words; give --all-references")
+    return entries
+
+
+def _transcribers(
+    model: str,
+    drafts: list[str],
+    device: str | None,
+    dtype: str,
+    seed: int,
+    options: dict[str, Any],
+) -> dict[str, Transcriber]:
+    """One network, decoded without a draft and with each."""
+    from transformers.utils import logging
+
+    from mmdecode import registry
+    from mmdecode.asr.transcriber import Transcriber, load, make_options
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.errors import OptionError
+
+    settings = make_options(options)
+    if len(set(drafts)) < len(drafts):
+        raise OptionError(f"--draft is given twice: {', '.join(drafts)}; give each mode once")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    network, processor = load(model, device, dtype)
+    found = {PLAIN: Transcriber(network, processor, Decoder(seed=seed), settings)}
+    for spec in drafts:
+        drafter = registry.create("draft", spec, target=network, model_id=model)
+        found[spec] = Transcriber(network, processor, Decoder(draft=drafter, seed=seed), settings)
+    return found
+
+
+def _run(
+    transcribers: dict[str, Transcriber],
+    entries: list[Entry],
+    settings: dict[str, Any],
+    out_dir: Path | None,
+    resume: bool,
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Samples of all modes, and their conditions."""
+    from mmdecode.evaluation.runs import Journal, data_hash, record
+    from mmdecode.evaluation.word_report import conditions_of
+
+    conditions = conditions_of(transcribers) | settings
+    conditions["batch_size"] = settings["options"]["batch_size"]
+    conditions["data_hash"] = data_hash(entries)
+    fixed = {k: v for k, v in conditions.items() if k != "load_average"}
+    journal = Journal(out_dir, fixed, resume) if out_dir else None
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("transcribing", total=len(entries) * len(transcribers))
+        if journal:
+            bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
+        try:
+            samples = record(
+                transcribers,
+                entries,
+                journal,
+                group=settings["group"],
+                warmup=settings["warmup"],
+                progress=lambda sample: bar.advance(task),
+            )
+        finally:
+            if journal:
+                journal.close()
+    return samples, conditions
+
+
+def _recorded(folder: Path) -> tuple[list[Sample], dict[str, Any]]:
+    import json as json_module
+
+    from mmdecode.errors import InputError
+    from mmdecode.evaluation.runs import read_samples
+
+    samples = read_samples(folder)
+    try:
+        run = json_module.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return samples, dict(run["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / 'run.json'} cannot be read; expected the folder of an earlier run"
+        ) from error
+
+
+def _foreign(
+    hypotheses: list[str], manifest: Path | None, limit: int | None, group: str | None
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Samples of transcripts made elsewhere, a mode per file."""
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.samples import match, read_results
+
+    sources: dict[str, Path] = {}
+    for text in hypotheses:
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).exists():
+            name, path = Path(text).name, text
+        if name in sources:
+            raise OptionError(f"two --hypotheses are called {name!r}; give NAME=FILE")
+        sources[name] = Path(path)
+    samples = []
+    entries = read_manifest(manifest, limit, audio=False, text=True) if manifest else []
+    for name, source in sources.items():
+        if manifest:
+            samples += match(entries, source, name, group)
+        else:
+            samples += read_results(source, name)[:limit]
+    files = {name: str(path) for name, path in sources.items()}
+    data = str(manifest or next(iter(sources)))
+    return samples, {"hypotheses": files, "data": data, "group": group, "limit": limit}
+
+
+def _show(report: Any) -> None:
+    from rich.table import Table
+
+    rows = report.rows()
+    names, *columns = rows[0]
+    table = Table("", *(row[names] for row in rows))
+    for column in columns:
+        table.add_row(column, *(row[column] for row in rows))
+    out.print(table)
+    out.print(report.about(), markup=False, highlight=False)
+    for found in report.comparisons:
+        out.print(str(found), markup=False, highlight=False)

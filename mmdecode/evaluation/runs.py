@@ -1,0 +1,251 @@
+"""Runs modes of decoding over the same recordings, timed as the Open ASR leaderboard times them.
+
+The clock runs over features, encoder, decoding and text; it is stopped while files are read and
+resampled. A batch's time is shared out evenly among its recordings. Modes take turns batch by
+batch, A B B A, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.asr.formats import write_atomically
+from mmdecode.asr.manifest import Entry, write_rows
+from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.evaluation.samples import Sample, sample_of
+
+if TYPE_CHECKING:
+    from mmdecode.asr.transcriber import Transcriber
+
+SAMPLES = "samples.jsonl"
+
+
+class Journal:
+    """The samples of a run, in a folder: appended as they come, continued after an interruption.
+
+    Args:
+        folder: Created where it does not exist.
+        settings: What may change a sample.
+        resume: Continue what is there.
+
+    Attributes:
+        done: The last sample of each mode and recording, failures included.
+
+    Raises:
+        OptionError: The folder holds samples, and ``resume`` is not set or the settings differ.
+        InputError: The folder cannot be read or written.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        from mmdecode.asr.jobs import check_run, settings_hash
+
+        self.done: dict[tuple[str, str], Sample] = {}
+        self._path = path = folder / SAMPLES
+        wanted = {"hash": settings_hash(settings), "settings": dict(settings)}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                check_run(folder, wanted, resume)
+                for sample in read_samples(folder):
+                    self.done[sample.mode, sample.id] = sample
+                os.truncate(path, _complete(path.read_bytes()))
+            write_atomically(folder / "run.json", json.dumps(wanted, indent=1, default=str) + "\n")
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {folder}: {error.strerror}; choose another --out"
+            ) from error
+
+    def add(self, sample: Sample) -> None:
+        """Writes a sample where a crash cannot lose it."""
+        self._file.write(json.dumps(sample.as_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done[sample.mode, sample.id] = sample
+
+    def finish(self, samples: Sequence[Sample]) -> None:
+        """Puts all samples in order, one per mode and recording, as they are scored."""
+        write_rows(self._path, [sample.as_dict() for sample in samples])
+
+    def close(self) -> None:
+        """No more samples."""
+        self._file.close()
+
+
+def _complete(data: bytes) -> int:
+    """Bytes of the lines that were written to their end."""
+    return data.rfind(b"\n") + 1
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """What a run has recorded so far; of several lines for one recording the last counts.
+
+    Raises:
+        InputError: The folder holds no samples, or a line of them is damaged.
+    """
+    path = folder / SAMPLES
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}; expected the folder of an earlier run"
+        ) from error
+    found: dict[tuple[str, str], Sample] = {}
+    for number, line in enumerate(data[: _complete(data)].splitlines(), 1):
+        try:
+            sample = Sample(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number} is no sample; remove the line, and --resume records it "
+                "again"
+            ) from error
+        found[sample.mode, sample.id] = sample
+    return list(found.values())
+
+
+def record(
+    transcribers: Mapping[str, Transcriber],
+    entries: Sequence[Entry],
+    journal: Journal | None = None,
+    *,
+    group: str | None = None,
+    batch_size: int | None = None,
+    warmup: int = 1,
+    progress: Callable[[Sample], None] | None = None,
+) -> list[Sample]:
+    """Transcribes recordings in each mode and times it.
+
+    Args:
+        transcribers: By the name of their mode.
+        entries: Recordings with texts.
+        journal: Where samples go as they come; recordings that have a transcript there are left
+            out, failed ones are tried again.
+        group: See `mmdecode.evaluation.samples.sample_of`.
+        batch_size: Recordings at once; ``None``: as many as the first transcriber decodes at once.
+        warmup: Untimed runs of the first batch in each mode; the leaderboard makes ten.
+        progress: Called with each sample.
+
+    Returns:
+        One sample per mode and recording; modes in order, recordings in order.
+
+    Raises:
+        OptionError: There is no mode.
+    """
+    if not transcribers:
+        raise OptionError("no transcriber to evaluate; expected at least one")
+    done = journal.done if journal else {}
+    size = batch_size or next(iter(transcribers.values())).options.batch_size
+    found: dict[tuple[str, str], Sample] = {}
+    warm: set[str] = set()
+    modes = list(transcribers)
+    for number, start in enumerate(range(0, len(entries), size)):
+        batch = entries[start : start + size]
+        for mode in modes if number % 2 == 0 else modes[::-1]:
+            transcriber = transcribers[mode]
+            todo = []
+            for entry in batch:
+                before = done.get((mode, entry.id))
+                if before is not None and before.error is None:
+                    found[mode, entry.id] = before
+                else:
+                    todo.append(entry)
+            waves, failed = _read(todo, transcriber, mode, group)
+            if waves and mode not in warm:
+                for _ in range(warmup):
+                    transcriber([wave for _, wave in waves])
+                warm.add(mode)
+            for sample in (*failed, *_timed(transcriber, waves, mode, group, number)):
+                found[mode, sample.id] = sample
+                if journal:
+                    journal.add(sample)
+                if progress:
+                    progress(sample)
+    samples = [found[mode, entry.id] for mode in modes for entry in entries]
+    if journal:
+        journal.finish(samples)
+    return samples
+
+
+def data_hash(entries: Sequence[Entry]) -> str:
+    """Of what is to be recognised: names and texts in order."""
+    text = json.dumps([(entry.id, entry.text) for entry in entries])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _read(
+    entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
+) -> tuple[list[tuple[Entry, np.ndarray]], list[Sample]]:
+    """Recordings at the model's rate, and samples of those that cannot be read."""
+    from mmdecode.asr.audio import blocks, source_of
+
+    rate = transcriber.sampling_rate
+    waves, failed = [], []
+    for entry in entries:
+        try:
+            wave = np.concatenate(list(blocks(source_of(entry.audio, rate), rate)))
+        except MMDecodeError as error:
+            failed.append(sample_of(entry, mode, group, error=str(error)))
+            continue
+        waves.append((entry, wave))
+    return waves, failed
+
+
+def _timed(
+    transcriber: Transcriber,
+    waves: Sequence[tuple[Entry, np.ndarray]],
+    mode: str,
+    group: str | None,
+    number: int,
+) -> Iterator[Sample]:
+    from mmdecode.asr.transcriber import Failure
+
+    if not waves:
+        return
+    passes, tokens = _scored(transcriber)
+    began = _now(transcriber)
+    results = transcriber([wave for _, wave in waves])
+    seconds = _now(transcriber) - began
+    passes_now, tokens_now = _scored(transcriber)
+    counters = {
+        "number": number,
+        "size": len(waves),
+        "seconds": seconds,
+        "row_passes": passes_now - passes,
+        "scored_tokens": tokens_now - tokens,
+    }
+    for (entry, wave), result in zip(waves, results, strict=True):
+        known: dict[str, Any] = {"duration": len(wave) / transcriber.sampling_rate}
+        if isinstance(result, Failure):
+            known["error"] = result.error
+        else:
+            known |= {
+                "pred_text": result.text,
+                "time": seconds / len(waves),
+                "token_ids": list(result.tokens),
+                "batch": counters,
+            }
+        yield sample_of(entry, mode, group, **known)
+
+
+def _scored(transcriber: Transcriber) -> tuple[int, int]:
+    """Passes of all rows after the prompt was read, and the tokens they committed."""
+    stats = transcriber.stats
+    return stats.rounds, round(stats.acceptance_length * stats.rounds)
+
+
+def _now(transcriber: Transcriber) -> float:
+    """The time after all work on the device has ended."""
+    device = transcriber.model.device
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,251 @@
+"""What was said, what was recognised and how long it took: the rows that everything is scored from.
+
+Rows hold raw texts under the names of the Open ASR leaderboard's result files (``audio_filepath``,
+``duration``, ``time``, ``text``, ``pred_text``), so that scoring can be repeated without a model,
+here and there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmdecode.asr.manifest import (
+    AUDIO,
+    ID,
+    TEXT,
+    Entry,
+    first_of,
+    read_rows,
+    seconds_of,
+    text_of,
+    write_rows,
+)
+from mmdecode.errors import InputError
+
+HEARD = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
+KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])
+LEADERBOARD = ("audio_filepath", "duration", "time", "text", "pred_text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One recording as one mode of decoding heard it.
+
+    Attributes:
+        id: Of the recording.
+        mode: Which way of decoding, or whose transcript.
+        text: What was said, as it was given.
+        pred_text: What was recognised, as it came; empty where it failed.
+        audio_filepath: The recording; ``None``: not known.
+        duration: Its seconds; ``None``: not known.
+        time: Seconds it took: its batch's time over the size of the batch; ``None``: not known.
+        group: Speaker or other unit of the interval; ``None``: not given.
+        token_ids: Ids of the transcript; ``None``: not known.
+        batch: Counters of the batch it was decoded in; ``None``: not known.
+        error: Why there is no transcript; ``None``: there is one.
+    """
+
+    id: str
+    mode: str
+    text: str
+    pred_text: str
+    audio_filepath: str | None = None
+    duration: float | None = None
+    time: float | None = None
+    group: str | None = None
+    token_ids: list[int] | None = None
+    batch: dict[str, float] | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a row."""
+        return dataclasses.asdict(self)
+
+
+def sample_of(entry: Entry, mode: str, group: str | None = None, **known: Any) -> Sample:
+    """A sample of a manifest's entry.
+
+    Args:
+        entry: The recording; it must have a text.
+        mode: See `Sample`.
+        group: Column of the manifest that is the unit of the interval; ``None``: the speaker.
+        **known: Further fields of `Sample`; ``pred_text`` is empty by default.
+
+    Raises:
+        InputError: The manifest has no such column here.
+    """
+    unit = entry.speaker
+    if group is not None:
+        value = entry.fields.get(group)
+        if value in (None, ""):
+            columns = ", ".join(map(str, entry.fields))
+            raise InputError(f"{entry.id} has no {group!r} in the manifest, which has {columns}")
+        unit = str(value)
+    base = {"pred_text": "", "audio_filepath": entry.audio, "duration": entry.duration_s}
+    return Sample(id=entry.id, mode=mode, text=entry.text or "", group=unit, **(base | known))
+
+
+def match(
+    entries: Sequence[Entry], hypotheses: Path, mode: str, group: str | None = None
+) -> list[Sample]:
+    """Transcripts made elsewhere, brought to the entries they belong to.
+
+    A transcript belongs to an entry by its id or its path; else by the name of the file without
+    folder, ending and case, where only one of each is called so. Where an entry has none, it counts
+    as a failure: all its words were missed.
+
+    Args:
+        entries: With texts.
+        hypotheses: JSON lines, a table, a ``.trn``, or a folder of ``.txt`` files.
+        mode: Its name.
+        group: See `sample_of`.
+
+    Raises:
+        InputError: The file cannot be read, or none of its transcripts belongs to an entry.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for key, row in _heard(hypotheses):
+        if key in found:
+            raise InputError(f"{hypotheses} has two transcripts of {key!r}; expected one")
+        found[key] = row
+    names = [(entry.id, str(first_of(entry.fields, AUDIO) or entry.id)) for entry in entries]
+    wanted = Counter(stem for both in names for stem in {_stem(name) for name in both})
+    offered = Counter(map(_stem, found))
+    stems = {_stem(key): row for key, row in found.items() if offered[_stem(key)] == 1}
+    samples = []
+    for entry, both in zip(entries, names, strict=True):
+        rows = [found[name] for name in both if name in found]
+        rows += [stems[s] for s in map(_stem, both) if s in stems and wanted[s] == 1]
+        known = rows[0] if rows else {"error": "there is no transcript of it"}
+        if known.get("duration") is None:
+            known = {k: v for k, v in known.items() if k != "duration"}
+        samples.append(sample_of(entry, mode, group, **known))
+    if all(sample.error for sample in samples):
+        raise InputError(
+            f"none of the {len(found)} transcripts of {hypotheses} belongs to a recording of the "
+            f"manifest: they are called {next(iter(found), '')!r}, ..., and the recordings "
+            f"{entries[0].id!r}, ..."
+        )
+    return samples
+
+
+def _heard(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Key and fields of each transcript."""
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise InputError(f"the folder {path} holds no .txt files; expected one per recording")
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except (OSError, ValueError) as problem:
+                raise InputError(f"{file} cannot be read as UTF-8 text: {problem}") from problem
+            yield file.stem, {"pred_text": " ".join(text.split())}
+        return
+    for line, row in read_rows(path):
+        where = f"{path}, line {line}"
+        key, heard = text_of(row, KEY, where), text_of(row, HEARD, where)
+        failed = text_of(row, ("error",), where)
+        if key is None or (heard is None and failed is None):
+            raise InputError(f"{where} needs an id or a path, and a text; it has {', '.join(row)}")
+        yield (
+            key,
+            {
+                "pred_text": heard or "",
+                "time": seconds_of(row, ("time",), where),
+                "duration": seconds_of(row, ("duration", "duration_s"), where),
+                "error": failed,
+            },
+        )
+
+
+def _stem(name: str) -> str:
+    last = re.split(r"[/\\]", name)[-1]
+    return (last.rpartition(".")[0] or last).casefold()
+
+
+def read_results(path: Path, mode: str) -> list[Sample]:
+    """A result file of the leaderboard: references and transcripts in one.
+
+    Rows of one recording that was cut into chunks (``parent_id``, ``chunk_index``) become one, as
+    there: transcripts in order, lengths and times added up.
+
+    Args:
+        path: JSON lines with ``text`` and ``pred_text``.
+        mode: Its name.
+
+    Raises:
+        InputError: The file cannot be read, or is none.
+    """
+    samples: list[Sample] = []
+    chunks: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
+    for line, row in read_rows(path):
+        where = f"{path}, line {line}"
+        text, heard = text_of(row, ("text",), where), row.get("pred_text")
+        if text is None or "pred_text" not in row:
+            raise InputError(
+                f"{where} has no 'text' and 'pred_text'; give the references with a manifest"
+            )
+        sample = Sample(
+            id=text_of(row, KEY, where) or f"sample_{line - 1}",
+            mode=mode,
+            text=text,
+            pred_text="" if heard is None else str(heard),
+            audio_filepath=text_of(row, AUDIO, where),
+            duration=seconds_of(row, ("duration",), where),
+            time=seconds_of(row, ("time",), where),
+            group=text_of(row, ("parent_id",), where),
+        )
+        if sample.group is None:
+            samples.append(sample)
+        else:
+            place = row.get("chunk_index")
+            if not isinstance(place, int):
+                raise InputError(f"{where} has the chunk_index {place!r}; expected a number")
+            chunks[sample.group].append((place, sample))
+    for parent, pieces in sorted(chunks.items()):
+        ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+        heard = " ".join(p.pred_text.strip() for p in ordered if p.pred_text.strip())
+        durations, times = [p.duration for p in ordered], [p.time for p in ordered]
+        samples.append(
+            dataclasses.replace(
+                ordered[0],
+                id=parent,
+                audio_filepath=parent,
+                pred_text=heard,
+                duration=None if None in durations else sum(d for d in durations if d),
+                time=None if None in times else sum(t for t in times if t),
+                group=None,
+            )
+        )
+    if not samples:
+        raise InputError(f"{path} holds no line; expected one recording a line")
+    return samples
+
+
+def write_results(folder: Path, model: str, data: str, samples: Sequence[Sample]) -> list[Path]:
+    """Writes each mode's rows for the leaderboard's own scripts; returns the files.
+
+    Args:
+        folder: Created where it does not exist.
+        model: Name of the model.
+        data: Name of the set.
+        samples: Of any number of modes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        row = sample.as_dict()
+        by_mode[sample.mode].append({name: row[name] for name in LEADERBOARD})
+    files = []
+    for mode, rows in by_mode.items():
+        names = (re.sub(r"[^\w.+=,-]", "-", name) for name in (f"{model}-{mode}", data))
+        files.append(folder / "MODEL_{}_DATASET_{}.jsonl".format(*names))
+        write_rows(files[-1], rows)
+    return files

@@ -1,0 +1,713 @@
+"""`WERReport`: word errors, speed and paired comparisons of modes over the same recordings."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import importlib.metadata
+import io
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.asr.formats import write_atomically
+from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
+from mmdecode.evaluation import plots
+from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
+from mmdecode.evaluation.report import asset, marked, player
+from mmdecode.evaluation.runs import data_hash, record
+from mmdecode.evaluation.samples import Sample, sample_of, write_results
+from mmdecode.evaluation.statistics import (
+    RESAMPLES,
+    PairedBootstrap,
+    PairedTest,
+    holm,
+    interval,
+    mapsswe,
+    paired_bootstrap,
+    paired_test,
+    resampled_sums,
+    sums_by,
+)
+from mmdecode.evaluation.wer import (
+    Step,
+    align,
+    align_as_written,
+    count_steps,
+    default_scorer,
+    summed,
+)
+
+if TYPE_CHECKING:
+    from mmdecode.asr.transcriber import Transcriber
+
+COLUMNS = {
+    "mode": "mode",
+    "wer": "WER %",
+    "interval": "95 %",
+    "cer": "CER %",
+    "mer": "MER %",
+    "wil": "WIL %",
+    "sub": "S %",
+    "del": "D %",
+    "ins": "I %",
+    "failed": "failed",
+    "rtfx": "RTFx",
+    "p50": "p50 s",
+    "p95": "p95 s",
+    "tokens_per_pass": "tokens per pass",
+}
+MARGIN = 0.001
+_PLAYED = 4 << 20  # bytes of a recording that a page still holds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two modes on the same recordings; differences are first minus second.
+
+    Attributes:
+        first, second: Their names.
+        same: Recordings whose normalised texts are equal.
+        of: Recordings compared.
+        bootstrap: Of the difference of the word error rates.
+        mapsswe: Matched-pairs sentence-segment word error test.
+        utterances: The same test with whole recordings.
+        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together.
+        margin: Loss of word error rate that would still do.
+        within_margin: Whether the interval shows that the second loses less than that.
+        speedup: Time of the first over time of the second; ``None``: not timed.
+        speedup_low, speedup_high: Its 95 % interval, by bootstrap over batches; ``None``: there
+            was one batch.
+    """
+
+    first: str
+    second: str
+    same: int
+    of: int
+    bootstrap: PairedBootstrap
+    mapsswe: PairedTest
+    utterances: PairedTest
+    p_holm: float
+    margin: float
+    within_margin: bool
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+
+    def __str__(self) -> str:
+        found = self.bootstrap
+        lines = [
+            f"{self.second} against {self.first}: {self.same} of {self.of} texts are the same",
+            f"WER {_signed(-100 * found.difference)} points "
+            f"[{_signed(-100 * found.high)}, {_signed(-100 * found.low)}]; "
+            f"better in {100 * found.p_second_better:.1f} % of the draws",
+            f"matched pairs: z = {self.mapsswe.z:.3f} over {self.mapsswe.count} segments, "
+            f"p = {self.mapsswe.p:.4f}, {self.p_holm:.4f} by Holm",
+            f"a loss under {100 * self.margin:g} points is "
+            f"{'shown' if self.within_margin else 'not shown'}",
+        ]
+        if self.speedup is not None:
+            spread = ""
+            if self.speedup_low is not None:
+                spread = f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
+            lines.append(f"{self.speedup:.2f} times as fast{spread}")
+        return "; ".join(lines)
+
+
+class WERReport:
+    """Scores of saved samples; made by `wer_report`, or from `mmdecode.evaluation.runs`.
+
+    Args:
+        samples: Of one or more modes, each with the same recordings.
+        normaliser: Of `NORMALISERS`.
+        scorer: See `mmdecode.evaluation.wer.wer`.
+        only_scored: Leave out recordings that the leaderboard leaves out, those without words in
+            the reference; ``None``: with its normaliser.
+        margin: See `Comparison`.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+        conditions: What the samples depend on, by name; kept and shown.
+
+    Attributes:
+        modes: Names, the baseline first.
+        left_out: Recordings left out by ``only_scored``.
+
+    Raises:
+        OptionError: There are no samples, or modes have different recordings.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        normaliser: str = "whisper",
+        scorer: str | None = None,
+        only_scored: bool | None = None,
+        margin: float = MARGIN,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
+        self.margin, self.resamples, self.seed = margin, resamples, seed
+        self.conditions = dict(conditions or {})
+        normalise = normaliser_of(normaliser)
+        self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
+        self._of: dict[str, dict[str, Sample]] = {}
+        left_out = set()
+        for sample in samples:
+            if self.only_scored and not is_scored(sample.text, normalise):
+                left_out.add(sample.id)
+            else:
+                self._of.setdefault(sample.mode, {})[sample.id] = sample
+        self.left_out = len(left_out)
+        if not self._of:
+            raise OptionError("no recording has words to score; expected at least one")
+        self.modes = list(self._of)
+        self.ids = list(self._of[self.modes[0]])
+        for mode, found in self._of.items():
+            other = set(found).symmetric_difference(self.ids)
+            if other:
+                raise OptionError(
+                    f"{mode!r} and {self.modes[0]!r} have different recordings ({min(other)!r} is "
+                    "in one only); finish the run with --resume, or score them apart"
+                )
+        known = [self._of[self.modes[0]][name].group for name in self.ids]
+        self._groups = [str(group) for group in known] if None not in known else None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Everything scored, mode by mode."""
+        return [self._of[mode][name] for mode in self.modes for name in self.ids]
+
+    @cached_property
+    def alignments(self) -> dict[str, list[list[Step]]]:
+        """Of each recording, by mode."""
+        return {
+            mode: [
+                align(found[name].text, found[name].pred_text, self.normaliser, self.scorer)
+                for name in self.ids
+            ]
+            for mode, found in self._of.items()
+        }
+
+    @cached_property
+    def counts(self) -> dict[str, np.ndarray]:
+        """``(recordings, 7)`` of `mmdecode.evaluation.wer.count_errors`, by mode."""
+        return {mode: count_steps(steps) for mode, steps in self.alignments.items()}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+        first = self._of[self.modes[0]]
+        durations = [d for d in (first[name].duration for name in self.ids) if d is not None]
+        return {
+            "task": "wer",
+            "normaliser": self.normaliser,
+            "normaliser_origin": ORIGINS[self.normaliser],
+            "scorer": self.scorer,
+            "versions": {name: _version(name) for name in ("jiwer", "kaldialign")},
+            "only_scored": self.only_scored,
+            "recordings": len(self.ids),
+            "left_out": self.left_out,
+            "interval": {
+                "unit": "recording" if self._groups is None else "group",
+                "units": len(set(self._groups or self.ids)),
+                "resamples": self.resamples,
+                "seed": self.seed,
+            },
+            "duration_s": _spread(durations),
+            "modes": {mode: self._mode(mode) for mode in self.modes},
+            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+            "conditions": self.conditions,
+        }
+
+    def _mode(self, mode: str) -> dict[str, Any]:
+        score = summed(
+            self.counts[mode],
+            self.normaliser,
+            self.scorer,
+            self._groups,
+            self.resamples,
+            self.seed,
+        )
+        samples = [self._of[mode][name] for name in self.ids]
+        timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
+        audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
+        tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
+        batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
+        passes = sum(batch["row_passes"] for batch in batches)
+        more = ("words", "heard_words", "substitutions", "deletions", "insertions")
+        return {
+            "wer": score.value,
+            "wer_low": score.low,
+            "wer_high": score.high,
+            "cer": score.cer,
+            "mer": score.mer,
+            "wil": score.wil,
+            **{name: getattr(score, name) for name in more},
+            "characters": score.characters,
+            "character_errors": score.character_errors,
+            "failed": sum(sample.error is not None for sample in samples),
+            "empty": sum(not s.pred_text.strip() and bool(s.text.strip()) for s in samples),
+            "timed": len(timed),
+            "audio_s": audio,
+            "time_s": spent,
+            "rtfx": audio / spent if spent else None,
+            "latency_s": _spread([seconds for _, seconds in timed]),
+            "tokens": sum(tokens) if tokens else None,
+            "mean_tokens": sum(tokens) / len(tokens) if tokens else None,
+            "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
+            if passes
+            else None,
+        }
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Each further mode against the first, corrected for their number."""
+        found = [self._compared(self, mode, self.modes[0]) for mode in self.modes[1:]]
+        corrected = holm([one.mapsswe.p for one in found])
+        return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
+
+    def compare(
+        self, other: WERReport | str, *, mode: str | None = None, other_mode: str | None = None
+    ) -> Comparison:
+        """Compares a mode with another, here or in another report of the same recordings.
+
+        Args:
+            other: The second: a mode of this report, or another report.
+            mode: The first; ``None``: the first mode of this report.
+            other_mode: Of another report; ``None``: its first.
+
+        Raises:
+            OptionError: The reports have other recordings, another normaliser or other references.
+            UnknownNameError: There is no such mode.
+        """
+        first = self._known(mode or self.modes[0])
+        if isinstance(other, str):
+            return self._compared(self, self._known(other), first)
+        if (other.normaliser, other.scorer) != (self.normaliser, self.scorer):
+            raise OptionError(
+                f"one report is scored with {self.normaliser}, {self.scorer} and the other with "
+                f"{other.normaliser}, {other.scorer}; score both alike"
+            )
+        return self._compared(other, other._known(other_mode or other.modes[0]), first)
+
+    def _known(self, mode: str) -> str:
+        if mode not in self._of:
+            raise UnknownNameError.of("mode", mode, self.modes)
+        return mode
+
+    def _compared(self, other: WERReport, second: str, first: str) -> Comparison:
+        mine, theirs = self._of[first], other._of[second]
+        if [(n, mine[n].text) for n in self.ids] != [(n, theirs[n].text) for n in other.ids]:
+            raise OptionError(
+                "the reports have different recordings or references; compare what was said alike"
+            )
+        here, there = self.counts[first], other.counts[second]
+        errors = here[:, 2:5].sum(1), there[:, 2:5].sum(1)
+        words = np.stack([here[:, 0], there[:, 0]], 1)
+        bootstrap = paired_bootstrap(*errors, words, self._groups, self.resamples, self.seed)
+        matched = mapsswe(self.alignments[first], other.alignments[second])
+        heard = [
+            [[s.heard for s in steps if s.heard] for steps in alignments]
+            for alignments in (self.alignments[first], other.alignments[second])
+        ]
+        speed = self._speedup([(mine[name], theirs[name]) for name in self.ids])
+        return Comparison(
+            first=first,
+            second=second,
+            same=sum(a == b for a, b in zip(*heard, strict=True)),
+            of=len(self.ids),
+            bootstrap=bootstrap,
+            mapsswe=matched,
+            utterances=paired_test(errors[0] - errors[1]),
+            p_holm=matched.p,
+            margin=self.margin,
+            within_margin=-bootstrap.low < self.margin,
+            speedup=speed[0],
+            speedup_low=speed[1],
+            speedup_high=speed[2],
+        )
+
+    def _speedup(
+        self, pairs: Sequence[tuple[Sample, Sample]]
+    ) -> tuple[float | None, float | None, float | None]:
+        timed = [(a, b) for a, b in pairs if a.time and b.time]
+        if not timed:
+            return None, None, None
+        table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
+        batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
+        first, second = table.sum(0)
+        if len(set(batches)) == 1:
+            return float(first / second), None, None
+        drawn = resampled_sums(sums_by(table, batches), self.resamples, self.seed)
+        return (float(first / second), *interval(drawn[:, 0] / drawn[:, 1]))
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row of text per mode under `COLUMNS`; columns without a value are left out."""
+        rows = []
+        units = self.summary["interval"]["units"]
+        for mode, found in self.summary["modes"].items():
+            words, spread = max(found["words"], 1), found["latency_s"] or {}
+            percent = {name: 100 * found[name] for name in ("wer", "cer", "mer", "wil")}
+            percent["sub"] = 100 * found["substitutions"] / words
+            percent["del"] = 100 * found["deletions"] / words
+            percent["ins"] = 100 * found["insertions"] / words
+            low, high = 100 * found["wer_low"], 100 * found["wer_high"]
+            row = {name: f"{value:.2f}" for name, value in percent.items()}
+            row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
+            row["failed"] = str(found["failed"])
+            row["rtfx"] = _number(found["rtfx"], ".2f")
+            row["p50"], row["p95"] = (_number(spread.get(k), ".3f") for k in ("p50", "p95"))
+            row["tokens_per_pass"] = _number(found["tokens_per_pass"], ".2f")
+            rows.append(row)
+        used = [name for name in COLUMNS if any(row[name] for row in rows)]
+        return [{COLUMNS[name]: row[name] for name in used} for row in rows]
+
+    def table(self) -> str:
+        """The scores as Markdown, with what they mean below."""
+        rows = self.rows()
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        text = "".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+        )
+        return f"{text}\n{self.about()}\n"
+
+    def about(self) -> str:
+        """What the numbers mean, in a sentence or two."""
+        found = self.summary
+        unit = found["interval"]
+        parts = [
+            f"{found['recordings']} recordings, {found['modes'][self.modes[0]]['words']} words; "
+            f"normaliser {self.normaliser} ({ORIGINS[self.normaliser]}), scorer {self.scorer}; "
+            f"95 % interval by bootstrap over {unit['units']} {unit['unit']}s"
+        ]
+        if self.left_out:
+            parts.append(f"{self.left_out} recordings without words to score were left out")
+        size = self.conditions.get("batch_size")
+        if size and size > 1:
+            parts.append(
+                f"p50 and p95 are a batch's time over its {size} recordings; for latency use "
+                "batch size 1"
+            )
+        if self.conditions.get("limit"):
+            parts.append("only a part of the set was scored: not a result to report")
+        return "; ".join(parts)
+
+    def to_pandas(self) -> Any:
+        """Every sample with its counts, as a pandas frame.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("a frame of samples needs pandas", extra="eval") from error
+        from mmdecode.evaluation.wer import COLUMNS as COUNTED
+
+        counts = np.concatenate([self.counts[mode] for mode in self.modes])
+        rows = [
+            sample.as_dict() | dict(zip(COUNTED, row, strict=True))
+            for sample, row in zip(self.samples, counts.tolist(), strict=True)
+        ]
+        return pandas.DataFrame(rows)
+
+    def worst(self, count: int = 5, mode: str | None = None) -> Worst:
+        """The recordings with the most errors, to listen to.
+
+        Args:
+            count: How many at most; those without an error are left out.
+            mode: ``None``: the first.
+        """
+        name = self._known(mode or self.modes[0])
+        errors = self.counts[name][:, 2:5].sum(1)
+        places = [int(p) for p in np.argsort(-errors, kind="stable")[:count] if errors[p]]
+        samples = [self._of[name][self.ids[place]] for place in places]
+        return Worst(samples, [int(errors[p]) for p in places], self.normaliser, self.scorer)
+
+    def figures(self) -> dict[str, Any]:
+        """Figures by name, those left out for which nothing is known."""
+        modes = self.summary["modes"]
+        durations = [self._of[self.modes[0]][name].duration for name in self.ids]
+        found = {
+            "wer_against_speed": plots.wer_against_speed(modes),
+            "wer_by_duration": plots.by_duration(durations, self.counts),
+            "error_kinds": plots.error_kinds(modes),
+        }
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Writes summary, tables, figures, a page and the leaderboard's files; returns them.
+
+        Args:
+            folder: Created where it does not exist.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str) + "\n"
+        texts = {
+            "summary.json": summary,
+            "table.md": self.table() + "".join(f"\n- {found}" for found in self.comparisons) + "\n",
+            "table.csv": _csv(self.rows()),
+            "report.html": self.page(),
+        }
+        for name, text in texts.items():
+            write_atomically(folder / name, text)
+        for name, figure in self.figures().items():
+            figure.savefig(folder / f"{name}.png", dpi=120)
+        model = str(self.conditions.get("model", "unknown"))
+        data = Path(str(self.conditions.get("data", "unknown"))).stem
+        files = [folder / name for name in texts]
+        files += [folder / f"{name}.png" for name in self.figures()]
+        return files + write_results(folder / "leaderboard", model, data, self.samples)
+
+    def page(self) -> str:
+        """One HTML file that holds everything: tables, figures, and the worst recordings."""
+        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
+        figures = "".join(
+            f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
+            f'src="data:image/png;base64,{_png(figure)}"></figure>'
+            for name, figure in self.figures().items()
+        )
+        worst = "".join(
+            f"<h2>Most errors, {html.escape(mode)}</h2>{self.worst(10, mode).as_html()}"
+            for mode in self.modes
+        )
+        facts = "".join(
+            f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
+            for name, value in self.conditions.items()
+        )
+        return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Word errors</title>
+<link rel="icon" href="data:,">
+<style>{asset("report.css")}</style>
+</head>
+<body>
+<h1>Word errors</h1>
+{self._table_html()}
+<ul>{compared}</ul>
+<section class="figures">{figures}</section>
+{worst}
+<h2>Conditions</h2>
+<div class="wide"><table>{facts}</table></div>
+</body>
+</html>
+"""
+
+    def _table_html(self) -> str:
+        rows = self.rows()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
+            for row in rows
+        )
+        return (
+            f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div><p>{html.escape(self.about())}</p>"
+        )
+
+    def _repr_html_(self) -> str:
+        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
+        return f"{self._table_html()}<ul>{compared}</ul>"
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Worst:
+    """Samples with many errors; shows players and alignments in a notebook.
+
+    Attributes:
+        samples: The one with the most errors first.
+        errors: Word errors of each.
+        normaliser, scorer: With which they were counted.
+    """
+
+    samples: list[Sample]
+    errors: list[int]
+    normaliser: str
+    scorer: str
+
+    def as_html(self) -> str:
+        """Players and alignments, without styles."""
+        return "".join(
+            self._article(sample, errors)
+            for sample, errors in zip(self.samples, self.errors, strict=True)
+        )
+
+    def _article(self, sample: Sample, errors: int) -> str:
+        audio = Path(sample.audio_filepath) if sample.audio_filepath else None
+        small = audio is not None and audio.is_file() and audio.stat().st_size <= _PLAYED
+        steps = align_as_written(sample.text, sample.pred_text, self.normaliser, self.scorer)
+        failed = f'<p class="bad">{html.escape(sample.error)}</p>' if sample.error else ""
+        return (
+            f'<article class="clip"><h3>{html.escape(sample.id)}</h3>'
+            f"<p>{errors} word error{'s' * (errors != 1)}</p>{failed}"
+            f"{player(audio) if audio is not None and small else ''}"
+            f"<dl><dt>said</dt><dd>{html.escape(sample.text)}</dd>"
+            f"<dt>heard</dt><dd>{marked(steps)}</dd></dl></article>"
+        )
+
+    def _repr_html_(self) -> str:
+        return (
+            "<style>.substitute,.insert,del.delete{color:#b3261e}"
+            f".substitute del{{color:gray;margin-left:.3em}}</style>{self.as_html()}"
+        )
+
+    def __repr__(self) -> str:
+        lines = []
+        for sample, errors in zip(self.samples, self.errors, strict=True):
+            lines.append(f"{sample.id}: {errors} word errors")
+            lines.append(f"  said  {sample.text}\n  heard {sample.error or sample.pred_text}")
+        return "\n".join(lines)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def wer_report(
+    systems: Transcriber | Mapping[str, Transcriber | Sequence[str]],
+    data: str | os.PathLike[str] | Sequence[tuple[Any, str]],
+    *,
+    limit: int | None = None,
+    group: str | None = None,
+    batch_size: int | None = None,
+    warmup: int = 1,
+    progress: Callable[[Sample], None] | None = None,
+    **scoring: Any,
+) -> WERReport:
+    """Transcribes recordings with loaded transcribers and scores them.
+
+    For example::
+
+        report = wer_report({"plain": plain, "medusa": drafted}, "test.jsonl", limit=20)
+        report.table(), report.worst(3), report.compare("medusa")
+
+    Args:
+        systems: A transcriber, or transcribers and lists of transcripts by name; the first is the
+            baseline.
+        data: A manifest with texts, or pairs of a path and a text.
+        limit: Only the first so many recordings.
+        group: Column of the manifest to draw intervals by; ``None``: its speakers, if any.
+        batch_size: Recordings at once; ``None``: as the first transcriber's options say.
+        warmup: Untimed runs before the first batch.
+        progress: Called with each sample.
+        **scoring: Options of `WERReport`: ``normaliser``, ``scorer``, ``margin``, ``seed``, ...
+
+    Raises:
+        OptionError: A list of transcripts is not as long as the data.
+        InputError: The manifest cannot be read.
+    """
+    if isinstance(data, (str, os.PathLike)):
+        entries = read_manifest(data, limit, text=True)
+    else:
+        entries = [
+            Entry(id=os.path.basename(path), audio=os.fspath(path), text=text)
+            for path, text in list(data)[:limit]
+        ]
+    named = systems if isinstance(systems, Mapping) else {"plain": systems}
+    models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
+    conditions: dict[str, Any] = {"data": str(data) if isinstance(data, (str, os.PathLike)) else ""}
+    if models:
+        first = next(iter(models.values()))
+        conditions |= conditions_of(models)
+        conditions |= {"batch_size": batch_size or first.options.batch_size, "warmup": warmup}
+    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    samples = []
+    if models:
+        samples = record(
+            models, entries, group=group, batch_size=batch_size, warmup=warmup, progress=progress
+        )
+    for name, texts in named.items():
+        if not isinstance(texts, Sequence):
+            continue
+        if len(texts) != len(entries):
+            raise OptionError(
+                f"{name!r} has {len(texts)} transcripts for {len(entries)} recordings; expected "
+                "one for each, in order"
+            )
+        pairs = zip(entries, texts, strict=True)
+        samples += [sample_of(entry, name, group, pred_text=text) for entry, text in pairs]
+    order = list(named)
+    samples.sort(key=lambda sample: order.index(sample.mode))
+    return WERReport(samples, **{"conditions": conditions} | scoring)
+
+
+def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
+    """What texts and times depend on: model, options, device, versions."""
+    import torch
+    import transformers
+
+    import mmdecode
+
+    first = next(iter(transcribers.values()))
+    device = first.model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
+    return {
+        "model": os.path.basename(first.model.config.name_or_path) or type(first.model).__name__,
+        "drafts": {m: type(one.decoder.draft).__name__ for m, one in transcribers.items()},
+        "options": dataclasses.asdict(first.options),
+        "device": f"{device.type} ({name})",
+        "dtype": str(first.model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "load_average": load,
+        "mmdecode": mmdecode.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p95 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.95])
+    return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}
+
+
+def _signed(value: float) -> str:
+    return f"{value + 0.0:+.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _csv(rows: Sequence[Mapping[str, str]]) -> str:
+    import csv
+
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _png(figure: Any) -> str:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120)
+    return base64.b64encode(data.getvalue()).decode()

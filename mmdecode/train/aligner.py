@@ -1,0 +1,116 @@
+"""Recipe of the zoo's `LetterHead`: letters by frame, for forced alignment.
+
+Data are joined words, whose times are known (`mmdecode.zoo.joined_words`), of the training
+sentences and voices, with noise and reverberation. A word's letters share its frames evenly, all
+other frames are blank: the head learns where words begin and end, and roughly where letters are,
+which is what forced alignment needs of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.asr.letters import SYMBOLS, LetterHead
+from mmdecode.zoo import synthesis
+from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignerOptions:
+    """Settings of the recipe.
+
+    Attributes:
+        sentences: Joined sentences to train on.
+        steps: Batches.
+        batch: Sentences per batch.
+        peak_rate: Highest learning rate (AdamW, cosine).
+        seed: Of everything.
+    """
+
+    sentences: int = 1500
+    steps: int = 1500
+    batch: int = 12
+    peak_rate: float = 3e-3
+    seed: int = 0
+
+
+def frame_labels(text: str, times: list[tuple[float, float]], frame_s: float, count: int) -> Tensor:
+    """The symbol of each frame, ``(count,)``; a letter that repeats the one before opens blank."""
+    labels = torch.zeros(count, dtype=torch.long)
+    for word, (start, end) in zip(text.lower().split(), times, strict=True):
+        letters = [SYMBOLS.index(c) for c in word if c in SYMBOLS[1:]]
+        edges = np.linspace(start / frame_s, end / frame_s, len(letters) + 1).round().astype(int)
+        for i, letter in enumerate(letters):
+            repeats = i > 0 and letters[i - 1] == letter
+            labels[edges[i] + repeats : edges[i + 1]] = letter
+    return labels
+
+
+def damage(wave: Tensor, rng: random.Random, generator: torch.Generator) -> Tensor:
+    """A room, noise and another loudness, each with some probability."""
+    if rng.random() < 0.2:
+        wave = synthesis.add_reverberation(wave, rng.uniform(0.1, 0.4), generator)
+    if rng.random() < 0.6:
+        wave = synthesis.add_noise(wave, rng.uniform(3, 30), generator, tilt=rng.uniform(0, 1.5))
+    return wave * 10 ** rng.uniform(-1, 0)
+
+
+def train_aligner(extractor: Any, data: list[Joined], options: AlignerOptions) -> LetterHead:
+    """Trains a head on joined words.
+
+    Args:
+        extractor: The ``WhisperFeatureExtractor`` whose features it will read.
+        data: What to train on, none longer than the extractor's window.
+        options: Settings.
+    """
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+    head = LetterHead(extractor.feature_size)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
+    frame_s = extractor.hop_length / RATE
+    for step in track(range(options.steps), description="letters"):
+        drawn = rng.sample(data, options.batch)
+        waves = [damage(torch.from_numpy(j.wave), rng, generator).numpy() for j in drawn]
+        features = extractor(waves, sampling_rate=RATE, return_tensors="pt").input_features
+        labels = torch.stack(
+            [frame_labels(j.text, j.times, frame_s, features.shape[-1]) for j in drawn]
+        )
+        loss = F.cross_entropy(head(features).flatten(0, 1), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        warm = min(1.0, (step + 1) / 100)
+        for group in optimizer.param_groups:
+            cosine = 0.5 * (1 + math.cos(math.pi * step / options.steps))
+            group["lr"] = options.peak_rate * warm * (0.02 + 0.98 * cosine)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return head.eval()
+
+
+def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
+    """The whole recipe; needs espeak-ng.
+
+    Args:
+        model_folder: The Whisper whose features the head reads.
+        out: The head is written into this folder.
+        options: Settings.
+    """
+    from transformers import WhisperFeatureExtractor
+
+    extractor = WhisperFeatureExtractor.from_pretrained(model_folder)
+    data = draw_joined_words(options.sentences, options.seed, "train", extractor.chunk_length)
+    head = train_aligner(extractor, data, options)
+    out.mkdir(parents=True, exist_ok=True)
+    head.save_pretrained(out)
+    return head

@@ -1,0 +1,207 @@
+"""Which heads of a Whisper's cross-attention follow the speech: ``alignment_heads`` by a recipe.
+
+The model transcribes recordings, forced alignment says when each token was said, and every head is
+scored by how much more of a token's attention than by chance lies in the token's own time. The best
+heads together are the ``most`` or fewer whose path comes nearest to the aligned words.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.asr.alignment import Head, Spoken, Timer, attention_spans, cross_attention
+from mmdecode.asr.words import Token, split_words
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.setup import token_ids
+from mmdecode.errors import InputError
+from mmdecode.train.medusa import greedy, whisper_prompt
+
+
+@dataclass
+class Aligned:
+    """A transcribed recording.
+
+    Attributes:
+        tokens: With the times that forced alignment gave them.
+        weights: Of every head, ``(layers * heads, tokens + 1, frames)``.
+        spoken: Which tokens are text.
+    """
+
+    tokens: list[Token]
+    weights: Tensor
+    spoken: list[bool]
+
+
+@torch.no_grad()
+def collect(
+    model: Any, processor: Any, waves: Iterable[np.ndarray], method: str, language: str = "en"
+) -> Iterator[Aligned]:
+    """Transcribes and aligns recordings that fit into a window.
+
+    Args:
+        model: A Whisper.
+        processor: Its processor.
+        waves: At its rate; longer ones are cut.
+        method: Of forced alignment, see ``word_timestamps``.
+        language: Of the recordings, where the checkpoint knows several.
+    """
+    extractor, config = processor.feature_extractor, model.config
+    stride = extractor.nb_max_frames // config.max_source_positions
+    frame_s = stride * extractor.hop_length / extractor.sampling_rate
+    eos = token_ids(model.generation_config.eos_token_id)[0]
+    stamps = model.generation_config.no_timestamps_token_id + 1
+    timer = Timer(
+        model,
+        processor.tokenizer,
+        method,
+        stamps=stamps,
+        frame_s=frame_s,
+        rate=extractor.sampling_rate,
+    )
+    every = every_head(model)
+    prompt = whisper_prompt(model, 1, 1, language).to(model.device)
+    room = config.max_target_positions - prompt.shape[1]
+    for wave in waves:
+        wave = wave[: extractor.n_samples]
+        features = extractor(
+            wave, sampling_rate=extractor.sampling_rate, return_tensors="pt"
+        ).input_features.to(model.device, model.dtype)
+        audio = model.get_encoder()(features).last_hidden_state
+        ids = greedy(model, audio, prompt, Decoder(), room)[0].tolist()[prompt.shape[1] :]
+        tokens = ids[: ids.index(eos)] if eos in ids else ids
+        frames = -(-len(wave) // (stride * extractor.hop_length))
+        rules = LogitsProcessorList()
+        window = Spoken(prompt[0].tolist(), tokens, rules, 0.0, frames, features[0], wave)
+        [timed] = timer([window], audio)
+        spoken = [token < stamps for token in tokens]
+        if not any(spoken):
+            continue
+        with cross_attention(model.get_decoder(), every) as attention:
+            model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=audio),
+                decoder_input_ids=torch.tensor([window.prompt + tokens], device=model.device),
+                use_cache=False,
+            )
+        weights = attention.weights(0, frames)[:, len(window.prompt) - 1 :]
+        yield Aligned(timed, weights.cpu(), spoken)
+
+
+def every_head(model: Any) -> list[Head]:
+    """All heads of the decoder's attention to the audio, layer by layer."""
+    config = model.config
+    return [
+        (layer, head)
+        for layer in range(config.decoder_layers)
+        for head in range(config.decoder_attention_heads)
+    ]
+
+
+def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
+    """Attention in a token's own time, less what an even spread would have there, ``(heads,)``."""
+    gains = []
+    for aligned in data:
+        frames = aligned.weights.shape[-1]
+        for row, token in enumerate(aligned.tokens):
+            if not aligned.spoken[row]:
+                continue
+            start = min(int(token.start_s / frame_s), frames - 1)
+            end = min(max(start + 1, round(token.end_s / frame_s)), frames)
+            gains.append(aligned.weights[:, row, start:end].sum(-1) - (end - start) / frames)
+    return torch.stack(gains).mean(0)
+
+
+def word_errors(
+    data: Sequence[Aligned], heads: Sequence[int], tokenizer: Any, frame_s: float
+) -> np.ndarray:
+    """Seconds by which heads miss the aligned words: ``(2, words)`` of starts and ends."""
+    missed: list[tuple[float, float]] = []
+    for aligned in data:
+        spans = attention_spans(aligned.weights[list(heads)], frame_s, aligned.spoken)
+        said = [
+            (t, s)
+            for t, s, is_text in zip(aligned.tokens, spans, aligned.spoken, strict=True)
+            if is_text
+        ]
+        first = 0
+        for _, count in split_words([token for token, _ in said], tokenizer):
+            own = said[first : first + count]
+            first += count
+            missed.append((own[0][1][0] - own[0][0].start_s, own[-1][1][1] - own[-1][0].end_s))
+    return np.array(missed).T
+
+
+def find_heads(
+    model: Any, processor: Any, waves: Iterable[np.ndarray], method: str = "ctc", most: int = 10
+) -> dict[str, Any]:
+    """Scores all heads on recordings and chooses some.
+
+    Args:
+        model: A Whisper.
+        processor: Its processor.
+        waves: Recordings at its rate.
+        method: Of forced alignment.
+        most: Heads to choose at most.
+
+    Returns:
+        ``alignment_heads``, each head's score, and by number of heads the median absolute error of
+        word starts and ends against the forced alignment, in seconds.
+    """
+    data = list(collect(model, processor, waves, method))
+    if not data:
+        raise InputError("no recording holds a word; expected speech that the model understands")
+    frame_s = processor.feature_extractor.chunk_length / model.config.max_source_positions
+    every = every_head(model)
+    scores = score_heads(data, frame_s)
+    order = scores.argsort(descending=True).tolist()[:most]
+    errors = [
+        float(np.median(np.abs(word_errors(data, order[: n + 1], processor.tokenizer, frame_s))))
+        for n in range(len(order))
+    ]
+    best = int(np.argmin(errors)) + 1
+    return {
+        "alignment_heads": sorted(list(every[index]) for index in order[:best]),
+        "median_error_s_by_heads": [round(error, 4) for error in errors],
+        "scores": {f"{a}.{b}": round(float(s), 4) for (a, b), s in zip(every, scores, strict=True)},
+        "recordings": len(data),
+    }
+
+
+def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
+    """Samples of the first recordings of a manifest: JSON lines with ``path`` or ``audio``."""
+    from mmdecode.asr.audio import blocks, source_of
+
+    for line in manifest.read_text().splitlines()[:limit]:
+        row = json.loads(line)
+        name = row.get("path") or row.get("audio")
+        if not name:
+            raise InputError(f"{manifest}: a line has neither 'path' nor 'audio': {line}")
+        yield np.concatenate(list(blocks(source_of(manifest.parent / name, rate), rate)))
+
+
+def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """Training sentences in training voices, as they are spoken; needs espeak-ng."""
+    from mmdecode.zoo import grammar, synthesis
+
+    rng = random.Random(f"heads/{seed}")
+    engine = synthesis.Espeak()
+    for text in grammar.sentences(count, seed + 77, "train"):
+        lead = np.zeros(rng.randint(1600, 12_000), np.float32)
+        yield np.concatenate([lead, engine.speak(text, synthesis.Voice.draw(rng)), lead])
+
+
+def write_heads(folder: Path, heads: list[list[int]]) -> None:
+    """Puts ``alignment_heads`` into the ``generation_config.json`` of a checkpoint's folder."""
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text()) | {"alignment_heads": heads}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

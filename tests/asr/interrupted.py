@@ -1,0 +1,208 @@
+"""Runs of ``mmdecode transcribe`` that are killed at random moments, continued and compared.
+
+    python tests/asr/interrupted.py FOLDER --kills 100 --seed 0
+
+Each run is a forked child, or several that share the work, of a process that has loaded everything,
+so that a run costs what its work costs. Most runs have a transcriber without a model, which is done
+at once and yields out of order: there a kill falls between the writes. The others use the shipped
+model. Nothing reported may be lost or doubled after a kill, and the files of a run that was killed
+and continued, by whatever number of processes, must be those of one that was not. Last, a recording
+that crashes its decoder must cost one run, not every run.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import accelerate  # noqa: F401, every child would load it
+
+from mmdecode.asr import audio, crashes, transcriber
+from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
+from mmdecode.cli.app import app
+from mmdecode.zoo.speech import speech_test
+
+RANKS = 2, 1, 3, 1, 2  # processes of one run after the other
+MOST_IN_A_ROW = 6
+
+
+class Instant:
+    """A transcriber that invents a text from the name; every seventh recording fails."""
+
+    class stats:
+        @staticmethod
+        def as_dict():
+            counters = "calls tokens passes row_passes drafted accepted acceptance_length"
+            return dict.fromkeys(counters.split(), 1) | {"accepted_histogram": [1]}
+
+    def stream(self, sources, progress=None):
+        order = list(enumerate(sources))
+        random.shuffle(order)
+        for index, source in order:
+            place = int(Path(source.name).stem)
+            if place % 7 == 3:
+                yield Failure(source=source.name, index=index, error="no", kind="InputError")
+                continue
+            text = " ".join(f"word{place * i}" for i in range(place % 40))
+            segment = Segment(start_s=0.5, end_s=9.0, text=text, tokens=[place])
+            yield Transcript(
+                source=source.name,
+                index=index,
+                text=text,
+                segments=[segment],
+                language="en",
+                duration_s=float(place),
+                tokens=[place],
+                stats={"windows": 1, "attempts": 1, "tokens": 1},
+            )
+
+
+def start(arguments, ranks, log):
+    """Process ids of a run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [_fork(arguments, rank, ranks, port, log) for rank in range(ranks)]
+
+
+def _fork(arguments, rank, ranks, port, log):
+    if pid := os.fork():
+        return pid
+    try:
+        if ranks > 1:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in places.items()})
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(ranks)})
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        app(["transcribe", *map(str, arguments)])
+    except SystemExit as end:
+        os._exit(end.code or 0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+    os._exit(70)
+
+
+def finish(pids):
+    """Exit codes."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def kill(pids, after_s):
+    """Exit codes; processes that were still running were killed."""
+    time.sleep(after_s)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)  # one that has ended waits for `finish` and is not hurt
+    return finish(pids)
+
+
+def reported(folder):
+    """Ids that have a transcript in some complete line, and how many such lines there are."""
+    ids = []
+    for path in [folder / "results.jsonl", *(folder / "parts").glob("*")]:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        ids += [entry["id"] for entry in found if "error" not in entry]
+    return set(ids), len(ids)
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def series(inputs, options, kills, folder, log, exit_code):
+    """Kills runs until there were enough, and compares each time one gets to its end.
+
+    Returns:
+        How many were killed, and how many folders compared.
+    """
+    whole, out = folder / "whole", folder / "out"
+    command = [*inputs, *options]
+    started = time.perf_counter()
+    assert finish(start([*command, "--out", whole], 1, log)) == [exit_code]
+    length = time.perf_counter() - started
+    failures = sum("error" in entry for entry in map(json.loads, (whole / "results.jsonl").open()))
+    killed = compared = in_a_row = 0
+    before = set()
+    ranks = itertools.cycle(RANKS)
+    while killed < kills or out.exists():
+        arguments = [*command, "--out", out, *(["--resume"] if out.exists() else [])]
+        said = os.path.getsize(log.name)
+        pids = start(arguments, next(ranks), log)
+        # now and then a run is left to end, the last one in any case
+        codes = (
+            kill(pids, random.uniform(0, 1.2) * length)
+            if killed < kills and in_a_row < MOST_IN_A_ROW
+            else finish(pids)
+        )
+        if -signal.SIGKILL in codes:
+            killed, in_a_row = killed + 1, in_a_row + 1
+            now, count = reported(out)
+            assert before <= now, f"lost: {before - now}"
+            assert count == len(now), f"doubled: {count - len(now)}"
+            before = now
+            continue
+        assert codes == [exit_code, *[0] * (len(codes) - 1)], f"{codes}, see {log.name}"
+        assert contents(out) == contents(whole)
+        told = Path(log.name).read_text()[said:]
+        assert told.count("failed: ") == failures and told.count(" done before") == 1, told
+        shutil.rmtree(out)
+        compared, in_a_row, before = compared + 1, 0, set()
+    return killed, compared
+
+
+def crash(clips, options, folder, log):
+    """A recording at which the decoder ends the process makes one run die, and no other."""
+
+    def dies(path, file):
+        if path == Path(clips[1]):
+            os.abort()
+        return decode(path, file)
+
+    decode, audio._soundfile = audio._soundfile, dies
+    crashes._READ = f"import os, sys\nif sys.argv[1] == {clips[1]!r}: os.abort()"
+    arguments = [*clips, *options, "--out", folder]
+    codes = [finish(start(arguments, 1, log)), finish(start([*arguments, "--resume"], 1, log))]
+    assert codes == [[-signal.SIGABRT], [1]], codes
+    entries = [json.loads(line) for line in (folder / "results.jsonl").open()]
+    assert ["error" in entry for entry in entries] == [False, True, False], entries
+    assert "crashes the library" in entries[1]["error"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    random.seed(given.seed)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    with_model = max(1, given.kills // 5)
+    loaded = transcriber.load("zoo:whisper-synth", "cpu", None)
+    transcriber.load = lambda *_: loaded
+    from_pretrained = Transcriber.from_pretrained
+    with (given.folder / "log.txt").open("w") as log:
+        listing = given.folder / "list.txt"
+        listing.write_text("\n".join(str(given.folder / f"{place}.wav") for place in range(60)))
+        options = ["--device", "cpu", "--format", "txt,srt,json"]
+        Transcriber.from_pretrained = lambda *_, **options: Instant()
+        many = given.kills - with_model
+        instant = series(["--files-from", listing], options, many, given.folder / "many", log, 1)
+        Transcriber.from_pretrained = from_pretrained
+        clips = [str(clip.path) for clip in speech_test()[:6]]
+        options += ["--batch-size", 2, "--draft", "lookup"]
+        spoken = series(clips, options, with_model, given.folder / "spoken", log, 0)
+        crash(clips[:3], options, given.folder / "crash", log)
+    killed, compared = map(sum, zip(instant, spoken, strict=True))
+    print(json.dumps({"killed": killed, "compared": compared}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Results that survive: kills, other numbers of processes, odd names, a second run at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from mmdecode.asr import crashes, jobs
+from mmdecode.asr.audio import Source, blocks, recording
+from mmdecode.asr.crashes import Journal, suspects
+from mmdecode.asr.jobs import ResultFolder, claimed, merge, prepare
+from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.processes import Team, share_out
+from mmdecode.asr.transcriber import Failure, Segment, Transcript
+from mmdecode.errors import InputError, MissingExtraError, OptionError
+
+HERE = Path(__file__).parent
+ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]
+
+
+def told(source, text="one", index=0):
+    return Transcript(
+        source=source,
+        index=index,
+        text=text,
+        segments=[Segment(start_s=0.0, end_s=2.0, text=text, tokens=[1])],
+        language=None,
+        duration_s=2.0,
+        tokens=[1],
+        stats={"windows": 1},
+    )
+
+
+def failed(source, error="no"):
+    return Failure(source=source, index=0, error=error, kind="InputError")
+
+
+def write(folder, results, entries=ENTRIES, resume=False, rank=None, end=True):
+    """One process of a run; without an end it was killed."""
+    folder.mkdir(exist_ok=True)
+    if rank in (None, 0):
+        prepare(folder, {"a": 1}, resume, entries)
+    one = ResultFolder(folder, ["txt"], entries, rank=rank)
+    for result in results:
+        one.add(result)
+    one.close()
+    if end:
+        merge(folder, entries)
+    return one
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp_path):
+    write(tmp_path / "a", [told(e.id) for e in reversed(ENTRIES)])
+    found = lines(tmp_path / "a")
+    assert [(e["source"], e["index"], e["name"]) for e in found] == [
+        ("w/a.wav", 0, "a"), ("x/a.wav", 1, "a-2"), ("y/a.wav", 2, "a-3"), ("z/a.wav", 3, "a-4"),
+    ]  # fmt: skip
+    write(tmp_path / "b", [told(ENTRIES[3].id)], end=False)
+    write(tmp_path / "b", [told(e.id) for e in ENTRIES[:3]], resume=True)
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
+    write(tmp_path / "a", [told(e.id) for e in ENTRIES])
+    out = tmp_path / "b"
+    write(out, [told(ENTRIES[2].id)], rank=0, end=False)
+    write(out, [told(ENTRIES[1].id)], rank=1, end=False)
+    (out / ".a.txt.7.tmp").write_text("half")
+    with (out / "parts" / "rank-1.jsonl").open("a") as file:
+        file.write('{"source": "w/a.wav", "na')
+    assert sorted(p.name for p in (out / "parts").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert write(out, [], resume=True, end=False).done == {"x/a.wav", "y/a.wav"}
+    write(out, [told(ENTRIES[0].id), told(ENTRIES[3].id)], resume=True)
+    assert contents(out) == contents(tmp_path / "a")
+
+
+def test_a_failure_is_kept_once_until_a_transcript_takes_its_place(tmp_path):
+    source = ENTRIES[1].id
+    write(tmp_path, [failed(source)])
+    for _ in range(2):
+        assert write(tmp_path, [failed(source)], resume=True, end=False).done == set()
+        assert [e["error"] for e in lines(tmp_path)] == ["no"]
+    write(tmp_path, [failed(source, "why")], resume=True)
+    assert [e["error"] for e in lines(tmp_path)] == ["why"]
+    write(tmp_path, [told(source)], resume=True)
+    assert write(tmp_path, [], resume=True).done == {source}
+    assert [e.get("text") for e in lines(tmp_path)] == ["one"]
+    write(tmp_path, [failed(source)], resume=True)
+    assert [e.get("text") for e in lines(tmp_path)] == ["one"], "a failure replaced a transcript"
+
+
+def test_results_of_a_larger_input_stay(tmp_path):
+    write(tmp_path, [told(e.id) for e in ENTRIES])
+    write(tmp_path, [], ENTRIES[2:3], resume=True)
+    assert [e["source"][0] for e in lines(tmp_path)] == ["y", "w", "x", "z"]
+    more = [Entry(id="v/a.wav", audio="v/a.wav"), *ENTRIES]
+    write(tmp_path, [told("v/a.wav")], more, resume=True)
+    assert [e["name"] for e in lines(tmp_path)] == ["a-5", "a", "a-2", "a-3", "a-4"]
+
+
+def test_the_results_are_a_manifest(tmp_path):
+    write(tmp_path, [told(ENTRIES[0].id, "hello"), failed(ENTRIES[1].id)])
+    first, second = read_manifest(tmp_path / "results.jsonl")
+    assert (first.id, first.text, first.duration_s) == ("w/a.wav", "hello", 2.0)
+    assert first.audio == os.path.abspath("w/a.wav")
+    assert second.text is None
+
+
+def test_names_that_are_not_utf_8_are_written_and_found_again(tmp_path):
+    odd = [Entry(id="a\udcff.wav", audio="a\udcff.wav")]
+    write(tmp_path, [told(odd[0].id)], odd)
+    assert write(tmp_path, [], odd, resume=True).done == {"a\udcff.wav"}
+
+
+def test_a_second_run_is_kept_out_while_one_is_at_work(tmp_path):
+    with claimed(tmp_path), pytest.raises(OptionError, match="another run"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        prepare(tmp_path, {}, False, ENTRIES)
+    orphan = ResultFolder(tmp_path, [], ENTRIES, rank=1)  # its leading process was killed
+    with pytest.raises(OptionError, match="another run"):
+        merge(tmp_path, ENTRIES)
+    orphan.close()
+    merge(tmp_path, ENTRIES)
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path):
+    write(tmp_path, [told(ENTRIES[0].id)])
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write("what?\n")
+    with pytest.raises(InputError, match=r"results\.jsonl, line 2"):
+        prepare(tmp_path, {"a": 1}, True, ENTRIES)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_an_error_with_advice(tmp_path):
+    one = write(tmp_path, [], end=False)
+    with open("/dev/full", "ab", buffering=0) as full:
+        one._file = full
+        with pytest.raises(InputError, match=r"No space left.*--resume"):
+            one.add(told(ENTRIES[0].id))
+
+
+# What the tests above would not be worth if they could not fail
+
+
+class Unordered(ResultFolder):
+    """Names in the order of the ends."""
+
+    def add(self, result):
+        names = jobs.Names(self._names[s] for s in self.done)
+        self._names[result.source] = names.new(result.source)
+        return super().add(result)
+
+
+class Unplaced(ResultFolder):
+    """Places among what was left to do."""
+
+    def add(self, result):
+        entry = self._entries[result.source][1]
+        self._entries[result.source] = (result.index, entry)
+        return super().add(result)
+
+
+@pytest.mark.parametrize("broken", [Unordered, Unplaced, "sorted", "lines"])
+def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
+    if broken == "sorted":
+        monkeypatch.setattr(jobs, "sorted", lambda items, key=None: list(items), raising=False)
+    elif broken == "lines":  # a line that was cut off is taken for a whole one
+        monkeypatch.setattr(jobs, "_lines", lambda path: iter(()))
+    else:
+        monkeypatch.setitem(globals(), "ResultFolder", broken)
+    with pytest.raises(AssertionError):
+        test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp_path)
+
+
+# Kills
+
+
+def run_interrupted(folder, kills, seed):
+    command = [sys.executable, HERE / "interrupted.py", folder, "--kills", kills, "--seed", seed]
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)
+def test_five_killed_runs_end_as_one_that_was_left_alone_and_a_crash_as_a_failure(tmp_path):
+    assert run_interrupted(tmp_path, 5, seed=1)["killed"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_a_hundred_killed_runs_lose_nothing_and_end_as_one_that_was_left_alone(tmp_path):
+    found = run_interrupted(tmp_path, 100, seed=2)
+    assert found["killed"] == 100
+    assert found["compared"] >= 12
+
+
+# Recordings that crash their decoder
+
+
+def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_path):
+    path = tmp_path / ".reading-0.tmp"
+    journal = Journal(path)
+    seen = []
+
+    def read():
+        for _ in range(2):
+            seen.append(suspects([path]))
+            yield 16_000, None
+        raise InputError("a: is broken; mend it")
+
+    blocks = journal.watched(Source("a\udcff", read)).read()
+    for _ in range(2):
+        next(blocks)
+        assert suspects([path]) == set()
+    with pytest.raises(InputError):
+        next(blocks)
+    assert suspects([path]) == set()
+    assert seen == [{"a\udcff"}] * 2
+    journal.close()
+    assert not path.exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit, monkeypatch):
+    for name in ("bad.wav", "good.wav"):
+        soundfile.write(tmp_path / name, kit.noise(1.0), kit.rate)
+    crash = "import os, sys\nif 'bad' in sys.argv[1]: os.abort()\n"
+    monkeypatch.setattr(crashes, "_READ", crash)  # a decoder that the shipped clips crash
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".reading-0.tmp").write_text("bad")
+    (out / ".reading-1.tmp").write_text("")
+    entries = [Entry(id=name, audio=str(tmp_path / f"{name}.wav")) for name in ("bad", "good")]
+    assert prepare(out, {}, True, entries) == {"bad"}
+    assert not list(out.glob(".reading*"))
+    for entry in entries:
+        source = crashes.checked(recording(entry.audio, entry.id), entry.audio)
+        if entry.id == "bad":
+            with pytest.raises(InputError, match=r"bad\.wav: crashes the library"):
+                next(source.read())
+        else:
+            assert sum(len(block) for block in blocks(source, kit.rate)) == kit.rate
+
+
+# Several processes
+
+
+def test_work_is_shared_by_size():
+    assert share_out([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert share_out([1, 1, 1, 3], 2) == [[3], [0, 1, 2]]
+    assert share_out([0.0] * 5, 2) == [[0, 2, 4], [1, 3]]
+    assert share_out([], 2) == [[], []]
+    shares = share_out([float(i % 9) for i in range(50)], 3)
+    assert sorted(i for share in shares for i in share) == list(range(50))
+
+
+def test_alone_nothing_is_launched(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # left over from something else
+    team = Team("cuda:3")
+    assert (team.rank, team.size, team.device, team.leads) == (0, 1, "cuda:3", True)
+    assert team.gather(1) == [1] and team.share([1, 2]) == [0, 1]
+    team.leave()
+
+
+def test_several_processes_without_accelerate_are_refused(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(MissingExtraError, match="accelerate"):
+        Team("cpu")
+
+
+@pytest.fixture
+def recordings(tmp_path, kit):
+    folder = tmp_path / "audio"
+    folder.mkdir()
+    for number in range(5):
+        soundfile.write(folder / f"{number}.wav", kit.noise(0.5 + number, seed=number), kit.rate)
+    (folder / "broken.mp3").write_text("no audio")
+    return folder
+
+
+def transcribe(*arguments, processes=None):
+    launcher = "-m accelerate.commands.launch --cpu --num_processes".split()
+    command = [*launcher, str(processes)] if processes else []
+    command += ["-m", "mmdecode", "transcribe", *map(str, arguments)]
+    plain = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[1])}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env={**os.environ, **plain}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_write_what_one_writes_and_one_continues_what_two_began(
+    recordings, folder, tmp_path
+):
+    options = ["--model", folder, "--device", "cpu", "--max-new-tokens", "5"]
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    assert transcribe(recordings, *options, "--out", alone).returncode == 1
+    done = transcribe(recordings, *options, "--out", out, processes=2)
+    assert done.returncode == 1
+    assert done.stderr.count("5 transcribed, 0 done before, 1 failed") == 1, done.stderr
+    assert done.stderr.count("failed: ") == 1
+    assert contents(out) == contents(alone)
+    # as if both had been killed when each had ended some
+    entries = (out / "results.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "results.jsonl").unlink()
+    (out / "parts").mkdir()
+    (out / "parts" / "rank-0.jsonl").write_bytes(entries[4] + entries[0])
+    (out / "parts" / "rank-1.jsonl").write_bytes(entries[3] + entries[1][:40])
+    again = transcribe(recordings, *options, "--out", out, "--resume")
+    assert "2 transcribed, 3 done before, 1 failed" in again.stderr
+    assert contents(out) == contents(alone)

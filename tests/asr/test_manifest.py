@@ -1,0 +1,126 @@
+import contextlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmdecode.asr.manifest import read_manifest, write_rows
+from mmdecode.errors import InputError
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"audio": "x/1.wav", "text": "one", "speaker": "s", "duration": 2}\n\n'),
+        ("a.json", '{"audio_filepath": "x/1.wav", "text": "one", "duration": 2.0, "speaker": "s"}'),
+        ("a.json", '[{"path": "x/1.wav", "transcript": "one", "speaker": "s", "duration_s": 2}]'),
+        ("a.csv", "path,sentence,client_id,duration\nx/1.wav,one,s,2\n"),
+        ("a.tsv", "\ufeffpath\tsentence\tclient_id\tduration\r\nx/1.wav\tone\ts\t2\r\n"),
+    ],
+)
+def test_kinds_of_manifests_say_the_same(tmp_path, name, text):
+    (entry,) = read_manifest(write(tmp_path, name, text), text=True)
+    assert entry.id == "x/1.wav" and entry.audio == str(tmp_path / "x" / "1.wav")
+    assert (entry.text, entry.speaker, entry.duration_s) == ("one", "s", 2)
+
+
+def test_absolute_paths_ids_and_further_columns_are_kept(tmp_path):
+    row = {"id": 7, "audio": "/data/x.wav", "text": 'say "5"', "set": "dev"}
+    path = tmp_path / "a.jsonl"
+    write_rows(path, [row])
+    (entry,) = read_manifest(path)
+    assert (entry.id, entry.audio, entry.fields) == ("7", "/data/x.wav", row)
+    (entry,) = read_manifest(write(tmp_path, "a.tsv", 'audio\ttext\na.wav\tsay "5"\n'))
+    assert entry.text == 'say "5"'
+
+
+def test_lines_of_nist_have_ids_and_no_recordings(tmp_path):
+    path = write(tmp_path, "a.trn", "some (loud) words (spk-1)\n(spk-2)\n")
+    entries = read_manifest(path, audio=False)
+    assert [(e.id, e.text, e.audio) for e in entries] == [
+        ("spk-1", "some (loud) words", None),
+        ("spk-2", "", None),
+    ]
+
+
+def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"audio": "1"}\nbroken\n')
+    assert len(read_manifest(path, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "holds no line"),
+        ("a.jsonl", b"\xff\xfe\x00", "not UTF-8"),
+        ("a.jsonl", "RIFF", "line 1 is not JSON"),
+        ("a.jsonl", "[" * 100_000, "is not JSON"),
+        ("a.jsonl", "3", "line 1 holds int"),
+        ("a.json", "[1]", "item 1 holds int"),
+        ("a.jsonl", '{"text": "x"}', "neither 'id'"),
+        ("a.jsonl", '{"id": "1"}', "line 1 names no recording; expected 'audio'"),
+        ("a.jsonl", '{"audio": ["x"], "text": "x"}', "has list"),
+        ("a.jsonl", '{"audio": "a\\u0000b", "text": "x"}', "has the path"),
+        ("a.jsonl", '{"audio": "  ", "text": "x"}', "has the path"),
+        ("a.jsonl", '{"audio": "a\\ud800", "text": "x"}', "half a character"),
+        ("a.jsonl", '{"audio": "a", "text": "\\udfff"}', "half a character"),
+        ("a.jsonl", '{"audio": "a", "text": true}', "has bool"),
+        ("a.jsonl", '{"audio": "a"}', "has no text"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "duration": NaN}', "expected seconds"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "duration": -1}', "expected seconds"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "duration": {}}', "expected seconds"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "offset": 3.5}', "a part of a recording"),
+        ("a.jsonl", '{"audio": "a", "text": ""}\n{"audio": "a", "text": ""}', "id 'a' of line 1"),
+        ("a.csv", "audio,text\na\n", "2 columns of the header"),
+        ("a.csv", "audio,text\na,b,c\n", "2 columns of the header"),
+        ("a.csv", 'audio,text\n"' + "x" * 200_000 + '",b\n', "cannot be read"),
+        ("a.trn", "no id\n", "does not end with an id"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_line(tmp_path, name, text, said):
+    path = write(tmp_path, name, text)
+    with pytest.raises(InputError, match=said) as caught:
+        read_manifest(path, text=True)
+    assert str(path) in str(caught.value)
+
+
+def test_a_manifest_that_is_not_there(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.jsonl"):
+        with pytest.raises(InputError, match="cannot be read as a manifest"):
+            read_manifest(path)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(["audio", "path", "text", "duration", "id", "offset", "speaker"])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.dictionaries(KEYS, VALUES, max_size=6), max_size=3))
+def test_no_table_ends_in_another_error(tmp_path_factory, rows):
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        for entry in read_manifest(path):
+            assert entry.id and entry.audio
+    except InputError:
+        pass
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=60), st.sampled_from(["f.jsonl", "f.csv", "f.tsv", "f.trn"]))
+def test_no_bytes_end_in_another_error(tmp_path_factory, data, name):
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(data)
+    with contextlib.suppress(InputError):
+        read_manifest(path)

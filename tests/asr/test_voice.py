@@ -1,0 +1,239 @@
+"""Voice activity: silence is skipped, the text stays, times are those of the recording."""
+
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from mmdecode.asr import Failure, TranscribeOptions, Transcriber
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.voice import FRAME, RATE, Stretch, Timeline, VoiceActivity
+from mmdecode.errors import MissingExtraError, OptionError
+from mmdecode.zoo.speech import speech_test
+
+pytest.importorskip("silero_vad")
+STEP = FRAME / RATE
+
+
+def silence(seconds):
+    return np.zeros(round(seconds * RATE), np.float32)
+
+
+@pytest.fixture(scope="module")
+def clips():
+    """Of one sentence each."""
+    short = [clip for clip in speech_test() if clip.duration_s < 8]
+    return [soundfile.read(clip.path, dtype="float32")[0] for clip in short[:6]]
+
+
+@pytest.fixture(scope="module")
+def ours(trained):
+    return Transcriber.from_pretrained(trained, device="cpu", vad=True)
+
+
+@pytest.fixture(scope="module")
+def plain(trained):
+    return Transcriber.from_pretrained(trained, device="cpu")
+
+
+def detector(**options):
+    return VoiceActivity(TranscribeOptions(vad=True, **options))
+
+
+# Text and times
+
+
+def sound(samples):
+    """Where a clip begins and ends to be heard, in seconds: 35 dB below its loudest."""
+    loud = np.abs(samples) > np.abs(samples).max() * 10 ** (-35 / 20)
+    return np.flatnonzero(loud)[[0, -1]] / RATE
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 3), (0, 4), (0, 5), (1, 4)])
+def test_inserted_silence_changes_neither_text_nor_times(ours, plain, clips, one, other):
+    gaps = 5.0, 8.0, 6.0
+    first, second = clips[one], clips[other]
+    samples = np.concatenate([silence(gaps[0]), first, silence(gaps[1]), second, silence(gaps[2])])
+    [found] = ours(samples)
+    assert found.text == " ".join(t.text for t in plain([first, second]))
+    disturbed = plain(samples)[0]
+    assert disturbed.text != found.text, "silence did no harm, so nothing is proved"
+    assert found.stats["windows"] < disturbed.stats["windows"]
+    offsets = gaps[0], gaps[0] + len(first) / RATE + gaps[1]
+    wanted = [sound(clip) + offset for clip, offset in zip((first, second), offsets, strict=True)]
+    times = [(s.start_s, s.end_s) for s in found.segments if s.text]
+    assert len(times) == 2
+    assert np.abs(np.array(times) - np.array(wanted)).max() < 0.2
+    assert found.duration_s == pytest.approx(len(samples) / RATE, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["silence", "noise", "hum"])
+def test_without_speech_the_transcript_is_empty(ours, kind):
+    random = np.random.default_rng(0)
+    samples = {
+        "silence": silence(9.0),
+        "noise": 0.05 * random.standard_normal(9 * RATE).astype(np.float32),
+        "hum": 0.1 * np.sin(2 * np.pi * 50 * np.arange(9 * RATE) / RATE).astype(np.float32),
+    }[kind]
+    [found] = ours(samples)
+    assert (found.text, found.segments, found.tokens) == ("", [], [])
+    assert found.duration_s == 9.0
+    assert found.stats["windows"] == 0
+
+
+def test_a_batch_with_and_without_speech_equals_one_by_one(ours, trained, clips):
+    inputs = [silence(3.0), np.concatenate([clips[0], silence(4.0), clips[1]]), clips[2]]
+    seconds = []
+    together = list(ours.stream(inputs, seconds.append))
+    together.sort(key=lambda t: t.index)
+    assert sum(seconds) == pytest.approx(sum(len(x) for x in inputs) / RATE, abs=0.05)
+    one = Transcriber.from_pretrained(trained, device="cpu", vad="silero", batch_size=1)
+    for samples, found in zip(inputs, together, strict=True):
+        [alone] = one(samples)
+        assert (alone.tokens, alone.segments, alone.stats) == (
+            found.tokens,
+            found.segments,
+            found.stats,
+        )
+
+
+def test_what_cannot_be_read_is_still_an_error(ours, tmp_path):
+    found = ours([np.zeros(0, np.float32), tmp_path / "none.wav", silence(1.0)])
+    assert [isinstance(t, Failure) for t in found] == [True, True, False]
+    assert "no samples" in found[0].error
+
+
+# Stretches by hand
+
+
+def runs(vad, *parts):
+    """What is kept of probabilities given as (value, seconds)."""
+    values = [value for value, seconds in parts for _ in range(round(seconds / STEP))]
+    found = vad.stretches(values, len(values) * STEP)
+    return [(round(part.begin, 2), round(part.stop, 2)) for part in found]
+
+
+def test_short_silences_are_kept_and_short_sounds_are_not():
+    vad = detector(vad_min_silence_s=0.96, vad_min_speech_s=0.32, vad_pad_s=0.0)
+    parts = (0.1, 1.6), (0.9, 3.2), (0.1, 0.64), (0.9, 1.6), (0.1, 1.6), (0.9, 0.16), (0.1, 1.6)
+    assert runs(vad, *parts) == [(1.6, 7.04)]
+    # between the threshold and what ends speech nothing changes
+    assert runs(vad, (0.4, 1.6), (0.6, 1.6), (0.4, 3.2), (0.1, 1.6)) == [(1.6, 6.4)]
+    assert runs(vad, (0.9, 1.6), (0.1, 0.64)) == [(0.0, 1.6)]  # the end of the recording
+    assert runs(vad, (0.9, 3.2)) == [(0.0, 3.2)]
+    assert runs(vad, (0.1, 3.2)) == []
+
+
+def test_padding_joins_what_it_lets_touch_and_stays_inside():
+    vad = detector(vad_min_silence_s=0.32, vad_pad_s=0.4)
+    parts = (0.1, 0.32), (0.9, 1.6), (0.1, 0.64), (0.9, 1.6), (0.1, 1.6), (0.9, 0.64)
+    assert runs(vad, *parts) == [(0.0, 4.56), (5.36, 6.4)]
+
+
+def test_stretches_are_those_of_silero(clips):
+    import silero_vad
+
+    samples = np.concatenate([silence(3.0), clips[0], silence(4.0), clips[1], silence(2.5)])
+    vad = detector(vad_pad_s=0.0)
+    _, timeline = vad.cut(source_of(samples, RATE), RATE)
+    theirs = silero_vad.get_speech_timestamps(
+        torch.from_numpy(samples),
+        vad._model,
+        min_silence_duration_ms=2000,
+        speech_pad_ms=0,
+        return_seconds=True,
+        time_resolution=3,
+    )
+    assert len(theirs) == len(timeline.stretches) == 2
+    for part, other in zip(timeline.stretches, theirs, strict=True):
+        assert (part.start, part.end) == pytest.approx((other["start"], other["end"]), abs=0.001)
+
+
+def test_a_recording_is_heard_alike_after_another(clips):
+    vad = detector()
+    first = vad._listen(source_of(clips[0], RATE))
+    vad._listen(source_of(clips[1], RATE))
+    assert vad._listen(source_of(clips[0], RATE)) == first
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000])
+def test_the_cut_recording_is_its_stretches(clips, rate, monkeypatch):
+    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
+    samples = np.concatenate([clips[0], silence(4.0), clips[1], silence(4.0), clips[2]])
+    samples += 1e-4
+    source, timeline = detector().cut(source_of(samples, RATE), rate)
+    assert len(timeline.stretches) == 3
+    packed = np.concatenate([part[:, 0] for _, part in source.read()])
+    edges = [(round(s.begin * rate), round(s.stop * rate)) for s in timeline.stretches]
+    assert len(packed) == sum(stop - begin for begin, stop in edges)
+    if rate == RATE:
+        wanted = [samples[begin:stop] for begin, stop in edges]
+        assert np.array_equal(packed, np.concatenate(wanted))
+
+
+TIMELINE = Timeline((Stretch(1.0, 1.5, 2.5, 3.0), Stretch(10.0, 10.5, 12.5, 13.0)), 20.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "was"),
+    [
+        ((0.5, 1.5), (1.5, 2.5)),
+        ((0.7, 1.3), (1.7, 2.3)),
+        ((2.5, 4.0), (10.5, 12.0)),
+        ((0.0, 2.0), (1.5, 2.5)),  # padding is no speech
+        ((2.0, 5.0), (10.5, 12.5)),
+        ((1.8, 4.0), (10.5, 12.0)),  # said to begin before the seam
+        ((1.4, 4.0), (10.5, 12.0)),  # with less than a word of the first stretch
+        ((1.2, 4.0), (2.2, 12.0)),  # across the seam
+        ((0.7, 2.6), (1.7, 2.5)),  # said to end behind the seam
+        ((0.1, 0.3), (1.1, 1.3)),  # the detector heard nothing here, the model did
+        ((4.7, 5.4), (12.7, 13.4)),  # a last window may say that it ends behind the recording
+    ],
+    ids=str,
+)
+def test_times_are_carried_back(said, was):
+    assert TIMELINE.span(*said) == pytest.approx(was)
+
+
+def test_a_whole_recording_keeps_its_times():
+    whole = Timeline.whole(5.0)
+    assert whole.span(0.1, 4.2) == (0.1, 4.2)
+    assert whole.span(4.9, 5.3) == (4.9, 5.3)
+    assert whole.at(0.3) == 0.3
+
+
+# Options and what is missing
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vad": "webrtc"}, "True, False or 'silero'"),
+        ({"vad_threshold": 1.5}, "between 0 and 1"),
+        ({"vad_pad_s": -1.0}, "0 or more"),
+        ({"vad_min_silence_s": float("nan")}, "0 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, words):
+    with pytest.raises(OptionError, match=words):
+        TranscribeOptions(**options)
+
+
+def test_without_the_package_the_extra_is_named(model, processor, monkeypatch):
+    monkeypatch.setitem(sys.modules, "silero_vad", None)
+    with pytest.raises(MissingExtraError, match=r"mmdecode\[vad\]"):
+        Transcriber(model, processor, options=TranscribeOptions(vad=True))
+
+
+def test_the_number_of_threads_stays_what_it_was(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("silero_vad")]:
+        monkeypatch.delitem(sys.modules, name)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        detector()
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
