@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import os
 import re
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -181,11 +182,17 @@ def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
 
 
 def _file(path: Path) -> Blocks:
-    if not path.exists():
-        raise InputError(f"{path}: does not exist; check the path")
-    if path.is_dir():
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise InputError(f"{path}: does not exist; check the path") from None
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    if stat.S_ISDIR(found.st_mode):
         raise InputError(f"{path}: is a folder; expected an audio file")
-    if path.stat().st_size == 0:
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"{path}: is no regular file; give a pipe as '-', on stdin")
+    if found.st_size == 0:
         raise InputError(f"{path}: is empty (0 bytes); expected an audio file")
     soundfile = import_or_explain("soundfile", "reading audio files")
     try:

@@ -192,6 +192,11 @@ class LongForm:
                 f"prompt and hotwords have {given} tokens; the model can be shown "
                 f"{self.most_shown}: shorten them"
             )
+        if options.n_best and options.n_best_method == "beam" and decoder.guide is not None:
+            raise OptionError(
+                "n_best_method='beam' searches under the model's own law and knows no guide; use "
+                "n_best_method='sample', or leave the guide out"
+            )
         self.voice = VoiceActivity(options) if options.vad else None
         self.overlap = self._overlap()
         self.timer: Timer | None = None

@@ -29,7 +29,7 @@ class TranscribeOptions:
     """Settings of a transcription.
 
     Attributes:
-        batch_size: Windows decoded at once, each of another recording.
+        batch_size: Windows decoded at once; but in chunks, each of another recording.
         timestamps: Whether the model predicts times; without them windows are cut blindly.
         language: ``en``, ``english`` or ``<|en|>``; ``None``: the checkpoint's, else detected.
         task: ``transcribe`` or ``translate``; ``None``: the checkpoint's, else transcribe.

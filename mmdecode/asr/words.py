@@ -29,7 +29,7 @@ class Word:
     """A word and when it was said.
 
     Attributes:
-        text: With the space before it: the words of a segment joined are its text.
+        text: With the space before it: the words of a segment, joined and stripped, are its text.
         start_s, end_s: In seconds from the beginning of the recording.
         confidence: Mean probability of its tokens, 0 to 1.
     """

@@ -138,7 +138,7 @@ def command(
     vad_min_silence_s: Annotated[float, typer.Option(help="Shorter silences are kept.")] = 2.0,
     vad_pad_s: Annotated[float, typer.Option(help="Kept around each stretch of speech.")] = 0.4,
     n_best: Annotated[
-        int, typer.Option(help="Alternatives per window, with scores, in json and jsonl; 0: none.")
+        int, typer.Option(help="Alternatives per window, with scores, in json; 0: none.")
     ] = 0,
     n_best_method: Annotated[str, typer.Option(help="beam or sample.")] = "beam",
     mode: Annotated[

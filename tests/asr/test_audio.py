@@ -1,5 +1,6 @@
 """Reading audio: any rate, channels and length; clear errors for the rest; bounded memory."""
 
+import os
 import struct
 import sys
 import tracemalloc
@@ -145,6 +146,11 @@ def broken(tmp_path, kit, kind):
     samples = kit.noise(2.0)
     if kind == "missing":
         return path, "does not exist"
+    if kind == "long name":
+        return tmp_path / ("a" * 300), "cannot be read"
+    if kind == "pipe":
+        os.mkfifo(path)
+        return path, "is no regular file"
     if kind == "folder":
         return tmp_path, "is a folder"
     if kind == "empty":
@@ -187,7 +193,15 @@ def broken(tmp_path, kit, kind):
 
 
 BROKEN = ["missing", "folder", "empty", "text", "image", "raw", "header only", "no samples", "NaN"]
-BROKEN += ["rate", "text as mp3", "picture as mp3", "picture as au", "truncated ogg at 0.97"]
+BROKEN += [
+    "long name",
+    "pipe",
+    "rate",
+    "text as mp3",
+    "picture as mp3",
+    "picture as au",
+    "truncated ogg at 0.97",
+]
 BROKEN += [f"truncated {kind}" for kind in "wav flac ogg mp3 aiff au w64 caf".split()]
 
 

@@ -121,3 +121,9 @@ def test_the_trained_model_lists_near_misses(trained):
 def test_options_out_of_range_are_refused(options, words):
     with pytest.raises(OptionError, match=words):
         TranscribeOptions(**options)
+
+
+def test_beams_know_no_guide(processor, kit):
+    decoder = Decoder(guide="contrast:prompt=last_token")
+    with pytest.raises(OptionError, match="knows no guide"):
+        Transcriber(kit.build_model(processor), processor, decoder, TranscribeOptions(n_best=2))
