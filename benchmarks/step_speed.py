@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from stopwatch import bandwidth, timed
+from stopwatch import machine, timed
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -312,18 +310,10 @@ def main() -> None:
         print("not run: there is no CUDA device here; --device cpu --scale tiny tries the script")
         return
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    speed = bandwidth(device)
     cuda = device.type == "cuda"
-    machine = {
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "dtype": arguments.dtype,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "load_at_start": round(os.getloadavg()[0], 2),
-        "bandwidth_gb_per_s": round(speed / 1e9, 1),
-    }
-    print(json.dumps(machine, indent=2))
+    where = machine(device, arguments.dtype)
+    speed = 1e9 * where["bandwidth_gb_per_s"]
+    print(json.dumps(where, indent=2))
     results = []
     compiled = cuda or arguments.compile
     for name, shape in shapes(arguments.scale).items():
@@ -340,9 +330,9 @@ def main() -> None:
         + ", ".join(f"{time} ms behind {prompt} tokens" for prompt, time in host.items())
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"step-{device.type}-{machine['date']}.json"
+    path = arguments.out / f"step-{device.type}-{where['date']}.json"
     path.write_text(
-        json.dumps({"machine": machine, "host_ms": host, "shapes": results}, indent=2) + "\n"
+        json.dumps({"machine": where, "host_ms": host, "shapes": results}, indent=2) + "\n"
     )
     print(f"\nwritten: {path}")
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from mmdecode.asr.audio import Blocks, Source
@@ -55,7 +56,7 @@ class Journal:
                     return
                 yield block
 
-        return Source(source.name, read)
+        return replace(source, read=read)
 
     def close(self) -> None:
         """Removes the file: the process got to its end."""
@@ -91,4 +92,4 @@ def checked(source: Source, path: str) -> Source:
             )
         yield from source.read()
 
-    return Source(source.name, read)
+    return replace(source, read=read)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mmdecode.cli.flags import Device
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def command(
     timestamps: Annotated[
         bool, typer.Option("--timestamps/--no-timestamps", help="Let a Whisper predict times.")
     ] = True,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")] = None,
+    device: Device = None,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16 or float16; fp32, bf16, fp16 for short.")
     ] = "float32",
@@ -161,7 +162,7 @@ def command(
     if family != "whisper":
         longest = max((len(row) + 1 for row in (foreign or {}).values()), default=0)
         options["max_new_tokens"] = max_new_tokens or max(64, longest)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("auditing", total=len(foreign or cases))
         report = audit(
             network,
@@ -417,14 +418,3 @@ def _difference(finding: Finding | None) -> str:
     plain = "ended" if finding.plain is None else str(finding.plain)
     kind = "rounding" if finding.explained else "FAULT"
     return f"{kind} at {finding.position}: {token} for {plain}, gap {finding.gap:.2g}"
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Task, Timestamps
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
@@ -95,22 +96,16 @@ def wer(
     warmup: Annotated[
         int, typer.Option(min=0, help="Untimed runs of the first batch; the leaderboard makes 10.")
     ] = 1,
-    language: Annotated[
-        str | None, typer.Option(help="For example en; else the model's own, else detected.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="transcribe or translate.")] = None,
-    timestamps: Annotated[
-        bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
-    ] = True,
+    language: Language = None,
+    task: Task = None,
+    timestamps: Timestamps = True,
     fallback: Annotated[
         bool,
         typer.Option("--fallback/--no-fallback", help="Redo doubtful windows, as Whisper does."),
     ] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens per window.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    max_new_tokens: MaxNewTokens = None,
+    device: Device = None,
+    dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many recordings; a smoke test.")
@@ -288,14 +283,7 @@ def _run(
     conditions["data_hash"] = data_hash(entries)
     fixed = {k: v for k, v in conditions.items() if k != "load_average"}
     journal = Journal(out_dir, fixed, resume) if out_dir else None
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("transcribing", total=len(entries) * len(transcribers))
         if journal:
             bar.advance(task, sum(sample.error is None for sample in journal.done.values()))

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Task, Timestamps
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from mmdecode.asr.jobs import ResultFolder
@@ -79,13 +81,9 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --out; same settings only.")
     ] = False,
-    language: Annotated[
-        str | None, typer.Option(help="For example en; else the model's own, else detected.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="transcribe or translate.")] = None,
-    timestamps: Annotated[
-        bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
-    ] = True,
+    language: Language = None,
+    task: Task = None,
+    timestamps: Timestamps = True,
     fallback: Annotated[
         bool,
         typer.Option(
@@ -150,9 +148,7 @@ def command(
     overlap_s: Annotated[
         float | None, typer.Option(help="By how much chunked windows overlap; else by a third.")
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens per window.")
-    ] = None,
+    max_new_tokens: MaxNewTokens = None,
     word_timestamps: Annotated[
         bool,
         typer.Option("--word-timestamps", help="Add words with times and confidences."),
@@ -167,8 +163,8 @@ def command(
     padding: Annotated[
         str, typer.Option(help="How a last window is filled up: auto, silence or zeros.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = None,
+    dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Transcribe only the first so many recordings.")
@@ -365,7 +361,7 @@ def _work(
         if entry.id in suspects:
             source = crashes.checked(source, entry.audio or "")
         sources.append(folder.journal.watched(source) if folder else source)
-    with _progress() as bar:
+    with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
         meter = _Meter(bar, len(sources))
         for result in transcriber.stream(sources, meter):
             meter.file_done()
@@ -466,15 +462,3 @@ class _Meter:
 
     def file_done(self) -> None:
         self.bar.advance(self.task)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
