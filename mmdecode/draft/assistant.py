@@ -91,7 +91,8 @@ class Assistant:
         tokens, laws = [], []
         feed, offset = ctx.last(2), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
-        visible = bucket(branch.width + ctx.longest + self.length + length + 3)
+        longest = min(ctx.longest + self.length + 1, ctx.limit)
+        visible = bucket(branch.width + longest + length)
         for step in range(length):
             block = chain(feed.shape[1], ctx.device)
             states = branch.run(feed, *block, visible=visible, offset=offset)

@@ -5,8 +5,10 @@ A warning fails a test here, so all of these rounds are captured as wholes.
 
 import pytest
 
+from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.engine import capture
+from mmdecode.engine import decoder as engine
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder, Run
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
@@ -50,6 +52,15 @@ def draft_of(family, name):
 @pytest.mark.parametrize(("family", "name"), DRAFTS)
 def test_drafts_of_real_states(family, name, taped):
     assert_replayed(lambda decoder: tiny.ours(decoder, family), draft_of(family, name), taped)
+
+
+def test_the_longest_draft_stays_within_the_reserved_slots(taped, monkeypatch):
+    monkeypatch.setattr(engine, "MAX_NODES", 24)
+
+    def longest():
+        return Assistant(tiny.small_of("llama"), length=24)
+
+    assert_replayed(lambda decoder: tiny.ours(decoder, "llama"), longest, taped)
 
 
 @pytest.mark.parametrize("name", ["medusa_tree", "assistant"])
