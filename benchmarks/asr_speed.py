@@ -1,15 +1,21 @@
-"""Decode time of Whisper: plain generate, our undrafted loop, Medusa, transformers' own drafting.
+"""Speech beside its peers: time, identity and memory of every engine in benchmarks/peers.py.
 
-    python benchmarks/asr_speed.py                      # zoo model, CPU, batch 1 and 8, ~8 minutes
+    python benchmarks/asr_speed.py --page docs/asr_speed.md     # CPU, about 10 minutes
+    python benchmarks/asr_speed.py --parts short --engines medusa
     python benchmarks/asr_speed.py --device cuda --dtype float16
 
-One run, interleaved, the same weights and windows for all. Token ids are compared first: an exact
-method whose ids differ gets no time. Decode time leaves the encoder out: it is measured apart and
-subtracted from ``generate``, which cannot be entered behind it. Medians over repeats; generate is
-timed twice, and a ratio means nothing within the spread of that control. A model this small may be
-faster on one CPU thread than on two, and not in every engine: all are timed on each number of
-threads, and the last table compares every engine at its best. The load of the machine is printed;
-close everything else.
+Short form: one window each, batch 1, 8 and 32. One process, the same weights and windows for all,
+interleaved batch by batch. Ids are compared first: an exact method whose ids differ gets no time;
+CTranslate2 promises none and is shown with the share of windows that have the ids of ``generate``.
+Decode time leaves the encoder out: it is measured apart, and subtracted from ``generate``. Medians
+over repeats for each batch of windows; ``generate`` runs twice, and no ratio is known better than
+that control. A model this small may be faster on one CPU thread than on two, and not in every
+engine: all are timed on each number of threads and compared at their best.
+
+Long form (`long_form_speed`): whole recordings. Memory (`peak_memory`): each engine in a process of
+its own. What an absent package would run is left out, and named.
+
+The load of the machine is printed at the start and at the end; close everything else.
 """
 
 from __future__ import annotations
@@ -18,167 +24,270 @@ import argparse
 import itertools
 import json
 import logging
-import math
 import statistics
+import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import long_form_speed
+import peak_memory
+import peers
 import torch
-from speech import clean, encode, engine, windows
-from stopwatch import interleaved, machine, warn_if_busy
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
-
-from mmdecode.checkpoints import local_path
-from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.decoder import Decoder
+from asr_tables import number, tables
+from pages import write_page
+from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
+from speech import clips, encode, windows
+from stopwatch import interleaved, load, machine, warn_if_busy
 
 HERE = Path(__file__).parent
+WARM = 4
+"""Batches that each engine decodes before any count."""
+PARTS = ("short", "long", "memory")
+Case = tuple[int, bool]
+"""Batch, and whether times are predicted."""
 
 
-def stock(model, timestamps, **options):
-    """transformers' generate, encoder included."""
-    call = {"do_sample": False, "num_beams": 1, "return_timestamps": timestamps}
-    if getattr(model.generation_config, "is_multilingual", False):
-        call |= {"language": "en", "task": "transcribe"}
-
-    return partial(model.generate, **call, **options)
+def said(checkpoint: Checkpoint, count: int) -> list[str] | None:
+    """What is said in the windows; ``None`` where they come without their texts."""
+    if find_spec("soundfile") is None:
+        return None
+    return [clip.text for clip, _ in clips(checkpoint.extractor, count)]
 
 
-def measure(model, features, batch, timestamps, engines, repeats):
-    """Seconds per engine and repeat, tokens, and whether ids agree with the first engine."""
-    chunks = [c for c in features.split(batch) if len(c) == batch]
-    audio = [encode(model, chunk) for chunk in chunks]
-    calls = {"encoder": lambda item, repeat: encode(model, chunks[item])}
-    for name, run in engines.items():
-        given = chunks if through_generate(name) else audio
-        calls[name] = partial(lambda run, given, item, repeat: run(given[item]), run, given)
-    _, found = interleaved(calls, len(chunks), 1, features.device)  # a warm-up
-    seconds, _ = interleaved(calls, len(chunks), repeats, features.device)
-    ids = {name: [row for out in found[name] for row in clean(out, model)] for name in engines}
-    first = next(iter(ids.values()))
-    tokens = sum(len(row) + 1 for row in first)
-    same = {name: rows == first for name, rows in ids.items()}
-    return {name: [*map(sum, rows)] for name, rows in seconds.items()}, tokens, same, len(chunks)
+def measure(
+    checkpoint: Checkpoint, features: torch.Tensor, case: Case, chosen: list[str], repeats: int
+) -> list[dict[str, Any]]:
+    """Every engine on every batch of windows; a row each."""
+    batch, timestamps = case
+    engines: dict[str, Engine] = {
+        name: peers.MAKERS[name](checkpoint, timestamps)
+        for name in peers.names(batch, checkpoint.device)
+        if name in chosen
+    }
+    chunks = [chunk for chunk in features.split(batch) if len(chunk) == batch]
+    encoders: dict[str, Any] = {"torch": partial(encode, checkpoint.model)}
+    encoders |= {e.encoder: e.encode for e in engines.values() if e.encode is not None}
+    states = {name: [run(chunk) for chunk in chunks] for name, run in encoders.items()}
+
+    def encoding(run: Any, item: int, repeat: int) -> Any:
+        return run(chunks[item])
+
+    def decoding(engine: Engine, item: int, repeat: int) -> Any:
+        return engine.decode(
+            chunks[item] if engine.encode is None else states[engine.encoder][item]
+        )
+
+    calls: dict[str, Any] = {f"encoder {n}": partial(encoding, run) for n, run in encoders.items()}
+    calls |= {name: partial(decoding, engine) for name, engine in engines.items()}
+    interleaved(calls, min(WARM, len(chunks)), 1, features.device)
+    for engine in engines.values():
+        if engine.stats is not None:
+            engine.stats.reset()
+    seconds, results = interleaved(calls, len(chunks), repeats, features.device)
+    ids = {
+        name: [row for one in results[name] for row in rows_of(one, checkpoint.settings)]
+        for name in engines
+    }
+    texts = said(checkpoint, len(chunks) * batch)
+    rows = []
+    for name, engine in engines.items():
+        encoder = seconds[f"encoder {engine.encoder}"]
+        row = timing(seconds[name], encoder, engine.encode is None)
+        once = ids[name][: len(chunks) * batch]
+        tokens = sum(len(line) + 1 for line in once)
+        same = [mine == theirs for mine, theirs in zip(ids[name], ids[GENERATE], strict=True)]
+        row |= {
+            "threads": checkpoint.threads,
+            "batch": batch,
+            "timestamps": timestamps,
+            "engine": name,
+            "exact": engine.exact,
+            "identical_share": round(sum(same) / len(same), 4),
+            "wer": peers.word_errors(checkpoint, texts, once),
+            "ms_per_token_row": round(1e3 * row["decode_s"] * batch / tokens, 3),
+            "tokens": tokens,
+            "windows": len(once),
+            "tokens_per_pass": engine.stats and round(engine.stats.acceptance_length, 3),
+        }
+        if engine.exact and not all(same):
+            row |= {"decode_s": None, "ms_per_token_row": None}
+        rows.append(row)
+    return rows
 
 
-def through_generate(name):
-    """Whether an engine is transformers', which runs the encoder too."""
-    return name.startswith(("generate", "assisted"))
+def timing(
+    spent: list[list[float]], encoder: list[list[float]], whole: bool
+) -> dict[str, float | None]:
+    """Seconds of decoding all batches once, their spread over repeats, and the encoder's share.
+
+    Args:
+        spent: By repeat and batch.
+        encoder: The same of the encoder.
+        whole: Whether the engine ran the encoder too.
+    """
+    encoder_s = sum(map(statistics.median, zip(*encoder, strict=True)))
+    less = encoder_s if whole else 0.0
+    decode = sum(map(statistics.median, zip(*spent, strict=True))) - less
+    repeats = [sum(repeat) - less for repeat in spent]
+    return {
+        "decode_s": round(decode, 4),
+        "encoder_s": round(encoder_s, 4),
+        "encoder_share": round(encoder_s / (encoder_s + decode), 3),
+        "spread": round(max(repeats) / min(repeats), 3),
+    }
 
 
-def show(rows):
-    """Prints one case, and writes what each engine gains into its row."""
-    times = {row["engine"]: row["decode_s"] for row in rows}
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Prints one case, and writes what each engine gains, per token, into its row."""
+    times = {row["engine"]: row["ms_per_token_row"] for row in rows}
     for row in rows:
-        if row["decode_s"] is None:
+        for other in (GENERATE, UNDRAFTED):
+            base, own = times.get(other), row["ms_per_token_row"]
+            row[f"over_{other}"] = round(base / own, 3) if base and own else None
+        if row["ms_per_token_row"] is None:
             print(f"  {row['engine']:20s} ids differ: no time is reported")
             continue
-        for other in ("generate", "undrafted"):
-            base = times.get(other)
-            row[f"over_{other}"] = round(base / row["decode_s"], 3) if base else math.nan
-        length = row.get("tokens_per_pass")
+        length = row["tokens_per_pass"]
         print(
             f"  {row['engine']:20s} {row['ms_per_token_row']:7.2f} ms/token  "
-            f"x{row['over_generate']:.2f} generate  x{row['over_undrafted']:.2f} undrafted  "
-            f"{row['threads']} threads  encoder {100 * row['encoder_share']:.0f} %"
+            f"x{number(row['over_generate'])} generate  x{number(row['over_undrafted'])} undrafted"
+            f"  {row['threads']} threads  encoder {100 * row['encoder_share']:.0f} %  "
+            f"{100 * row['identical_share']:.0f} % identical"
             + (f"  {length:.2f} tokens/pass" if length else "")
         )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="zoo:whisper-synth")
-    parser.add_argument("--draft", default="zoo:whisper-synth-medusa")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--threads", default="1,2", help="CPU threads to try, comma-separated")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    arguments = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each engine at its best number of threads; rows are copies."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        other = chosen.get(row["engine"])
+        times = [r and r["ms_per_token_row"] for r in (row, other)]
+        if other is None or (times[0] and (not times[1] or times[0] < times[1])):
+            chosen[row["engine"]] = dict(row)
+    return list(chosen.values())
+
+
+def short_form(
+    checkpoint: Checkpoint,
+    chosen: list[str],
+    threads: list[int],
+    batches: list[int],
+    limit: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """All cases on all numbers of threads."""
+    rows, best = [], []
+    cases = list(itertools.product(batches, (False, True)))
+    features = windows(checkpoint.extractor, max(limit, *batches))
+    features = features.to(checkpoint.device, checkpoint.dtype)
+    for count, case in itertools.product(threads, cases):
+        torch.set_num_threads(count)
+        checkpoint.threads = count
+        print(f"\n{count} threads, batch {case[0]}, timestamps {case[1]}", flush=True)
+        found = measure(checkpoint, features[: max(limit, case[0])], case, chosen, repeats)
+        compare(found)
+        rows += found
+    for case in cases:
+        found = best_of([r for r in rows if (r["batch"], r["timestamps"]) == case])
+        if len(threads) > 1:
+            print(f"\neach engine at its best, batch {case[0]}, timestamps {case[1]}")
+            compare(found)
+        best += found
+    return {"rows": rows, "best": best}
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Measures everything and writes one file; converted weights lie in ``folder`` meanwhile."""
     threads = [int(n) for n in arguments.threads.split(",")]
-    torch.set_num_threads(max(threads))
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    path = local_path(arguments.model)
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype).to(device).eval()
-    extractor = WhisperFeatureExtractor.from_pretrained(path)
-    features = windows(extractor, arguments.limit).to(device, dtype)
+    batches = [int(n) for n in arguments.batches.split(",")]
+    device = torch.device(arguments.device)
     if device.type == "cuda":
         threads = threads[:1]
-    step_bytes = sum(p.numel() * p.element_size() for p in model.get_decoder().parameters())
+    torch.set_num_threads(max(threads))
+    dtype = getattr(torch, arguments.dtype)
+    checkpoint = Checkpoint(arguments.model, arguments.draft, device, dtype, folder=folder)
+    decoder = checkpoint.model.get_decoder()
+    step_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
     facts = machine(device, arguments.dtype)
     facts |= {
+        "command": "python benchmarks/asr_speed.py",
         "threads": threads,
+        "repeats": arguments.repeats,
         "model": arguments.model,
         "draft": arguments.draft,
+        "windows": arguments.limit,
         "decoder_megabytes_per_pass": round(step_bytes / 1e6, 1),
         "floor_ms_per_pass": round(step_bytes / 1e6 / facts["bandwidth_gb_per_s"], 2),
+        "ctranslate2": peers.version("ctranslate2"),
     }
     print(json.dumps(facts, indent=2))
     warn_if_busy(facts)
-
-    rows = []
-    cases = [(b, t) for b in map(int, arguments.batches.split(",")) for t in (False, True)]
-    for count, (batch, timestamps) in itertools.product(threads, cases):
-        torch.set_num_threads(count)
-        plain, drafted = Decoder(), Decoder(draft=Medusa.from_pretrained(arguments.draft))
-        engines = {
-            "generate": stock(model, timestamps),
-            "undrafted": engine(model, plain, timestamps),
-            "medusa": engine(model, drafted, timestamps),
-            "generate again": stock(model, timestamps),
-        }
-        if batch == 1:
-            engines["assisted (lookup)"] = stock(model, timestamps, prompt_lookup_num_tokens=5)
-        seconds, tokens, same, chunks = measure(
-            model, features, batch, timestamps, engines, arguments.repeats
+    chosen = [GENERATE, *arguments.engines] if arguments.engines else [*peers.MAKERS]
+    if not peers.has_ctranslate2(device):
+        print("CTranslate2 is left out: it is not installed, or this is not a CPU")
+    result: dict[str, Any] = {"machine": facts}
+    if "short" in arguments.parts:
+        result |= short_form(
+            checkpoint, chosen, threads, batches, arguments.limit, arguments.repeats
         )
-        encoder_s = statistics.median(seconds["encoder"])
-        print(
-            f"\n{count} threads, batch {batch}, timestamps {timestamps}: {tokens} tokens, "
-            f"{chunks} batches"
-        )
-        found = []
-        for name in engines:
-            spent = [s - (encoder_s if through_generate(name) else 0) for s in seconds[name]]
-            decode = statistics.median(spent)
-            row = {
-                "threads": count,
-                "batch": batch,
-                "timestamps": timestamps,
-                "engine": name,
-                "identical": same[name],
-                "decode_s": round(decode, 4) if same[name] else None,
-                "ms_per_token_row": round(1e3 * decode * batch / tokens, 3) if same[name] else None,
-                "spread": round(max(spent) / min(spent), 3),
-                "encoder_share": round(encoder_s / (encoder_s + decode), 3),
-                "tokens": tokens,
-            }
-            stats = {"undrafted": plain.stats, "medusa": drafted.stats}.get(name)
-            if stats is not None:
-                row["tokens_per_pass"] = round(stats.acceptance_length, 3)
-            found.append(row)
-        show(found)
-        rows += found
-    best = []
-    for batch, timestamps in cases if len(threads) > 1 else []:
-        print(f"\neach engine at its best, batch {batch}, timestamps {timestamps}")
-        case = [r for r in rows if (r["batch"], r["timestamps"]) == (batch, timestamps)]
-        chosen: dict[str, dict] = {}
-        for row in case:
-            other = chosen.get(row["engine"])
-            if row["decode_s"] and (other is None or row["decode_s"] < other["decode_s"]):
-                chosen[row["engine"]] = dict(row)
-        show(list(chosen.values()))
-        best += chosen.values()
+    if "long" in arguments.parts:
+        if find_spec("soundfile") is None:
+            print("\nlong form is left out: reading recordings needs soundfile")
+        else:
+            result["long"] = long_form_speed.measure(
+                checkpoint,
+                chosen,
+                threads,
+                arguments.recordings,
+                arguments.seconds,
+                arguments.repeats,
+            )
+    if "memory" in arguments.parts:
+        result["memory"] = peak_memory.measure(checkpoint, chosen, batches)
+    facts["load_at_end"] = load()
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"asr-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
-    (arguments.out / name).write_text(
-        json.dumps({"machine": facts, "rows": rows, "best": best or rows}, indent=2) + "\n"
+    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    return arguments.out / name
+
+
+def main() -> None:
+    """Measures, and shows the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="zoo:whisper-synth")
+    parser.add_argument("--draft", default="zoo:whisper-synth-medusa", help="Medusa heads")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
+    parser.add_argument(
+        "--engines", nargs="+", choices=peers.MAKERS, help="these only, beside generate"
     )
-    print(f"\nwritten: {arguments.out / name}")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--limit", type=int, default=16, help="windows; a larger batch takes more, noisy ones too"
+    )
+    parser.add_argument("--recordings", type=int, default=8, help="of the long form")
+    parser.add_argument("--seconds", type=float, default=20, help="of each recording, about")
+    parser.add_argument("--threads", default="1,2", help="CPU threads to try, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of all parts")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        small = {"batches": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
+        vars(arguments).update(small | {"recordings": 2, "seconds": 12})
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.result or run(arguments, Path(folder))
+    shown = tables(json.loads(path.read_text()), path.name)
+    print(f"\n{shown}\n\nwritten: {path}")
+    if arguments.page:
+        write_page(arguments.page, shown)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import table, write_page
 from speech import clean, encode, engine, windows
 from stopwatch import interleaved, load, machine, warn_if_busy
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -400,12 +400,6 @@ def compare_trees(subject: Subject, hits: dict[str, torch.Tensor]) -> list[dict[
     return rows
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def speed(row: dict[str, Any]) -> str:
     """A ratio with its interval."""
     return f"{row['over_undrafted']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]"
@@ -520,14 +514,6 @@ def tables(result: dict[str, Any], name: str) -> str:
     )
 
 
-def write_page(page: Path, result: dict[str, Any], name: str) -> None:
-    """Puts the tables between the marks of the page."""
-    begin, end = "<!-- tables -->", "<!-- end of tables -->"
-    place = re.compile(f"{begin}.*{end}", re.DOTALL)
-    text = f"{begin}\n{tables(result, name)}\n{end}"
-    page.write_text(place.sub(lambda _: text, page.read_text()))
-
-
 def run(arguments: argparse.Namespace) -> Path:
     """Measures everything and writes one file."""
     torch.set_num_threads(arguments.threads)
@@ -598,7 +584,7 @@ def main() -> None:
     result = json.loads(path.read_text())
     print(f"\n{tables(result, path.name)}\n\nwritten: {path}")
     if arguments.page:
-        write_page(arguments.page, result, path.name)
+        write_page(arguments.page, tables(result, path.name))
 
 
 if __name__ == "__main__":

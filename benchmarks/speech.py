@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,19 +16,29 @@ from mmdecode.train.medusa import whisper_prompt
 HERE = Path(__file__).parent
 
 
-def windows(extractor, limit=None):
-    """Features of the test clips that fit one window, ``(N, mel, frames)``."""
-    try:
-        import soundfile  # noqa: F401
-    except ImportError:
-        from safetensors.torch import load_file
+def clips(extractor, limit=None):
+    """Test clips that fit one window, as ``(clip, variant)``; behind them their noisy variants.
 
-        return load_file(HERE / "data" / "windows.safetensors")["features"].float()[:limit]
+    Args:
+        extractor: The model's.
+        limit: How many; ``None``: the clean ones.
+    """
     from mmdecode.zoo.speech import speech_test
 
     longest = extractor.n_samples / extractor.sampling_rate
-    clips = [clip for clip in speech_test() if clip.duration_s <= longest][:limit]
-    waves = [clip.samples() for clip in clips]
+    short = [clip for clip in speech_test() if clip.duration_s <= longest]
+    found = [(clip, variant) for variant in ("clean", "noisy") for clip in short]
+    return found[: len(short) if limit is None else limit]
+
+
+def windows(extractor, limit=None):
+    """Features of `clips`, ``(N, mel, frames)``; shipped ones, repeated, without soundfile."""
+    if find_spec("soundfile") is None:
+        from safetensors.torch import load_file
+
+        shipped = load_file(HERE / "data" / "windows.safetensors")["features"].float()
+        return shipped.repeat(-(-(limit or 1) // len(shipped)), 1, 1)[:limit]
+    waves = [clip.samples(variant) for clip, variant in clips(extractor, limit)]
     return extractor(waves, sampling_rate=16_000, return_tensors="pt").input_features
 
 

@@ -1,14 +1,18 @@
 """Benchmarks are tried on toys or on a clip; pages show what their result files hold."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from mmdecode import registry
 
@@ -23,9 +27,9 @@ def drafters(monkeypatch):
     return drafters
 
 
-def run(*words, script="step_speed.py"):
+def run(*words, script="step_speed.py", path=""):
     command = [sys.executable, str(ROOT / "benchmarks" / script), *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -100,3 +104,233 @@ def test_gains_are_per_token_and_compared_clip_by_clip(drafters):
     assert 1.8 < low < value < high < 2.2
     few = drafters.Cost(np.array([1.0, 4.0]), np.array([1, 1]))
     assert drafters.Cost(np.array([1.0, 2.0]), np.array([1, 1])).over(few) == (1.667, 1, 2)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "real")
+
+
+@pytest.fixture
+def call(benchmarks, monkeypatch, capsys):
+    """Runs a script in this process, where everything is imported already."""
+
+    def called(script, *words):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
+        importlib.import_module(script).main()
+        return capsys.readouterr().out
+
+    threads = torch.get_num_threads()
+    yield called
+    torch.set_num_threads(threads)
+
+
+def test_speech_is_measured_beside_its_peers(call, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables -->\n<!-- end of tables -->\n")
+    words = ["--quick", "--parts", "short", "long", "--out", str(tmp_path), "--page", str(page)]
+    call("asr_speed", *words, "--engines", "undrafted", "medusa", "CTranslate2")
+    (path,) = tmp_path.glob("asr-cpu-*.json")
+    result = json.loads(path.read_text())
+    names = {"generate", "undrafted", "medusa", "CTranslate2"}
+    assert {row["engine"] for row in result["best"]} == names
+    cases = {(row["batch"], row["timestamps"]) for row in result["best"]}
+    assert cases == {(1, False), (1, True), (2, False), (2, True)}
+    rows = result["rows"] + result["long"]["rows"]
+    assert all(row["identical_share"] == 1 for row in rows)
+    assert all(0 < row["encoder_share"] < 1 for row in rows)
+    assert len({row["wer"] for row in result["rows"]}) == 1 and rows[0]["wer"] < 0.5
+    drafted = [row for row in result["rows"] if row["engine"] == "medusa"]
+    assert all(row["tokens_per_pass"] > 2 for row in drafted)
+    assert {(row["engine"], row["batch"]) for row in result["long"]["rows"]} == {
+        (name, batch) for name in names for batch in (1, 2)
+    }
+    text = page.read_text()
+    assert path.name in text and "**Long form**" in text and "| CTranslate2 |" in text
+
+
+def test_memory_is_that_of_one_engine(benchmarks):
+    from asr_tables import memory_table
+    from peak_memory import measure
+    from peers import Checkpoint
+
+    checkpoint = Checkpoint("zoo:whisper-synth", "zoo:whisper-synth-medusa")
+    rows = measure(checkpoint, ["undrafted"], [1, 32])
+    assert [row["engine"] for row in rows] == ["undrafted"]
+    assert 14 < rows[0]["loaded_mb"] < 500, "the weights alone are 14"
+    assert rows[0]["peak_mb"]["32"] > 10 and rows[0]["peak_mb"]["1"] < rows[0]["peak_mb"]["32"]
+    assert "peak, batch 32" in memory_table(rows)
+
+
+def test_speech_is_measured_without_packages_that_a_gpu_machine_lacks(tmp_path):
+    hidden = ("ctranslate2", "soundfile", "librosa", "jiwer", "kaldialign")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *rest: (\n"
+        f"    None if name.partition('.')[0] in {hidden} else find(name, *rest)\n"
+        ")\n"
+    )
+    words = ["--quick", "--parts", "short", "long", "--engines", "undrafted", "CTranslate2"]
+    shown = run(*words, "--out", str(tmp_path), script="asr_speed.py", path=str(tmp_path))
+    assert "CTranslate2 is left out" in shown and "long form is left out" in shown
+    (path,) = tmp_path.glob("asr-cpu-*.json")
+    result = json.loads(path.read_text())
+    assert {row["engine"] for row in result["best"]} == {"generate", "undrafted"}
+    assert {row["wer"] for row in result["best"]} == {None} and "long" not in result
+
+
+def test_an_exact_engine_whose_ids_differ_gets_no_time(benchmarks, monkeypatch):
+    import asr_speed
+    import peers
+
+    def engine(ids, exact=True):
+        def decode(states):
+            time.sleep(0.01)
+            return [list(ids) for _ in states]
+
+        return peers.Engine(decode, lambda features: features, exact=exact)
+
+    makers = {
+        "generate": engine([1, 2, 3]),
+        "undrafted": engine([1, 2, 3]),
+        "medusa": engine([1, 2]),
+        "CTranslate2": engine([1, 2], exact=False),
+    }
+    monkeypatch.setattr(peers, "MAKERS", {n: lambda c, t, e=e: e for n, e in makers.items()})
+    monkeypatch.setattr(asr_speed, "encode", lambda model, features: features)
+    monkeypatch.setattr(asr_speed, "said", lambda checkpoint, count: None)
+    checkpoint = peers.Checkpoint("none", "none")
+    checkpoint.model, checkpoint.settings = None, None
+    rows = asr_speed.measure(checkpoint, torch.zeros(4, 1), (2, False), [*makers], 3)
+    asr_speed.compare(rows)
+    times = {row["engine"]: row["ms_per_token_row"] for row in rows}
+    shares = {row["engine"]: row["identical_share"] for row in rows}
+    assert times["medusa"] is None and rows[2]["over_generate"] is None
+    assert times["generate"] and times["CTranslate2"]
+    assert shares == {"generate": 1, "undrafted": 1, "medusa": 0, "CTranslate2": 0}
+
+
+def test_the_encoder_is_subtracted_only_where_it_ran(benchmarks):
+    from asr_speed import timing
+
+    spent, encoder = [[5.0, 6.0], [5.0, 60.0], [4.0, 6.0]], [[1.0, 1.0], [1.0, 9.0], [1.0, 1.0]]
+    assert timing(spent, encoder, True)["decode_s"] == 9
+    behind = timing(spent, encoder, False)
+    assert behind["decode_s"] == 11 and behind["encoder_share"] == round(2 / 13, 3)
+    assert behind["spread"] == 6.5
+
+
+def test_each_engine_is_shown_at_its_best(benchmarks):
+    from asr_speed import best_of
+
+    rows = [
+        {"engine": "a", "threads": 1, "ms_per_token_row": 2.0},
+        {"engine": "b", "threads": 1, "ms_per_token_row": None},
+        {"engine": "a", "threads": 2, "ms_per_token_row": 1.0},
+        {"engine": "b", "threads": 2, "ms_per_token_row": 3.0},
+    ]
+    assert [(row["engine"], row["threads"]) for row in best_of(rows)] == [("a", 2), ("b", 2)]
+    assert best_of(rows[::-1])[0] is not rows[3] and best_of(rows[2:3])[0]["threads"] == 2
+
+
+def test_recordings_are_joined_clips(benchmarks):
+    from long_form_speed import recordings
+
+    found = recordings(2, 9.0)
+    assert all(len(wave) > 9 * 16_000 and text.count(".") + text.count("?") for wave, text in found)
+    assert found[0][1] != found[1][1] and recordings(2, 9.0)[1][1] == found[1][1]
+
+
+def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
+    from mmdecode.zoo.speech import speech_test
+
+    clips = speech_test()[:3]
+    manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
+    lines = [{"id": c.name, "audio": str(c.path), "text": c.text} for c in clips]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["transformers", "--model", "zoo:whisper-synth", "--manifest", str(manifest)]
+    words += ["--out", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
+    call("run_peer", *words, "--fallback")
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.evaluation.samples import match
+
+    samples = match(read_manifest(manifest, text=True), out, "transformers")
+    assert all(sample.pred_text[0].isupper() and sample.time > 0 for sample in samples)
+    assert [sample.id for sample in samples] == [clip.name for clip in clips]
+
+
+FAKE_PEERS = {
+    "faster_whisper": """
+from types import SimpleNamespace
+class WhisperModel:
+    def __init__(self, model, device, compute_type): self.kind = compute_type
+    def transcribe(self, path, **options):
+        assert "batch_size" not in options
+        return iter([SimpleNamespace(text=f" {self.kind}"), SimpleNamespace(text=" said")]), None
+class BatchedInferencePipeline:
+    def __init__(self, model): self.model = model
+    def transcribe(self, path, batch_size, **options):
+        self.model.kind += f" by {batch_size}"
+        return self.model.transcribe(path, **options)
+""",
+    "whisper": """
+from types import SimpleNamespace
+def load_model(name, device):
+    return SimpleNamespace(transcribe=lambda path, **options: {"text": " float32 said"})
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "text"),
+    [
+        ("faster-whisper", [], "float32 said"),
+        ("faster-whisper", ["--compute-type", "int8"], "int8 said"),
+        ("faster-whisper", ["--batch-size", "4"], "float32 by 4 by 4 said"),
+        ("openai-whisper", [], "float32 said"),
+    ],
+)
+def test_other_packages_are_called_as_they_want(call, monkeypatch, tmp_path, package, words, text):
+    for name, code in FAKE_PEERS.items():
+        exec(code, vars(fake := ModuleType(name)))
+        monkeypatch.setitem(sys.modules, name, fake)
+    manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
+    manifest.write_text('{"id": "a", "audio": "a.wav", "duration": 2.5}\n')
+    words = [package, *words, "--model", "m", "--manifest", str(manifest), "--out", str(out)]
+    call("run_peer", *words, "--dtype", "float32")
+    line = json.loads(out.read_text())
+    assert (line["id"], line["pred_text"], line["duration"]) == ("a", text, 2.5)
+
+
+FAKE_HUB = """
+class Audio:
+    def __init__(self, decode): assert not decode
+class Set(list):
+    def cast_column(self, name, kind): return self
+    def take(self, count): return self[:count]
+def load_dataset(path, name, split, streaming):
+    assert streaming and (path, name, split) == ("some/set", "clean", "test")
+    data = FILE.read_bytes()
+    return Set({"id": i, "text": "A text.", "audio": {"bytes": data, "path": None},
+                "speaker_id": 7} for i in (11, 12, 13))
+"""
+
+
+def test_a_set_of_the_hub_becomes_a_manifest(call, monkeypatch, tmp_path):
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.zoo.speech import speech_test
+
+    clip = speech_test()[0]
+    fake = ModuleType("datasets")
+    exec(FAKE_HUB, vars(fake))
+    fake.FILE = clip.path
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    words = ["some/set", "--name", "clean", "--out", str(tmp_path / "set"), "--limit", "2"]
+    call("prepare", *words)
+    entries = read_manifest(tmp_path / "set" / "manifest.jsonl", text=True)
+    assert [entry.id for entry in entries] == ["11", "12"]
+    assert entries[0].speaker == "7" and abs(entries[0].duration_s - clip.duration_s) < 0.01
+    assert Path(entries[1].audio).read_bytes() == clip.path.read_bytes()
+    assert Path(entries[1].audio).suffix == ".ogg"

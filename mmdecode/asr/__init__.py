@@ -1,10 +1,12 @@
 """Speech: audio files in, transcripts out.
 
-START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.long_form`.
+START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.long_form`. `Stream` hears a
+recording that is still going on.
 """
 
 from mmdecode.asr.n_best import Hypothesis
 from mmdecode.asr.options import FALLBACK, TranscribeOptions
+from mmdecode.asr.streaming import Stream, Update
 from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
 
 __all__ = [
@@ -12,7 +14,9 @@ __all__ = [
     "Failure",
     "Hypothesis",
     "Segment",
+    "Stream",
     "TranscribeOptions",
     "Transcriber",
     "Transcript",
+    "Update",
 ]

@@ -41,6 +41,7 @@ _TOLERANCE_S = 0.25  # by which a container may end before its header says
 _TIMED = ("mov", "matroska", "asf", "avi")
 """Containers whose header has their length; of others PyAV only estimates it."""
 _MOST_CHANNELS = 64  # more rows than this are samples, not channels
+_EMPTY = "holds no samples; expected a recording with at least one"
 
 Blocks = Iterator[tuple[int, np.ndarray]]
 """Rate and ``(frames, channels)`` float32, block by block."""
@@ -61,14 +62,59 @@ class Source:
     language: str | None = None
 
 
-def recording(path: str | os.PathLike[str], name: str | None = None) -> Source:
+def recording(
+    path: str | os.PathLike[str], name: str | None = None, shown: str | None = None
+) -> Source:
     """A file as a source; it is not looked at yet.
 
     Args:
         path: Of the file.
         name: What to call it; ``None``: its path.
+        shown: What errors say instead of its path.
     """
-    return Source(name or str(path), lambda: _file(Path(path)))
+
+    def read() -> Blocks:
+        try:
+            yield from _file(Path(path))
+        except InputError as error:
+            raise InputError(f"{shown or path}: {error}") from error
+
+    return Source(name or str(path), read)
+
+
+def part(source: Source, start_s: float, length_s: float | None = None) -> Source:
+    """A stretch of a recording, cut at its own rate; what is behind it is not read.
+
+    Args:
+        source: The recording.
+        start_s: Where the stretch begins, to the nearest sample.
+        length_s: How long it is; ``None``: to the end.
+
+    Returns:
+        The stretch, under the recording's name. Reading it is an `InputError` where the recording
+        ends before it.
+    """
+
+    def read() -> Blocks:
+        place = heard = 0
+        rate = 1
+        for rate, frames in source.read():
+            start = round(start_s * rate)
+            stop = None if length_s is None else round((start_s + length_s) * rate)
+            inside = frames[max(start - place, 0) : None if stop is None else stop - place]
+            place, heard = place + len(frames), heard + len(inside)
+            if len(inside):
+                yield rate, inside
+            if stop is not None and place >= stop:
+                break
+        if not heard or (length_s is not None and length_s - heard / rate > _TOLERANCE_S):
+            lasting = "" if length_s is None else f" and lasts {length_s:g} s"
+            raise InputError(
+                f"{source.name}: has {heard / rate:g} s of the part that begins at {start_s:g} s"
+                f"{lasting}; correct 'offset' and 'duration', in seconds"
+            )
+
+    return replace(source, read=read)
 
 
 def source_of(item: Any, rate: int, index: int = 0) -> Source:
@@ -169,7 +215,7 @@ def _array(name: str, array: np.ndarray, rate: Any) -> Blocks:
             "(channels, samples): pass array.T"
         )
     if array.size == 0:
-        raise _empty(name)
+        raise InputError(f"{name}: {_EMPTY}")
     frames = np.atleast_2d(array)
     for start in range(0, frames.shape[1], _BLOCK):
         part = frames[:, start : start + _BLOCK].T
@@ -185,15 +231,15 @@ def _file(path: Path) -> Blocks:
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise InputError(f"{path}: does not exist; check the path") from None
+        raise InputError("does not exist; check the path") from None
     except OSError as error:  # a name too long, a folder that may not be read
-        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+        raise InputError(f"cannot be read: {error.strerror}; check the path") from error
     if stat.S_ISDIR(found.st_mode):
-        raise InputError(f"{path}: is a folder; expected an audio file")
+        raise InputError("is a folder; expected an audio file")
     if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{path}: is no regular file; give a pipe as '-', on stdin")
+        raise InputError("is no regular file; give a pipe as '-', on stdin")
     if found.st_size == 0:
-        raise InputError(f"{path}: is empty (0 bytes); expected an audio file")
+        raise InputError("is empty (0 bytes); expected an audio file")
     soundfile = import_or_explain("soundfile", "reading audio files")
     try:
         file = soundfile.SoundFile(str(path))
@@ -202,7 +248,7 @@ def _file(path: Path) -> Blocks:
         return
     with file:
         if (file.format, file.subtype) == ("RAW", "ULAW"):  # what libsndfile takes any .au for
-            raise _unreadable(path, "it has no header", "check what it is")
+            raise _unreadable("it has no header", "check what it is")
         yield from _soundfile(path, file)
 
 
@@ -212,20 +258,20 @@ def _soundfile(path: Path, file: Any) -> Blocks:
     claimed = _CLAIM.search(file.extra_info)
     # a writer that could not seek back leaves 0 or the largest sizes, which claim nothing
     if claimed and int(claimed[2]) < int(claimed[1]) < 0x7FFFF000:
-        raise _truncated(path, f"has {claimed[2]} of {claimed[1]} bytes of samples")
+        raise _truncated(f"has {claimed[2]} of {claimed[1]} bytes of samples")
     seen, size = 0, max(1, _BLOCK // file.channels)
     try:
         while len(frames := file.read(size, dtype="float32", always_2d=True)):
             seen += len(frames)
             yield file.samplerate, frames
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise _truncated(path, f"cannot be decoded after {seen} samples: {error}") from error
+        raise _truncated(f"cannot be decoded after {seen} samples: {_reason(error)}") from error
     if file.frames - seen > file.samplerate // 10 and file.frames < 1 << 62:
-        raise _truncated(path, f"has {seen} of {file.frames} samples")
+        raise _truncated(f"has {seen} of {file.frames} samples")
     if file.format == "OGG" and not _ogg_is_complete(path):
-        raise _truncated(path, f"has no last page behind {seen} samples")
+        raise _truncated(f"has no last page behind {seen} samples")
     if not seen:
-        raise _empty(str(path))
+        raise InputError(_EMPTY)
 
 
 def _ogg_is_complete(path: Path) -> bool:
@@ -250,9 +296,11 @@ def _other_readers(path: Path, error: Exception) -> Blocks:
         try:
             container = av.open(str(path))
         except (av.error.FFmpegError, ValueError, OSError) as reason:
-            raise _unreadable(path, f"{error}; PyAV: {reason}", "convert it") from reason
+            raise _unreadable(
+                f"{_reason(error)}; PyAV: {_reason(reason)}", "convert it"
+            ) from reason
         with container:
-            yield from _container(path, container, av)
+            yield from _container(container, av)
         return
     import librosa
 
@@ -262,15 +310,15 @@ def _other_readers(path: Path, error: Exception) -> Blocks:
             samples, rate = librosa.load(path, sr=None, mono=False)
         except Exception as reason:  # audioread's readers raise whatever they like
             advice = "pip install 'mmdecode[media]' reads containers, or convert it"
-            raise _unreadable(path, str(error), advice) from reason
+            raise _unreadable(_reason(error), advice) from reason
     if samples.size == 0:
-        raise _empty(str(path))
+        raise InputError(_EMPTY)
     yield int(rate), np.atleast_2d(samples).T.astype(np.float32)
 
 
-def _container(path: Path, container: Any, av: Any) -> Blocks:
+def _container(container: Any, av: Any) -> Blocks:
     if not container.streams.audio:
-        raise InputError(f"{path}: is not audio, it holds no audio stream; expected a recording")
+        raise InputError("is not audio, it holds no audio stream; expected a recording")
     stream = container.streams.audio[0]
     resampler = av.AudioResampler(format="fltp")
     seen, end_s = 0, 0.0
@@ -287,30 +335,31 @@ def _container(path: Path, container: Any, av: Any) -> Blocks:
                     seen += len(frames)
                     yield part.sample_rate, frames
     except (av.error.FFmpegError, ValueError) as error:
-        raise _truncated(path, f"cannot be decoded after {seen} samples: {error}") from error
+        raise _truncated(f"cannot be decoded after {seen} samples: {_reason(error)}") from error
     if not seen:
-        raise _empty(str(path))
+        raise InputError(_EMPTY)
     if container.format.name == "caf" and stream.frames > seen:  # has no time of its end
-        raise _truncated(path, f"has {seen} of {stream.frames} samples")
+        raise _truncated(f"has {seen} of {stream.frames} samples")
     claimed = (container.duration or 0) / av.time_base
     if container.format.name.startswith(_TIMED) and claimed - end_s > _TOLERANCE_S:
-        raise _truncated(path, f"has {end_s:.1f} of {claimed:.1f} seconds")
+        raise _truncated(f"has {end_s:.1f} of {claimed:.1f} seconds")
 
 
-def _empty(name: str) -> InputError:
-    return InputError(f"{name}: holds no samples; expected a recording with at least one")
-
-
-def _truncated(path: Path, what: str) -> InputError:
+def _truncated(what: str) -> InputError:
     return InputError(
-        f"{path}: is truncated or damaged: it {what}; copy or download it again, or convert what "
-        "is left with ffmpeg"
+        f"is truncated or damaged: it {what}; copy or download it again, or convert what is left "
+        "with ffmpeg"
     )
 
 
-def _unreadable(path: Path, reason: str, advice: str) -> InputError:
+def _unreadable(reason: str, advice: str) -> InputError:
     reason = " ".join(reason.split())
     return InputError(
-        f"{path}: is not audio that an installed library reads ({reason}); expected wav, flac, "
-        f"ogg, mp3 or a common container: {advice}"
+        f"is not audio that an installed library reads ({reason}); expected wav, flac, ogg, mp3 or "
+        f"a common container: {advice}"
     )
+
+
+def _reason(error: Exception) -> str:
+    """Without the path, which for standard input is that of a temporary file."""
+    return str(getattr(error, "error_string", None) or getattr(error, "strerror", None) or error)

@@ -148,9 +148,9 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON that can be written as UTF-8 and does not depend on how recordings were batched.
 
-    Numbers that JSON cannot hold become null. Times, whose names end in ``_s``, are kept as they
-    are; probabilities and other fractions are rounded to four decimals, since their last digits
-    vary with the other recordings of the batch.
+    Numbers that JSON cannot hold become null. Times, whose names end in ``_s`` or are those of a
+    manifest, are kept as they are; probabilities and other fractions are rounded to four decimals,
+    since their last digits vary with the other recordings of the batch.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
     # half characters, as in names of files that are not UTF-8, have an escape of the same form
@@ -163,7 +163,8 @@ def _plain(value: Any, exact: bool = False) -> Any:
             return None
         return value if exact else round(value, 4)
     if isinstance(value, Mapping):
-        return {key: _plain(item, str(key).endswith("_s")) for key, item in value.items()}
+        times = ("_s", "offset", "duration")
+        return {key: _plain(item, str(key).endswith(times)) for key, item in value.items()}
     return [_plain(item, exact) for item in value] if isinstance(value, (list, tuple)) else value
 
 

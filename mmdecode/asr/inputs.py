@@ -52,7 +52,8 @@ def gathered(
         for index, entry in enumerate(entries[:limit]):
             if entry.audio == STDIN:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                entries[index] = Entry(id="stdin", audio=str(_spooled(folder / "stdin")))
+                path = str(_spooled(folder / "stdin"))
+                entries[index] = Entry(id="stdin", audio=path, stdin=True)
         for name, count in Counter(entry.id for entry in entries).items():
             if count > 1:
                 raise InputError(f"{count} recordings are called {name!r}; name each once")

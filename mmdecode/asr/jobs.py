@@ -7,18 +7,17 @@ line is complete, and what has none is transcribed again. Several processes writ
 the order of the input, one per recording; nothing in it depends on when a run was interrupted or by
 how many processes it was made.
 
-Each line has the ``id`` and the absolute ``audio`` path, so ``results.jsonl`` is itself a manifest
-(`mmdecode.asr.manifest`).
+Each line has the ``id`` and the absolute ``audio`` path, of a part also where it is, so
+``results.jsonl`` is itself a manifest (`mmdecode.asr.manifest`).
 
-A folder with results is continued only on request and only under the same settings; recordings that
-failed are tried again.
+A folder with results is continued only on request, only under the same settings
+(`mmdecode.asr.folders`), and only where an id still names the recording whose transcript is there;
+recordings that failed are tried again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,38 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.asr import crashes
+from mmdecode.asr.folders import RUN, check_settings, explained, lock, note_settings
 from mmdecode.asr.formats import FORMATS, Names, to_json, write_atomically
 from mmdecode.asr.manifest import Entry
+from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript
 from mmdecode.errors import InputError, OptionError
 
-RESULTS, RUN, PARTS = "results.jsonl", "run.json", "parts"
+RESULTS, PARTS = "results.jsonl", "parts"
 JOURNAL = ".reading-{}.tmp"
-
-
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Of everything that may change a file."""
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keeps a second run out of a folder; the operating system ends the claim with the process.
-
-    Raises:
-        OptionError: Another run writes there.
-        InputError: The folder cannot be made.
-    """
-    with _explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(handle, folder)
-        yield
-    finally:
-        os.close(handle)
 
 
 def prepare(
@@ -76,17 +53,17 @@ def prepare(
 
     Raises:
         OptionError: The folder holds results and ``resume`` is not set, or holds results of other
-            settings.
+            settings or other recordings.
         InputError: The folder cannot be written.
     """
-    wanted = {"hash": settings_hash(settings), "settings": settings}
-    with _explained(folder):
-        if (folder / RESULTS).exists() or (folder / PARTS).exists():
-            check_run(folder, wanted, resume)
+    with explained(folder):
+        if any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
+            check_settings(folder, settings, resume)
+            _check_recordings(folder, entries)
         suspects = crashes.suspects(folder.glob(JOURNAL.format("*")))
         for left in folder.glob(".*.tmp"):
             left.unlink()
-        write_atomically(folder / RUN, json.dumps(wanted, indent=1, default=str) + "\n")
+        note_settings(folder, settings)
     merge(folder, entries)
     return suspects
 
@@ -100,11 +77,11 @@ def merge(folder: Path, entries: Sequence[Entry]) -> None:
     place = {entry.id: index for index, entry in enumerate(entries)}
     lines: dict[str, bytes] = {}
     transcribed: set[str] = set()
-    with _explained(folder):
-        parts = sorted((folder / PARTS).glob("*.jsonl"))
+    with explained(folder):
+        parts = _parts(folder)
         for path in parts:  # a process of a run whose leading one was killed may still be at it
             with path.open("rb") as file:
-                _lock(file.fileno(), folder)
+                lock(file.fileno(), folder)
         for path in [folder / RESULTS, *parts]:
             for line, found in _lines(path):
                 source = found["source"]
@@ -152,7 +129,7 @@ class ResultFolder:
         self.done: set[str] = set()
         self._names: dict[str, str] = {}
         self._failed: dict[str, bytes] = {}
-        with _explained(folder):
+        with explained(folder):
             for line, found in _lines(folder / RESULTS):
                 self._names[found["source"]] = found["name"]
                 if "error" in found:
@@ -164,7 +141,7 @@ class ResultFolder:
                 part = folder / PARTS / f"rank-{rank}.jsonl"
                 part.parent.mkdir(exist_ok=True)
             self._file = part.open("ab")
-            _lock(self._file.fileno(), folder)
+            lock(self._file.fileno(), folder)
             self.journal = crashes.Journal(folder / JOURNAL.format(rank or 0))
         names = Names(self._names.values())
         for entry in entries:  # in the order of the input, whatever is done and in which order
@@ -187,14 +164,13 @@ class ResultFolder:
         name = self._names[result.source]
         index, entry = self._entries[result.source]
         result = dataclasses.replace(result, index=index)
-        audio = os.path.abspath(entry.audio) if entry.audio else None
-        with _explained(self.folder):
+        with explained(self.folder):
             if isinstance(result, Transcript):
                 for kind in self.formats:
                     text = FORMATS[kind](result, self.layout)
                     write_atomically(self.folder / f"{name}.{kind}", text)
                 self.done.add(result.source)
-            line = {"id": entry.id, "audio": audio, "name": name} | dataclasses.asdict(result)
+            line = {"id": entry.id, **_recording(entry), "name": name} | dataclasses.asdict(result)
             data = to_json(line).encode() + b"\n"
             if self._failed.get(result.source) != data:  # it failed just so in an earlier run
                 self._file.write(data)
@@ -208,53 +184,46 @@ class ResultFolder:
         self.journal.close()
 
 
-def _lock(handle: int, folder: Path) -> None:
-    """Locks an open file or folder until it is closed."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OptionError(
-            f"another run is writing to {folder}; wait for it, or choose another --out"
-        ) from None
+def _parts(folder: Path) -> list[Path]:
+    return sorted((folder / PARTS).glob("*.jsonl"))
 
 
-def check_run(folder: Path, wanted: Mapping[str, Any], resume: bool) -> None:
-    """Whether a run may continue what a folder holds.
+def _recording(entry: Entry) -> dict[str, Any]:
+    """What a line says of the recording itself; that it was on standard input by no path."""
+    known = entry.audio is not None and not entry.stdin
+    found: dict[str, Any] = {"audio": os.path.abspath(entry.audio or "") if known else None}
+    if entry.offset_s is not None:
+        found |= {"offset": entry.offset_s, "duration": entry.duration_s}
+    if entry.language:  # a transcript's own takes its place
+        found["language"] = entry.language
+    return found
 
-    Args:
-        folder: It holds results.
-        wanted: ``hash`` and ``settings`` of the run, as ``run.json`` has those of the earlier one.
-        resume: Whether the user asked to continue.
+
+def _check_recordings(folder: Path, entries: Sequence[Entry]) -> None:
+    """Whether the transcripts in a folder are of the recordings that have their ids now.
 
     Raises:
-        OptionError: It may not.
+        OptionError: One is of another recording, another part of it, or in another language.
     """
-    if not resume:
-        raise OptionError(
-            f"{folder} holds results of an earlier run; continue it with --resume, or choose "
-            "another --out"
-        )
-    run = folder / RUN
-    try:
-        before = json.loads(run.read_text(encoding="utf-8"))
-        old_hash, old = before["hash"], dict(before["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise OptionError(
-            f"{run} cannot be read, so nothing shows that the results beside it belong to this "
-            "run; choose another --out"
-        ) from None
-    if old_hash != wanted["hash"]:
-        new = json.loads(json.dumps(wanted["settings"], default=str))
-        differing = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-        shown = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differing)
-        raise OptionError(
-            f"{folder} holds results of other settings ({shown}); repeat them to continue, or "
-            "choose another --out"
-        )
+    given = {entry.id: entry for entry in entries}
+    for path in [folder / RESULTS, *_parts(folder)]:
+        for _, found in _lines(path):
+            entry = given.get(found["source"])
+            if entry is None or "error" in found:
+                continue
+            now = _recording(entry)
+            before = {name: found.get(name) for name in ("audio", "offset", "duration")}
+            if entry.language and found.get("language"):
+                now["language"] = language_code(entry.language)
+                before["language"] = found["language"]
+            differing = [name for name in before if before[name] != now.get(name)]
+            if differing:
+                shown = "; ".join(f"{n} was {before[n]!r}, is {now.get(n)!r}" for n in differing)
+                raise OptionError(
+                    f"{folder} holds a transcript under the id {entry.id!r}, and that is another "
+                    f"recording now ({shown}); start where the run was begun, with the same input, "
+                    "or choose another --out"
+                )
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -274,14 +243,3 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     "transcribes that recording again"
                 ) from None
             yield line, found
-
-
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {folder}: {error.strerror}; choose another --out, or make room and "
-            "continue with --resume"
-        ) from error

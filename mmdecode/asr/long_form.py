@@ -7,6 +7,9 @@ them once, decodes them together, and redoes those that fail a threshold at the 
 recording's text depends on nothing but the recording: rows of unequal prompt length are decoded in
 separate calls, and noise is keyed by (recording, window, attempt).
 
+Read on: `attempts` (how a window is decoded and judged), `cuts` (where its segments end), `chunks`
+(how windows are joined), `n_best`, `alignment` (when words were said).
+
 The rules follow transformers' ``generation_whisper.py`` for one recording at a time; a test holds
 tokens and segments to it. In ``chunked`` mode windows are at fixed places instead, several of one
 recording in a step, and joined at the end by `mmdecode.asr.chunks`.
@@ -19,7 +22,6 @@ for a window that is redone, the attempt that failed.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,16 +29,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr import prompts
+from mmdecode.asr import hallucinations, prompts
 from mmdecode.asr.alignment import Spoken, Timer
+from mmdecode.asr.attempts import Attempts, Result
 from mmdecode.asr.chunks import join
+from mmdecode.asr.cuts import split_segments, unfinished, without_loop
 from mmdecode.asr.features import Mel, Speech
-from mmdecode.asr.loops import first_round_end
-from mmdecode.asr.n_best import beam_search
+from mmdecode.asr.hallucinations import Place, Verdict
+from mmdecode.asr.n_best import Alternatives
 from mmdecode.asr.voice import Timeline, VoiceActivity
+from mmdecode.asr.words import timed_words
+from mmdecode.engine.decoder import NoDraft
 from mmdecode.errors import MMDecodeError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -45,35 +49,6 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.engine.decoder import Decoder
-
-
-Cut = tuple[int, int, list[int]]
-"""Start, end and tokens; in timestamp steps from the start of the window."""
-
-
-@dataclass
-class Result:
-    """One attempt at a window.
-
-    Attributes:
-        tokens: Without the end token.
-        temperature: At which it was decoded.
-        avg_logprob: ``None``: nothing asked for it.
-        no_speech_prob: ``None``: nothing asked for it.
-        failed: Whether it is to be redone.
-        silent: Whether it is to be skipped.
-        looped: Whether it ends in a loop.
-        n_best: Alternatives, tokens and score, best first.
-    """
-
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float | None = None
-    no_speech_prob: float | None = None
-    failed: bool = False
-    silent: bool = False
-    looped: bool = False
-    n_best: list[tuple[list[int], float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -104,6 +79,7 @@ class Job:
         attempts: Windows decoded, repeats included.
         results: What each window that ended came to.
         pieces: Segments so far.
+        said_s: End of the last word so far, where the options ask for it.
     """
 
     index: int
@@ -119,6 +95,7 @@ class Job:
     attempts: int = 0
     results: list[Result] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    said_s: float = 0.0
 
     @property
     def frames(self) -> int:
@@ -172,7 +149,7 @@ class LongForm:
         options: TranscribeOptions,
         tokenizer: Any = None,
     ) -> None:
-        self.model, self.decoder, self.options = model, decoder, options
+        self.model, self.options = model, options
         self.encoder = model.get_encoder()
         self.stride = self.encoder.conv1.stride[0] * self.encoder.conv2.stride[0]
         self.mel = Mel(extractor, self.stride * model.config.max_source_positions)
@@ -192,11 +169,10 @@ class LongForm:
                 f"prompt and hotwords have {given} tokens; the model can be shown "
                 f"{self.most_shown}: shorten them"
             )
-        if options.n_best and options.n_best_method == "beam" and decoder.guide is not None:
-            raise OptionError(
-                "n_best_method='beam' searches under the model's own law and knows no guide; use "
-                "n_best_method='sample', or leave the guide out"
-            )
+        if options.beams > 1:
+            _check_plain(decoder)
+        self.attempts = Attempts(model, decoder, options, self.prompts)
+        self.alternatives = Alternatives(self.attempts) if options.n_best else None
         self.voice = VoiceActivity(options) if options.vad else None
         self.overlap = self._overlap()
         self.timer: Timer | None = None
@@ -214,7 +190,7 @@ class LongForm:
         """Frames that two windows share; timestamps then stay on the grid of the encoder."""
         whole = self.mel.window_frames
         seconds = self.options.overlap_s
-        frames = whole // 3 if seconds is None else round(seconds / self.frame_s)
+        frames = whole // 2 if seconds is None else round(seconds / self.frame_s)
         if frames >= whole:
             raise OptionError(
                 f"overlap_s={seconds}; expected less than a window, {whole * self.frame_s:g} s"
@@ -262,7 +238,7 @@ class LongForm:
 
     def _open(self, index: int, source: Source) -> Job:
         """A recording, measured; with ``vad`` without its silence."""
-        language = self.prompts.language_of(source.language)
+        language = self.prompts.language_of(source)
         speech: Speech | None = None
         if self.voice is None:
             speech = Speech(source, self.mel, self.options.padding)
@@ -308,47 +284,49 @@ class LongForm:
         audio = self.encoder(features).last_hidden_state
         self._detect_languages(windows, audio)
         ids = [self._prompt(window.job) for window in windows]
-        sources = [window.job.source for window in windows]
+        results = self._decode(windows, ids, audio, features)
+        if self.alternatives is not None:
+            for rows, prompt in _by_length(ids, range(len(windows)), audio.device):
+                names = [self._request(windows[row], "n-best") for row in rows]
+                found = self.alternatives(prompt, audio[rows], features[rows], names)
+                for row, tries in zip(rows, found, strict=True):
+                    results[row].n_best = tries
+        if self.timer is not None:
+            self._time(self.timer, windows, ids, results, audio, features)
+        for window, result in zip(windows, results, strict=True):
+            self._advance(window, result)
+
+    def _decode(
+        self, windows: list[Window], ids: list[list[int]], audio: Tensor, features: Tensor
+    ) -> list[Result]:
+        """The last attempt at each window: the first that did not fail, if any."""
         results: dict[int, Result] = {}
+        sources = [window.job.source for window in windows]
         pending = list(range(len(windows)))
         for attempt, temperature in enumerate(self.options.temperatures):
-            for rows in _by_length(ids, pending):
-                found = self._decode(
-                    torch.tensor([ids[row] for row in rows], device=audio.device),
+            for rows, prompt in _by_length(ids, pending, audio.device):
+                found = self.attempts(
+                    prompt,
                     audio[rows],
                     features[rows],
                     temperature,
                     [self._request(windows[row], attempt) for row in rows],
                     [sources[row] for row in rows],
                 )
-                for row, result in zip(rows, found, strict=True):
-                    self._judge(result)
-                    results[row] = result
+                results.update(zip(rows, found, strict=True))
             for row in pending:
                 windows[row].job.attempts += 1
             pending = [row for row in pending if results[row].failed]
-            if not pending:
-                break
             for row in pending:
                 sources[row] = results[row].tokens
-        if self.options.n_best:
-            for rows in _by_length(ids, range(len(windows))):
-                prompt = torch.tensor([ids[row] for row in rows], device=audio.device)
-                names = [self._request(windows[row], "n-best") for row in rows]
-                best = self._alternatives(prompt, audio[rows], features[rows], names)
-                for row, texts in zip(rows, best, strict=True):
-                    results[row].n_best = texts
-        if self.timer is not None:
-            self._time(self.timer, windows, ids, results, audio, features)
-        for row, window in enumerate(windows):
-            self._advance(window, results[row])
+        return [results[row] for row in range(len(windows))]
 
     def _time(
         self,
         timer: Timer,
         windows: list[Window],
         ids: list[list[int]],
-        results: dict[int, Result],
+        results: list[Result],
         audio: Tensor,
         features: Tensor,
     ) -> None:
@@ -365,9 +343,9 @@ class LongForm:
             )
             for row, window in enumerate(windows)
         ]
-        for row, tokens in enumerate(timer(spoken, audio)):
+        for result, tokens in zip(results, timer(spoken, audio), strict=True):
             if tokens:
-                results[row].tokens = [*tokens]
+                result.tokens = [*tokens]
 
     def _request(self, window: Window, attempt: int | str) -> str:
         """What the noise of an attempt is keyed by."""
@@ -384,7 +362,7 @@ class LongForm:
         if not rows:
             return
         start = torch.full((len(rows), 1), self.prompts.start, device=audio.device)
-        logits = self._logits_at_end(start, audio[rows])
+        logits = self.attempts.logits_at_end(start, audio[rows])
         choices = torch.tensor(self.prompts.languages, device=audio.device)
         best = choices[logits[:, choices].argmax(1)].tolist()
         for row, language in zip(rows, best, strict=True):
@@ -400,128 +378,9 @@ class LongForm:
         initial = self.prompts.initial(job.language)
         return [int(self.prompts.previous or 0), *before, *initial] if before else initial
 
-    def _decode(
-        self,
-        prompt: Tensor,
-        audio: Tensor,
-        features: Tensor,
-        temperature: float,
-        names: list[str],
-        sources: list[list[int]],
-        scored: bool = False,
-    ) -> list[Result]:
-        """One attempt at windows with prompts of one length; ``scored``: with mean scores."""
-        options, width = self.options, prompt.shape[1]
-        wants_scores = scored or options.logprob_threshold is not None
-        config = self._generation(width)
-        config.update(
-            do_sample=temperature > 0,
-            num_beams=1,
-            output_scores=wants_scores,
-            return_dict_in_generate=wants_scores,
-        )
-        output = self.decoder(
-            self.model,
-            prompt,
-            logits_processor=prompts.processors(self.config, width, options, temperature),
-            stopping_criteria=StoppingCriteriaList(),
-            generation_config=config,
-            encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-            mm_inputs={"input_features": features, "source_ids": sources},
-            mm_request=names,
-        )
-        sequences = (output.sequences if wants_scores else output)[:, width:].tolist()
-        no_speech: list[float | None] = [None] * len(sequences)
-        if options.no_speech_threshold is not None and not scored:
-            at = width - len(self.prompts.initial(self.prompts.language or self._any_language()))
-            logits = self._logits_at_end(prompt[:, : at + 1], audio)
-            no_speech = logits.float().softmax(-1)[:, self.prompts.no_speech].tolist()
-        results = []
-        for row, ids in enumerate(sequences):
-            end = ids.index(self.prompts.eos) + 1 if self.prompts.eos in ids else len(ids)
-            result = Result(ids[:end], temperature, no_speech_prob=no_speech[row])
-            if wants_scores:
-                scores = torch.stack([step[row] for step in output.scores[:end]])
-                chosen = torch.tensor(result.tokens, device=scores.device)
-                result.avg_logprob = avg_logprob(scores, chosen, temperature)
-            results.append(result)
-        return results
-
-    def _alternatives(
-        self, prompt: Tensor, audio: Tensor, features: Tensor, names: list[str]
-    ) -> list[list[tuple[list[int], float]]]:
-        """N-best lists of windows with prompts of one length."""
-        count, eos, width = self.options.n_best, self.prompts.eos, prompt.shape[1]
-        if self.options.n_best_method == "beam":
-            rules = prompts.processors(self.config, width, self.options, 0.0)
-            config = self._generation(width)
-            found = beam_search(self.model, prompt, audio, rules, count, config)
-            return [
-                [(ids[: ids.index(eos)] if eos in ids else ids, score) for ids, score in texts]
-                for texts in found
-            ]
-        drawn = self._decode(
-            prompt.repeat_interleave(count, 0),
-            audio.repeat_interleave(count, 0),
-            features.repeat_interleave(count, 0),
-            1.0,
-            [f"{name}/{number}" for name in names for number in range(count)],
-            [[]] * (len(names) * count),
-            scored=True,
-        )
-        lists = []
-        for row in range(0, len(drawn), count):
-            best: dict[tuple[int, ...], float] = {}
-            for result in drawn[row : row + count]:
-                tokens = result.tokens[: -1 if result.tokens[-1] == eos else None]
-                best[tuple(tokens)] = result.avg_logprob or 0.0
-            ranked = sorted(best.items(), key=lambda item: -item[1])
-            lists.append([(list(tokens), score) for tokens, score in ranked])
-        return lists
-
-    def _any_language(self) -> int | None:
-        return self.prompts.languages[0] if self.prompts.languages else None
-
-    def _generation(self, width: int) -> GenerationConfig:
-        return GenerationConfig(
-            max_length=self._max_length(width),
-            eos_token_id=self.config.eos_token_id,
-            pad_token_id=self.prompts.pad,
-        )
-
-    def _max_length(self, width: int) -> int:
-        most = self.model.config.max_target_positions
-        if self.options.max_new_tokens is not None:
-            return min(width + self.options.max_new_tokens, most)
-        if self.config.max_new_tokens is not None:
-            return min(width + self.config.max_new_tokens, most)
-        if self.config.max_length is not None:
-            return min(width + self.config.max_length, most)
-        return most
-
-    def _logits_at_end(self, ids: Tensor, audio: Tensor) -> Tensor:
-        encoded = BaseModelOutput(last_hidden_state=audio)
-        output = self.model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False)
-        return output.logits[:, -1]
-
-    def _judge(self, result: Result) -> None:
-        """Sets ``failed``, ``silent`` and ``looped``, and takes the end token off."""
-        options, tokens = self.options, result.tokens
-        if options.compression_ratio_threshold is not None:
-            ratio = compression_ratio(tokens, self.model.config.vocab_size)
-            result.failed = ratio > options.compression_ratio_threshold
-        if options.logprob_threshold is not None and result.avg_logprob is not None:
-            unlikely = result.avg_logprob < options.logprob_threshold
-            result.failed |= unlikely
-            threshold = options.no_speech_threshold
-            if threshold is not None and unlikely and (result.no_speech_prob or 0.0) > threshold:
-                result.failed, result.silent = False, True
-        if tokens[-1] == self.prompts.eos:
-            result.tokens = tokens[:-1]
-        result.looped = first_round_end(self._words(result.tokens)) is not None
-
     def _advance(self, window: Window, result: Result) -> None:
-        job, count = window.job, window.count
+        """Takes a window's segments over, and says where and how the next one begins."""
+        job, count, begin = window.job, window.count, self.prompts.timestamp_begin
         job.results.append(result)
         job.conditioned = self.options.condition_on_prev_tokens and result.temperature < 0.5
         job.source = []
@@ -532,126 +391,88 @@ class LongForm:
         offset = window.seek * self.stamp_s / self.stride
         whole = int(count * self.frame_s / self.stamp_s)
         if self.options.timestamps:
-            cuts, stamps = split_segments(result.tokens, self.prompts.timestamp_begin, whole)
+            cuts, stamps = split_segments(result.tokens, begin, whole)
         else:
             cuts, stamps = [(0, whole, result.tokens)], None
         rest = unfinished(result.tokens, cuts) if stamps is not None else []
         if rest and not sequential:
             cuts[-1][2].pop()  # the timestamp that opens the rest
-            cuts.append((rest[0] - self.prompts.timestamp_begin, whole, rest))
+            cuts.append((rest[0] - begin, whole, rest))
         if result.looped and self.options.loop_guard == "cut":
-            cuts = self._without_loop(cuts)
+            cuts = without_loop(cuts, begin)
         pieces = [
             Piece(offset + first * self.stamp_s, offset + last * self.stamp_s, tokens, result)
             for first, last, tokens in cuts
         ]
         if not sequential:
-            job.pieces = join(job.pieces, pieces, offset, self.prompts.timestamp_begin)
+            job.pieces = join(job.pieces, pieces, offset, begin)
             return
+        forward = count if stamps is None else stamps * self.stride
+        verdict = self._doubt(window, pieces)
+        if verdict is not None:
+            pieces, cuts, rest = pieces[: verdict.keep], cuts[: verdict.keep], []
+            forward = self._forward(window, verdict.next_start)
         job.pieces += pieces
         for piece in pieces:
             # of two timestamps at the end the second only says that the next segment follows
-            double = len(piece.tokens) > 2 and piece.tokens[-2] >= self.prompts.timestamp_begin
+            double = len(piece.tokens) > 2 and piece.tokens[-2] >= begin
             job.shown += piece.tokens[:-1] if double else piece.tokens
         job.shown = job.shown[-self.most_shown :]
         if result.looped and self.options.loop_guard != "report":
             job.shown, job.conditioned = self._first_shown(), False
-        forward = count if stamps is None else stamps * self.stride
         job.seek += forward if forward > 0 else count  # never stand still
-        begin = self.prompts.timestamp_begin
         moved = [max(begin, t - (stamps or 0)) if t >= begin else t for t in rest]
         job.source = moved + [token for _, _, tokens in cuts for token in tokens]
 
-    def _words(self, tokens: list[int]) -> list[int]:
-        return [token for token in tokens if token < self.prompts.timestamp_begin]
+    def _doubt(self, window: Window, pieces: list[Piece]) -> Verdict | None:
+        """What becomes of a window in which text may be made up; ``None``: all of it stays."""
+        job, threshold = window.job, self.options.hallucination_silence_threshold
+        if threshold is None:
+            return None
+        assert self.timer is not None, "the options ask for word times too"
+        recording_end = job.frames * self.frame_s
+        words = timed_words(
+            [self.timer.text(piece.tokens) for piece in pieces],
+            self.timer.tokenizer,
+            self.prompts.code_of(job.language),
+            lambda start, end: (start, end),
+            recording_end,
+        )
+        start = window.seek * self.frame_s
+        place = Place(
+            start=start,
+            end=start + self.mel.window_frames * self.frame_s,
+            heard_end=start + window.count * self.frame_s,
+            recording_end=recording_end,
+            said=job.said_s,
+        )
+        verdict = hallucinations.judge(words, place, threshold)
+        kept = words if verdict is None else words[: verdict.keep]
+        job.said_s = max((word.end_s for said in kept for word in said), default=job.said_s)
+        return verdict
 
-    def _without_loop(self, cuts: list[Cut]) -> list[Cut]:
-        """Segments with the first round of the loop at their end, and none of the others.
-
-        Times are kept: what the model said of them while it looped is all that is known.
-        """
-        left = first_round_end(self._words([t for _, _, tokens in cuts for t in tokens]))
-        if left is None:  # part of it was in a tail that the next window decodes
-            return cuts
-        kept: list[Cut] = []
-        for first, last, tokens in cuts:
-            if not left:
-                break
-            said = []
-            for token in tokens:
-                is_word = token < self.prompts.timestamp_begin
-                if left or not is_word:
-                    said.append(token)
-                    left -= is_word
-            kept.append((first, last, said))
-        return kept
+    def _forward(self, window: Window, start_s: float) -> int:
+        """Frames from a window to the timestamp step at or before a time; one step at least."""
+        if start_s == math.inf:
+            return window.job.frames - window.seek
+        at = math.floor(start_s / self.stamp_s + 1e-6) * self.stride
+        return max(at - window.seek, self.stride)
 
 
-def _by_length(ids: list[list[int]], rows: Iterable[int]) -> Iterator[list[int]]:
-    """Rows whose prompts have one length, shortest first."""
+def _check_plain(decoder: Decoder) -> None:
+    if decoder.guide is not None or not isinstance(decoder.draft, NoDraft):
+        raise OptionError(
+            "beams= is given with a draft or a guide, and beams are searched by transformers, "
+            "without either; leave these out, or set beams=1"
+        )
+
+
+def _by_length(
+    ids: list[list[int]], rows: Iterable[int], device: torch.device
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Rows whose prompts have one length, and these prompts; shortest first."""
     groups: dict[int, list[int]] = {}
     for row in rows:
         groups.setdefault(len(ids[row]), []).append(row)
     for _, group in sorted(groups.items()):
-        yield group
-
-
-def unfinished(tokens: list[int], cuts: list[Cut]) -> list[int]:
-    """What a window says behind its last complete segment, from its opening timestamp on.
-
-    Args:
-        tokens: Of the window.
-        cuts: Its segments, the last one with both timestamps.
-    """
-    rest = tokens[sum(len(part) for _, _, part in cuts) - 1 :]
-    return rest if len(rest) > 1 else []
-
-
-def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut], int | None]:
-    """Cuts a window's tokens where two timestamps meet.
-
-    Args:
-        tokens: Without the end token.
-        begin: The first timestamp's id.
-        whole: The window's length, in timestamp steps.
-
-    Returns:
-        (start, end, tokens) per segment, in timestamp steps; and where the next window starts, in
-        the same unit, ``None`` where it starts behind this one.
-    """
-    stamped = [token >= begin for token in tokens]
-    cuts = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
-    if not cuts:
-        times = [token - begin for token in tokens if token >= begin]
-        return [(0, times[-1] if times and times[-1] else whole, tokens)], None
-    closed = stamped[-2:] == [False, True]  # nothing is said behind a single timestamp
-    if closed:
-        cuts.append(len(tokens))
-    else:
-        cuts[-1] += 1  # the last segment shows both timestamps
-    segments, last = [], 0
-    for number, cut in enumerate(cuts):
-        part = tokens[last:cut]
-        ends = -2 if number == len(cuts) - 1 and not closed else -1
-        segments.append((part[0] - begin, part[ends] - begin, part))
-        last = cut
-    return segments, None if closed else tokens[last - 2] - begin
-
-
-def compression_ratio(tokens: list[int], vocab: int) -> float:
-    """Bytes of the ids over their zlib-compressed bytes."""
-    size = int(math.log2(vocab) / 8) + 1
-    data = b"".join(token.to_bytes(size, "little") for token in tokens)
-    return len(data) / len(zlib.compress(data))
-
-
-def avg_logprob(scores: Tensor, tokens: Tensor, temperature: float) -> float:
-    """Mean log-probability of the tokens, end token included, before the temperature.
-
-    Args:
-        scores: Processed, ``(L, V)``.
-        tokens: ``(L,)``.
-        temperature: What the scores were divided by; 0 for none.
-    """
-    log_p = (scores * (temperature or 1.0)).float().log_softmax(-1)
-    return float(log_p.gather(1, tokens[:, None]).mean())
+        yield group, torch.tensor([ids[row] for row in group], device=device)

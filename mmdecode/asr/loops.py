@@ -14,11 +14,11 @@ from collections.abc import Sequence
 ROUNDS, TOKENS = 4, 12
 
 
-def first_round_end(tokens: Sequence[int]) -> int | None:
+def first_round_end(tokens: Sequence[object]) -> int | None:
     """Where the first round of the loop at the end is over; ``None``: nothing loops.
 
     Args:
-        tokens: Of the text, without times.
+        tokens: Of the text, without times; or words.
     """
     for period in range(1, len(tokens) // ROUNDS + 1):
         begin = len(tokens) - period

@@ -4,6 +4,10 @@ A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's
 (id)``; anything else is JSON lines or one JSON list (NeMo's manifests and the result files of the
 Open ASR leaderboard among them). The recording stands under one of `AUDIO`, the text under one of
 `TEXT`; every other column is kept. Relative paths start at the folder of the manifest.
+
+A line with an ``offset`` is a part of its recording, from there on and as long as ``duration``
+says, as in NeMo's manifests; without an offset a duration is only told. The language that is spoken
+stands under one of `LANGUAGE`.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmdecode.asr.audio import Source, part, recording
 from mmdecode.asr.formats import write_atomically
 from mmdecode.errors import InputError
 
@@ -27,7 +32,9 @@ AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
 TEXT = ("text", "transcript", "transcription", "sentence", "reference")
 ID = ("id", "utt_id", "name")
 DURATION = ("duration", "duration_s")
+OFFSET = ("offset",)
 SPEAKER = ("speaker", "speaker_id", "client_id")
+LANGUAGE = ("language", "lang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +42,40 @@ class Entry:
     """One recording of a manifest.
 
     Attributes:
-        id: Unique in its manifest: the given one, else the path as it is written there.
+        id: Unique in its manifest: the given one, else the path as it is written there, for a part
+            with ``@`` its offset and ``+`` its duration.
         audio: Path to open; ``None``: the manifest names no recording here.
         text: What is said; ``None``: not given.
-        duration_s: Length by the manifest; ``None``: not given.
+        offset_s: Where the part of the file begins that is meant; ``None``: all of it is.
+        duration_s: Length by the manifest; ``None``: not given, and of a part: to the end.
         speaker: Who speaks; ``None``: not given.
+        language: What is spoken; ``None``: not given.
+        stdin: Whether it came on standard input; its path is that of a temporary file.
         fields: Everything that stood there, by column.
     """
 
     id: str
     audio: str | None
     text: str | None = None
+    offset_s: float | None = None
     duration_s: float | None = None
     speaker: str | None = None
+    language: str | None = None
+    stdin: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def opened(entry: Entry, language: str | None = None) -> Source:
+    """The recording of an entry, or the part that is meant; it is not looked at yet.
+
+    Args:
+        entry: It has a path.
+        language: What is asked for of all recordings; the entry's own counts where it is ``None``.
+    """
+    source = recording(entry.audio or "", entry.id, shown="stdin" if entry.stdin else None)
+    if entry.offset_s is not None:
+        source = part(source, entry.offset_s, entry.duration_s)
+    return replace(source, language=None if language else entry.language)
 
 
 def read_manifest(
@@ -166,19 +193,22 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
     if audio is not None and (not audio.strip() or "\0" in audio):
         raise InputError(f"{where} has the path {audio!r}; expected the path of a recording")
     name = text_of(row, ID, where)
-    if row.get("offset") not in (None, "", 0, "0", "0.0"):
-        raise InputError(
-            f"{where} names a part of a recording (offset {row['offset']!r}); cut it out into a "
-            "file of its own"
-        )
     if name is None and audio is None:
         raise InputError(f"{where} has neither {_any(ID)} nor {_any(AUDIO)}")
+    offset, duration = seconds_of(row, OFFSET, where), seconds_of(row, DURATION, where)
+    if not offset and duration is None:
+        offset = None
+    if name is None:
+        length = "" if duration is None else f"+{duration}"
+        name = audio if offset is None else f"{audio}@{offset}{length}"
     return Entry(
-        id=str(name if name is not None else audio),
+        id=str(name),
         audio=None if audio is None else str(folder / audio),
         text=text_of(row, TEXT, where),
-        duration_s=seconds_of(row, DURATION, where),
+        offset_s=offset,
+        duration_s=duration,
         speaker=text_of(row, SPEAKER, where),
+        language=text_of(row, LANGUAGE, where) or None,
         fields=row,
     )
 

@@ -2,24 +2,27 @@
 
 ``beam``: transformers' beam search with as many beams, under the prompt and the processors of the
 window; scores are its ``sequences_scores``, at the default length penalty the mean log-probability
-per token. ``sample``: draws from the model's law at temperature 1 through the engine, equal ones
-once, so that there may be fewer; scores are mean log-probabilities too.
+per token. ``sample``: draws from the law of model and guide at temperature 1 through the engine,
+by a decoder of its own without a draft; scores are mean log-probabilities too.
 
-A text is of a whole window: where windows follow one another, an unfinished last sentence comes
-again in the next.
+What differs in its times alone is one text, with the score and the tokens of the best: there may be
+fewer texts than were asked for. A text is of a whole window: where windows follow one another, an
+unfinished last sentence comes again in the next.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
-from transformers.modeling_outputs import BaseModelOutput
 
-if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
+from mmdecode.asr.attempts import Attempts
+from mmdecode.asr.beams import Scored
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,41 +40,73 @@ class Hypothesis:
     tokens: list[int]
 
 
-def beam_search(
-    model: Any,
-    prompt: Tensor,
-    audio: Tensor,
-    rules: LogitsProcessorList,
-    beams: int,
-    config: GenerationConfig,
-) -> list[list[tuple[list[int], float]]]:
-    """The ``beams`` best token sequences of each row, with scores; padding included.
+def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> list[Hypothesis]:
+    """Each text once, as its best-scored tokens have it; best first.
 
     Args:
-        model: A ``WhisperForConditionalGeneration``.
-        prompt: ``(B, P)``, without padding.
-        audio: Encoder states, ``(B, T, H)``.
-        rules: Processors.
-        beams: Beams, and sequences returned.
-        config: Lengths and special tokens.
+        found: In any order.
+        text_of: The text of some tokens.
     """
-    # not the model's own generate, which is the loop over windows
-    output = GenerationMixin.generate(
-        model,
-        encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-        decoder_input_ids=prompt,
-        logits_processor=rules,
-        generation_config=config,
-        num_beams=beams,
-        num_return_sequences=beams,
-        do_sample=False,
-        output_scores=True,
-        return_dict_in_generate=True,
-        # among the rules already; from the checkpoint they would come again
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    tokens = output.sequences[:, prompt.shape[1] :].tolist()
-    scores = output.sequences_scores.tolist()
-    ranked = list(zip(tokens, scores, strict=True))
-    return [ranked[row : row + beams] for row in range(0, len(ranked), beams)]
+    best: dict[str, Hypothesis] = {}
+    for tokens, score in sorted(found, key=lambda one: -one[1]):
+        text = text_of(tokens)
+        best.setdefault(text, Hypothesis(text=text, score=score, tokens=tokens))
+    return list(best.values())
+
+
+class Alternatives:
+    """Finds the N-best lists of windows, beside the transcript.
+
+    Args:
+        attempts: How the windows themselves are decoded.
+
+    Raises:
+        OptionError: Beams are asked for beside a guide.
+    """
+
+    def __init__(self, attempts: Attempts) -> None:
+        self.attempts, self.count = attempts, attempts.options.n_best
+        guide = attempts.decoder.guide
+        self.sampler: Attempts | None = None
+        if attempts.options.n_best_method == "sample":
+            # a threshold that nothing fails asks for scores
+            scored = dataclasses.replace(
+                attempts.options,
+                compression_ratio_threshold=None,
+                logprob_threshold=-math.inf,
+                no_speech_threshold=None,
+            )
+            decoder = Decoder(guide=guide, seed=attempts.decoder.seed)
+            self.sampler = Attempts(attempts.model, decoder, scored, attempts.prompts)
+        elif guide is not None:
+            raise OptionError(
+                "n_best_method='beam' searches under the model's own law and knows no guide; use "
+                "n_best_method='sample', or leave the guide out"
+            )
+
+    def __call__(
+        self, prompt: Tensor, audio: Tensor, features: Tensor, names: list[str]
+    ) -> list[list[Scored]]:
+        """As many tries at each window as are asked for, equal ones included.
+
+        Args:
+            prompt: Of one length, ``(B, P)``.
+            audio: Encoder states, ``(B, T, H)``.
+            features: ``(B, mels, window frames)``.
+            names: What noise is keyed by.
+        """
+        if self.sampler is None:
+            beams = max(self.count, self.attempts.options.beams)
+            found = self.attempts.searched(prompt, audio, beams, self.count)
+            eos = self.attempts.prompts.eos
+            return [[([t for t in ids if t != eos], score) for ids, score in row] for row in found]
+        drawn = self.sampler(
+            prompt.repeat_interleave(self.count, 0),
+            audio.repeat_interleave(self.count, 0),
+            features.repeat_interleave(self.count, 0),
+            1.0,
+            [f"{name}/{number}" for name in names for number in range(self.count)],
+            [[]] * (len(names) * self.count),
+        )
+        scored = [(result.tokens, result.avg_logprob or 0.0) for result in drawn]
+        return [scored[row : row + self.count] for row in range(0, len(scored), self.count)]

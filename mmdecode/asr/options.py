@@ -39,6 +39,8 @@ class TranscribeOptions:
         logprob_threshold: A window whose mean log-probability is lower failed.
         no_speech_threshold: A window that failed by its log-probability is skipped as silence
             where the no-speech probability is higher.
+        beams: Search with so many beams where the temperature is 0, by transformers; 1 is greedy,
+            and neutral. Beams are not drafted and know no guide.
         condition_on_prev_tokens: Whether a window is shown the text before it.
         prompt: A text shown before the windows, to set names, spelling and style; or its ids, as
             ``processor.get_prompt_ids`` makes them. As in transformers: without
@@ -64,14 +66,18 @@ class TranscribeOptions:
         n_best_method: ``beam`` search, or ``sample``.
         mode: ``sequential`` reads on where the model says that a segment ended. ``chunked`` cuts
             windows at fixed places, decodes those of one recording side by side, and joins them
-            where they overlap: quicker for a single recording, and a text of its own. See
-            `mmdecode.asr.chunks`.
-        overlap_s: By how much windows overlap in ``chunked``; ``None``: a third of a window.
+            where they overlap: quicker for a single recording, with a text of its own that has more
+            errors. `mmdecode.asr.chunks` has figures.
+        overlap_s: By how much windows overlap in ``chunked``; ``None``: half a window. Less is
+            quicker, and costs accuracy.
         word_timestamps: Whether segments get words with times and confidences: ``attention`` by
             the model's cross-attention, ``ctc`` by forced alignment with the checkpoint's own head,
             ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
             ``attention``. One pass per window more; the text does not depend on it. See
             `mmdecode.asr.alignment`.
+        hallucination_silence_threshold: Skip what sounds made up beside silences longer than so
+            many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
+            ``None``: neutral. See `mmdecode.asr.hallucinations`.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
         padding: How a last window is filled up, see `mmdecode.asr.features`.
 
@@ -87,6 +93,7 @@ class TranscribeOptions:
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
+    beams: int = 1
     condition_on_prev_tokens: bool = False
     prompt: str | Sequence[int] | None = None
     prompt_condition_type: PromptConditionType = "first-segment"
@@ -102,6 +109,7 @@ class TranscribeOptions:
     mode: Mode = "sequential"
     overlap_s: float | None = None
     word_timestamps: bool | str = False
+    hallucination_silence_threshold: float | None = None
     max_new_tokens: int | None = None
     padding: Padding = "auto"
 
@@ -117,6 +125,11 @@ class TranscribeOptions:
             )
         if list(temperatures) != sorted(set(temperatures)):
             raise OptionError(f"temperatures={temperatures}; expected each higher than the last")
+        if self.beams < 1 or (self.beams > 1 and temperatures[0]):
+            raise OptionError(
+                f"beams={self.beams} and temperatures={temperatures}; expected at least 1, and "
+                "temperature 0 first: beams are searched without sampling"
+            )
         checks = self.compression_ratio_threshold, self.logprob_threshold
         if len(temperatures) > 1 and checks == (None, None):
             raise OptionError(
@@ -141,6 +154,14 @@ class TranscribeOptions:
             raise OptionError(f"max_new_tokens={self.max_new_tokens}; expected at least 1")
         if self.task not in (None, "transcribe", "translate"):
             raise OptionError(f"task={self.task!r}; expected 'transcribe' or 'translate'")
+        silence = self.hallucination_silence_threshold
+        if silence is not None and not (
+            0 <= silence < math.inf and self.word_timestamps and self.mode == "sequential"
+        ):
+            raise OptionError(
+                f"hallucination_silence_threshold={silence}; expected seconds, 0 or more, together "
+                "with word_timestamps and mode='sequential'"
+            )
         self._check_names()
         self._check_prompt()
         self._check_vad()

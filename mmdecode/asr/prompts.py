@@ -11,9 +11,10 @@ from transformers.generation import logits_process as lp
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from mmdecode.engine.setup import token_ids
-from mmdecode.errors import OptionError, UnsupportedModelError, did_you_mean
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError, did_you_mean
 
 if TYPE_CHECKING:
+    from mmdecode.asr.audio import Source
     from mmdecode.asr.options import TranscribeOptions
 
 
@@ -126,19 +127,24 @@ class Prompts:
             known=known,
         )
 
-    def language_of(self, name: str | None) -> int | None:
-        """The token of a recording whose language is known; ``None``: that of the options.
+    def language_of(self, source: Source) -> int | None:
+        """The token of the language of a recording, its own or that of the options; see `language`.
 
         Raises:
-            OptionError: The model does not know the language.
+            InputError: The model does not know the language.
         """
-        if name is None:
+        name = source.language
+        # Whisper's models of one language are of English
+        if name is None or (not self.known and language_code(name) == "en"):
             return self.language
-        if not self.known:
-            raise OptionError(
-                f"language={name!r} was given to a model of one language; leave it out"
-            )
-        return _language(name, self.known)
+        try:
+            return _language(name, self.known)
+        except OptionError as error:
+            raise InputError(f"{source.name}: {error}") from error
+
+    def code_of(self, token: int | None) -> str | None:
+        """Code of a language token; ``None``: the model has one language, or it is not known."""
+        return next((n.strip("<|>") for n, value in self.known.items() if value == token), None)
 
     def initial(self, language: int | None) -> list[int]:
         """The tokens before the first generated one."""
@@ -162,9 +168,16 @@ def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> t
     return tuple(text)
 
 
+def language_code(name: str) -> str:
+    """``en`` of ``en``, ``English`` or ``<|en|>``; a name that is not known stays as it is."""
+    name = name.strip().lower().removeprefix("<|").removesuffix("|>")
+    return TO_LANGUAGE_CODE.get(name, name)
+
+
 def _language(name: str, known: Mapping[str, int]) -> int:
-    name = name.lower()
-    token = name if name in known else f"<|{TO_LANGUAGE_CODE.get(name, name)}|>"
+    token = f"<|{language_code(name)}|>"
+    if not known:
+        raise OptionError(f"language={name!r} was given to a model of one language; leave it out")
     if token not in known:
         codes = [key.strip("<|>") for key in known]
         choice = did_you_mean(name, [*codes, *TO_LANGUAGE_CODE])

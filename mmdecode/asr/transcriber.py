@@ -13,9 +13,9 @@ import torch
 from mmdecode import registry
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.long_form import Job, LongForm
-from mmdecode.asr.n_best import Hypothesis
+from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.words import Word, timed_words
+from mmdecode.asr.words import Word, in_order, timed_words
 from mmdecode.checkpoints import local_path
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
@@ -131,8 +131,9 @@ class Transcriber:
             processor.feature_extractor,
             self.decoder,
             self.options,
-            getattr(processor, "tokenizer", None),
+            processor.tokenizer,
         )
+        self._special = frozenset(processor.tokenizer.all_special_ids)
 
     @classmethod
     def from_pretrained(
@@ -175,6 +176,11 @@ class Transcriber:
     def sampling_rate(self) -> int:
         """Of arrays that come without one."""
         return self._loop.mel.rate
+
+    @property
+    def window_s(self) -> float:
+        """Seconds that the model hears at once."""
+        return self._loop.mel.window_frames * self._loop.frame_s
 
     @property
     def stats(self) -> Stats:
@@ -234,7 +240,7 @@ class Transcriber:
     def _transcript(self, job: Job, index: int) -> Transcript:
         tokens = [int(token) for piece in job.pieces for token in piece.tokens]
         words = self._words(job)
-        spans = [job.timeline.span(piece.start, piece.end) for piece in job.pieces]
+        spans = self._spans(job, words)
         segments = [
             Segment(
                 start_s=round(start, 6),
@@ -254,7 +260,7 @@ class Transcriber:
             index=index,
             text=self._text(tokens),
             segments=segments,
-            language=self._language(job.language),
+            language=self._loop.prompts.code_of(job.language),
             duration_s=job.timeline.duration_s,
             tokens=tokens,
             stats={
@@ -263,10 +269,7 @@ class Transcriber:
                 "looped": sum(result.looped for result in job.results),
                 "tokens": len(tokens),
             },
-            n_best=[
-                [Hypothesis(text=self._text(ids), score=score, tokens=ids) for ids, score in texts]
-                for texts in (result.n_best for result in job.results)
-            ]
+            n_best=[hypotheses(result.n_best, self._text) for result in job.results]
             if self.options.n_best
             else None,
         )
@@ -278,24 +281,31 @@ class Transcriber:
         return timed_words(
             [self._said(piece.tokens) for piece in job.pieces],
             self.processor.tokenizer,
-            self._language(job.language),
+            self._loop.prompts.code_of(job.language),
             job.timeline.span,
             job.timeline.duration_s,
         )
 
+    def _spans(self, job: Job, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
+        """Start and end of each segment."""
+        spans = [job.timeline.span(piece.start, piece.end) for piece in job.pieces]
+        if self.options.mode == "sequential":
+            return spans
+        # of a segment that two windows made neither knows both ends
+        said = [
+            (own[0].start_s, own[-1].end_s) if own else span
+            for own, span in zip(words, spans, strict=True)
+        ]
+        return in_order(said, job.timeline.duration_s)
+
     def _said(self, tokens: list[int]) -> list[Any]:
         """Those that are text."""
-        hidden = set(self.processor.tokenizer.all_special_ids)
-        return [t for t in tokens if t < self._loop.prompts.timestamp_begin and t not in hidden]
+        begin, special = self._loop.prompts.timestamp_begin, self._special
+        return [token for token in tokens if token < begin and token not in special]
 
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode
         return decode(self._said(tokens), clean_up_tokenization_spaces=False).strip()
-
-    def _language(self, token: int | None) -> str | None:
-        known: Mapping[str, int] = getattr(self._loop.config, "lang_to_id", None) or {}
-        names = [name.strip("<|>") for name, value in known.items() if value == token]
-        return names[0] if names else None
 
 
 def as_list(inputs: Any) -> list[Any]:

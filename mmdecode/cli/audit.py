@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mmdecode.cli.flags import Device
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ def command(
 
       mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
     """
-    from transformers.utils import logging
-
     from mmdecode import registry
     from mmdecode.checkpoints import config_of, local_path
     from mmdecode.engine.decoder import Decoder
@@ -134,8 +132,7 @@ def command(
             f"model {model!r} cannot be read: {' '.join(str(error).split())[:300]}; give a folder, "
             "a Hub id that can be reached, or zoo:NAME"
         ) from error
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    only_our_output()
     failures: list[dict[str, str]] = []
     options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
     if family == "whisper":

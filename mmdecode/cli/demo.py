@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmdecode.cli.output import JsonFlag, console, emit_json
+from mmdecode.cli.progress import only_our_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,15 +117,12 @@ class Way:
 
 def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, Way]:
     """The plain and the drafted way over one model."""
-    from transformers.utils import logging
-
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load
     from mmdecode.draft.medusa import Medusa
     from mmdecode.engine.decoder import Decoder
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    only_our_output()
     network, processor = load(model, device, dtype)
     if draft.partition(":")[0] in registry.names("draft"):
         drafter = registry.create("draft", draft, target=network, model_id=model)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Task, Timestamps
+from mmdecode.cli.flags import (
+    Device,
+    Dtype,
+    Language,
+    MaxNewTokens,
+    Task,
+    Timestamps,
+    refuse_without,
+)
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
@@ -22,6 +31,9 @@ app = typer.Typer(
 PLAIN = "plain"
 """Name of the mode without a draft."""
 SHOWN = 5  # failures listed one by one
+MODEL_OPTIONS = (
+    "batch_size warmup language task timestamps fallback max_new_tokens device dtype".split()
+)
 
 
 @app.callback()
@@ -31,6 +43,7 @@ def _tasks() -> None:
 
 @app.command()
 def wer(
+    context: typer.Context,
     manifest: Annotated[
         Path | None,
         typer.Option(
@@ -125,8 +138,10 @@ def wer(
 
       mmdecode evaluate wer --manifest test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
     """
+    from mmdecode.asr.folders import claimed
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.normalisers import normaliser_of
+    from mmdecode.evaluation.runs import is_taken
     from mmdecode.evaluation.word_report import WERReport
 
     given = {"--model": model, "--hypotheses": hypotheses, "--rescore": rescore}
@@ -143,55 +158,64 @@ def wer(
         )
     if resume and (out_dir is None or not model):
         raise OptionError("--resume continues what --model wrote to --out; give both")
+    if not model:
+        refuse_without("--model", MODEL_OPTIONS, context)
+    if manifest is None:
+        refuse_without("--manifest", ["group"], context)
     normalise = normaliser_of(normalizer)
     filtered = normalizer == "leaderboard" if only_scored is None else only_scored
-    conditions: dict[str, Any]
-    if model:
-        assert manifest is not None
-        entries = _entries(manifest, limit, normalise if filtered else None)
-        options = {
-            "language": language,
-            "task": task,
-            "timestamps": timestamps,
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-        }
-        if fallback:
-            from mmdecode.asr.options import FALLBACK
-
-            options |= FALLBACK
-        transcribers = _transcribers(model, draft or [], device, dtype, seed, options)
-        samples, conditions = _run(
-            transcribers,
-            entries,
-            {
-                "model": model,
-                "data": str(manifest),
-                "dtype": dtype,
-                "seed": seed,
-                "options": options,
-            }
-            | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup},
-            out_dir,
-            resume,
-        )
-    elif rescore:
+    samples: list[Sample] = []
+    conditions: dict[str, Any] = {}
+    if rescore:
         samples, conditions = _recorded(rescore)
-    else:
-        assert hypotheses is not None
-        samples, conditions = _foreign(hypotheses, manifest, limit, group)
-    report = WERReport(
-        samples,
-        normaliser=normalizer,
-        scorer=scorer,
-        only_scored=filtered,
-        margin=margin / 100,
-        resamples=resamples,
-        seed=seed,
-        conditions=conditions,
-    )
     folder = out_dir or rescore
-    files = report.save(folder) if folder else []
+    with claimed(folder) if folder else contextlib.nullcontext():
+        own = rescore and folder and folder.resolve() == rescore.resolve()
+        if folder and not own and not resume and is_taken(folder):
+            advice = "continue it with --resume, or " if model else ""
+            raise OptionError(f"{folder} holds an earlier report; {advice}choose another --out")
+        if model:
+            assert manifest is not None
+            entries = _entries(manifest, limit, normalise if filtered else None)
+            options = {
+                "language": language,
+                "task": task,
+                "timestamps": timestamps,
+                "max_new_tokens": max_new_tokens,
+                "batch_size": batch_size,
+            }
+            if fallback:
+                from mmdecode.asr.options import FALLBACK
+
+                options |= FALLBACK
+            transcribers = _transcribers(model, draft or [], device, dtype, seed, options)
+            samples, conditions = _run(
+                transcribers,
+                entries,
+                {
+                    "model": model,
+                    "data": str(manifest),
+                    "dtype": dtype,
+                    "seed": seed,
+                    "options": options,
+                }
+                | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup},
+                out_dir,
+                resume,
+            )
+        elif hypotheses:
+            samples, conditions = _foreign(hypotheses, manifest, limit, group)
+        report = WERReport(
+            samples,
+            normaliser=normalizer,
+            scorer=scorer,
+            only_scored=filtered,
+            margin=margin / 100,
+            resamples=resamples,
+            seed=seed,
+            conditions=conditions,
+        )
+        files = report.save(folder) if folder else []
     failures = [sample for sample in report.samples if sample.error is not None]
     if json:
         emit_json(
@@ -247,8 +271,6 @@ def _transcribers(
     options: dict[str, Any],
 ) -> dict[str, Transcriber]:
     """One network, decoded without a draft and with each."""
-    from transformers.utils import logging
-
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load, make_options
     from mmdecode.engine.decoder import Decoder
@@ -257,8 +279,7 @@ def _transcribers(
     settings = make_options(options)
     if len(set(drafts)) < len(drafts):
         raise OptionError(f"--draft is given twice: {', '.join(drafts)}; give each mode once")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    only_our_output()
     network, processor = load(model, device, dtype)
     found = {PLAIN: Transcriber(network, processor, Decoder(seed=seed), settings)}
     for spec in drafts:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
+
+from mmdecode.errors import OptionError
 
 Language = Annotated[
     str | None, typer.Option(help="For example en; else the model's own, else detected.")
@@ -16,3 +19,24 @@ Timestamps = Annotated[
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens per window.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+
+
+def refuse_without(needed: str, options: Collection[str], context: typer.Context) -> None:
+    """Refuses options that would do nothing; for where what they belong to was not given.
+
+    Args:
+        needed: What they belong to, as the user would give it.
+        options: Names of the command's parameters.
+        context: Of the command.
+
+    Raises:
+        OptionError: One of them was given.
+    """
+    for parameter in context.command.params:
+        if parameter.name in options:
+            source = context.get_parameter_source(parameter.name)
+            if source is not None and source.name == "COMMANDLINE":
+                flag = parameter.opts[0]
+                raise OptionError(
+                    f"{flag} does nothing without {needed}; give {needed} too, or leave {flag} out"
+                )

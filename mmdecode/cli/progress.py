@@ -1,4 +1,4 @@
-"""The bar of commands that work through many items."""
+"""The bar of commands that work through many items, and no other."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         console=console,
         transient=True,
     )
+
+
+def without_other_bars() -> None:
+    """Keeps transformers' bars out of a command's output; what it warns of is still shown."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def only_our_output() -> None:
+    """Keeps transformers' bars and warnings out of a command's output."""
+    from transformers.utils import logging
+
+    without_other_bars()
+    logging.set_verbosity_error()

@@ -15,19 +15,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Task, Timestamps
+from mmdecode.cli.flags import (
+    Device,
+    Dtype,
+    Language,
+    MaxNewTokens,
+    Task,
+    Timestamps,
+    refuse_without,
+)
 from mmdecode.cli.output import JsonFlag, console, emit_json, out
-from mmdecode.cli.progress import progress_bar
+from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.asr.jobs import ResultFolder
     from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.processes import Team
     from mmdecode.asr.subtitles import Layout
     from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
 
+VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
+SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
+
 
 def command(
+    context: typer.Context,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -105,6 +118,9 @@ def command(
     no_speech_threshold: Annotated[
         float | None, typer.Option(help="Skip such windows where silence is more likely than this.")
     ] = None,
+    beams: Annotated[
+        int, typer.Option(min=1, help="Beam search, without a draft; 1 is greedy.")
+    ] = 1,
     condition_on_prev_tokens: Annotated[
         bool, typer.Option("--condition-on-prev-tokens", help="Show each window the text before.")
     ] = False,
@@ -124,6 +140,13 @@ def command(
             "window) or cut (and only said once)."
         ),
     ] = "isolate",
+    hallucination_silence_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="With --word-timestamps: skip what sounds made up beside silences longer than so "
+            "many seconds."
+        ),
+    ] = None,
     vad: Annotated[
         bool, typer.Option("--vad", help="Skip what is no speech; needs the extra vad.")
     ] = False,
@@ -146,7 +169,7 @@ def command(
         ),
     ] = "sequential",
     overlap_s: Annotated[
-        float | None, typer.Option(help="By how much chunked windows overlap; else by a third.")
+        float | None, typer.Option(help="By how much chunked windows overlap; else by half.")
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     word_timestamps: Annotated[
@@ -211,11 +234,13 @@ def command(
         "timestamps": timestamps,
         "language": language,
         "task": task,
+        "beams": beams,
         "condition_on_prev_tokens": condition_on_prev_tokens,
         "prompt": prompt,
         "prompt_condition_type": prompt_condition_type,
         "hotwords": hotwords,
         "loop_guard": loop_guard,
+        "hallucination_silence_threshold": hallucination_silence_threshold,
         "vad": vad,
         "vad_threshold": vad_threshold,
         "vad_min_speech_s": vad_min_speech_s,
@@ -229,8 +254,19 @@ def command(
         "padding": padding,
         "word_timestamps": word_method or word_timestamps,
     }
+    formats_asked = parse_formats(formats)
+    if not vad:
+        refuse_without("--vad", VAD, context)
+    if not n_best:
+        refuse_without("--n-best", ["n_best_method"], context)
+    if out_dir is None:
+        refuse_without("--out", ["formats", "resume", *SUBTITLES], context)
+    if not {"srt", "vtt"} & set(formats_asked):
+        refuse_without("--format srt or vtt", SUBTITLES, context)
+    checked = make_options(options)
+    _warn_of_thresholds(checked)
     # what may change a file; a transcript does not depend on the batch
-    settings = dataclasses.asdict(make_options(options)) | {
+    settings = dataclasses.asdict(checked) | {
         "model": model,
         "draft": draft,
         "guide": guide,
@@ -244,10 +280,8 @@ def command(
         max_line_count=max_line_count,
         max_reading_speed=max_reading_speed or None,
     )
-    output = _Output(out_dir, parse_formats(formats), layout, settings, resume)
+    output = _Output(out_dir, formats_asked, layout, settings, resume)
     uses_stdin = STDIN in (*(paths or ()), files_from)
-    if resume and out_dir is None:
-        raise OptionError("--resume continues what --out holds; give --out too")
     if resume and STDIN in (paths or ()):
         raise OptionError(
             "--resume with '-': nothing shows that standard input is the recording it was before; "
@@ -273,6 +307,21 @@ def command(
         raise typer.Exit(1)
 
 
+def _warn_of_thresholds(options: TranscribeOptions) -> None:
+    """Says where windows that fail are neither redone nor skipped."""
+    idle = ["--compression-ratio-threshold"] * (options.compression_ratio_threshold is not None)
+    if options.no_speech_threshold is None and options.logprob_threshold is not None:
+        idle.append("--logprob-threshold")
+    if idle and len(options.temperatures) == 1:
+        console.print(
+            f"{' and '.join(idle)}: no window is redone, since there is one temperature; repeat "
+            "--temperature, or give --fallback",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 @dataclass(frozen=True)
 class _Output:
     """Where results go; without a folder they are printed."""
@@ -283,6 +332,11 @@ class _Output:
     settings: dict[str, Any]
     resume: bool
 
+    @property
+    def language(self) -> str | None:
+        """Asked for, of all recordings."""
+        return self.settings["language"]
+
 
 @dataclass
 class _Tally:
@@ -292,6 +346,8 @@ class _Tally:
     transcribed: int = 0
     audio_s: float = 0.0
     wall_s: float = 0.0
+    windows: int = 0
+    looped: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     results: list[Transcript] = field(default_factory=list)
@@ -307,10 +363,11 @@ def _transcribe(
 ) -> _Tally:
     """This process's part of the work, and in the leading one the tally of all."""
     from mmdecode.asr import jobs
+    from mmdecode.asr.folders import claimed
     from mmdecode.asr.inputs import sizes
 
     if output.folder is None:
-        return _work(entries, load, None)
+        return _work(entries, load, None, output.language)
     place = output.folder
     settings = output.settings | {
         "formats": output.formats,
@@ -319,7 +376,7 @@ def _transcribe(
     with contextlib.ExitStack() as stack:
 
         def begin() -> set[str]:
-            stack.enter_context(jobs.claimed(place))
+            stack.enter_context(claimed(place))
             return jobs.prepare(place, settings, output.resume, entries)
 
         suspects = team.first(begin)
@@ -330,7 +387,7 @@ def _transcribe(
             done_before = len(entries) - len(todo)
             share = [todo[index] for index in team.share(sizes(todo))]
             started = time.perf_counter()
-            own = _work(share, load, folder, suspects)
+            own = _work(share, load, folder, output.language, suspects)
         tallies = team.gather(own)
         team.first(lambda: jobs.merge(place, entries))
     tally = _together(tallies, done_before)
@@ -343,21 +400,23 @@ def _work(
     entries: list[Entry],
     load: Callable[[], Transcriber],
     folder: ResultFolder | None,
+    language: str | None,
     suspects: Collection[str] = (),
 ) -> _Tally:
     """Transcribes; texts are kept only where no folder takes them."""
     from mmdecode.asr import crashes
-    from mmdecode.asr.audio import recording
+    from mmdecode.asr.manifest import opened
     from mmdecode.asr.transcriber import Failure
 
     tally = _Tally()
     if not entries:
         return tally
+    without_other_bars()
     transcriber = load()
     started = time.perf_counter()
     sources = []
     for entry in entries:
-        source = recording(entry.audio or "", entry.id)
+        source = opened(entry, language)
         if entry.id in suspects:
             source = crashes.checked(source, entry.audio or "")
         sources.append(folder.journal.watched(source) if folder else source)
@@ -372,6 +431,8 @@ def _work(
                 continue
             tally.transcribed += 1
             tally.audio_s += result.duration_s
+            tally.windows += result.stats["windows"]
+            tally.looped += result.stats["looped"]
             if not folder:
                 tally.results.append(result)
     tally.wall_s = time.perf_counter() - started
@@ -386,6 +447,8 @@ def _together(tallies: list[_Tally], done_before: int) -> _Tally:
         transcribed=sum(tally.transcribed for tally in tallies),
         audio_s=sum(tally.audio_s for tally in tallies),
         wall_s=max(tally.wall_s for tally in tallies),
+        windows=sum(tally.windows for tally in tallies),
+        looped=sum(tally.looped for tally in tallies),
         stats=summed([tally.stats for tally in tallies]),
         failures=[failure for tally in tallies for failure in tally.failures],
     )
@@ -420,6 +483,8 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
                 "audio_s": round(tally.audio_s, 3),
                 "wall_s": round(tally.wall_s, 3),
                 "rtfx": round(tally.rtfx, 3) if tally.rtfx else None,
+                "windows": tally.windows,
+                "looped": tally.looped,
                 "stats": tally.stats,
                 "out": output.folder,
                 "results": None if output.folder else results,
@@ -440,6 +505,8 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
             f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}, "
             f"{tally.stats['acceptance_length']:.2f} tokens per pass"
         )
+    if tally.looped:
+        line += f"; {tally.looped} of {tally.windows} windows looped"
     console.print(line, highlight=False, soft_wrap=True)
     for failure in failures:
         console.print(

@@ -205,7 +205,9 @@ class Medusa:
             from transformers import AutoConfig
 
             target = config.get("target_config", config)
-            family = AutoConfig.for_model(**target)
+            # a layer has no special tokens, and the family's own may be outside the vocabulary
+            names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+            family = AutoConfig.for_model(**dict.fromkeys(names, 0) | target)
             adapter = registry.adapter_class(target["model_type"])
             if not hasattr(adapter, "extra_layer"):
                 raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     axes.set_xlabel("WER in %, with its 95 % interval")
     axes.set_ylabel("RTFx: seconds of audio per second")
     axes.margins(0.25)
+    axes.set_xlim(left=max(0, axes.get_xlim()[0]))
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which("{x:g}")
     return figure
 
 
@@ -83,12 +87,26 @@ def by_duration(
     return figure
 
 
+def png(figure: Figure) -> bytes:
+    """A figure as a file of type PNG."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120)
+    return data.getvalue()
+
+
 def _figure(title: str) -> tuple[Figure, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
-    figure = Figure(figsize=(6, 4), layout="constrained")
+
+    class Shown(Figure):
+        """Drawn by a notebook without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Shown(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)

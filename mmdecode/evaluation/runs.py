@@ -12,13 +12,15 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.formats import write_atomically
-from mmdecode.asr.manifest import Entry, write_rows
+from mmdecode.asr.audio import Source, blocks, source_of
+from mmdecode.asr.folders import RUN, check_settings, explained, note_settings
+from mmdecode.asr.manifest import Entry, opened, write_rows
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.evaluation.samples import Sample, sample_of
 
@@ -40,29 +42,23 @@ class Journal:
         done: The last sample of each mode and recording, failures included.
 
     Raises:
-        OptionError: The folder holds samples, and ``resume`` is not set or the settings differ.
+        OptionError: The folder holds results, and ``resume`` is not set or the settings differ.
         InputError: The folder cannot be read or written.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        from mmdecode.asr.jobs import check_run, settings_hash
-
         self.done: dict[tuple[str, str], Sample] = {}
         self._path = path = folder / SAMPLES
-        wanted = {"hash": settings_hash(settings), "settings": dict(settings)}
-        try:
+        with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            if is_taken(folder):
+                check_settings(folder, settings, resume)
             if path.exists():
-                check_run(folder, wanted, resume)
                 for sample in read_samples(folder):
                     self.done[sample.mode, sample.id] = sample
                 os.truncate(path, _complete(path.read_bytes()))
-            write_atomically(folder / "run.json", json.dumps(wanted, indent=1, default=str) + "\n")
+            note_settings(folder, settings)
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {folder}: {error.strerror}; choose another --out"
-            ) from error
 
     def add(self, sample: Sample) -> None:
         """Writes a sample where a crash cannot lose it."""
@@ -78,6 +74,11 @@ class Journal:
     def close(self) -> None:
         """No more samples."""
         self._file.close()
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether a folder holds a report, or what a run began."""
+    return any((folder / name).exists() for name in (RUN, SAMPLES, "summary.json"))
 
 
 def _complete(data: bytes) -> int:
@@ -157,12 +158,12 @@ def record(
                     found[mode, entry.id] = before
                 else:
                     todo.append(entry)
-            waves, failed = _read(todo, transcriber, mode, group)
-            if waves and mode not in warm:
+            heard, failed = _read(todo, transcriber, mode, group)
+            if heard and mode not in warm:
                 for _ in range(warmup):
-                    transcriber([wave for _, wave in waves])
+                    transcriber([one.source for one in heard])
                 warm.add(mode)
-            for sample in (*failed, *_timed(transcriber, waves, mode, group, number)):
+            for sample in (*failed, *_timed(transcriber, heard, mode, group, number)):
                 found[mode, sample.id] = sample
                 if journal:
                     journal.add(sample)
@@ -175,64 +176,75 @@ def record(
 
 
 def data_hash(entries: Sequence[Entry]) -> str:
-    """Of what is to be recognised: names and texts in order."""
-    text = json.dumps([(entry.id, entry.text) for entry in entries])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    """Of what is to be recognised, in order: names and texts, parts and languages."""
+    asked = [(e.id, e.text, e.offset_s, e.duration_s, e.language) for e in entries]
+    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A recording in memory at the model's rate, and how long it is."""
+
+    entry: Entry
+    source: Source
+    duration_s: float
 
 
 def _read(
     entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
-) -> tuple[list[tuple[Entry, np.ndarray]], list[Sample]]:
-    """Recordings at the model's rate, and samples of those that cannot be read."""
-    from mmdecode.asr.audio import blocks, source_of
-
+) -> tuple[list[_Heard], list[Sample]]:
+    """Recordings that can be read, and samples of those that cannot."""
     rate = transcriber.sampling_rate
-    waves, failed = [], []
+    heard, failed = [], []
     for entry in entries:
+        source = opened(entry, transcriber.options.language)
         try:
-            wave = np.concatenate(list(blocks(source_of(entry.audio, rate), rate)))
+            wave = np.concatenate(list(blocks(source, rate)))
         except MMDecodeError as error:
             failed.append(sample_of(entry, mode, group, error=str(error)))
             continue
-        waves.append((entry, wave))
-    return waves, failed
+        held = replace(source_of((wave, rate), rate), name=entry.id, language=source.language)
+        heard.append(_Heard(entry, held, len(wave) / rate))
+    return heard, failed
 
 
 def _timed(
     transcriber: Transcriber,
-    waves: Sequence[tuple[Entry, np.ndarray]],
+    heard: Sequence[_Heard],
     mode: str,
     group: str | None,
     number: int,
 ) -> Iterator[Sample]:
     from mmdecode.asr.transcriber import Failure
 
-    if not waves:
+    if not heard:
         return
     passes, tokens = _scored(transcriber)
     began = _now(transcriber)
-    results = transcriber([wave for _, wave in waves])
+    results = transcriber([one.source for one in heard])
     seconds = _now(transcriber) - began
     passes_now, tokens_now = _scored(transcriber)
     counters = {
         "number": number,
-        "size": len(waves),
+        "size": len(heard),
         "seconds": seconds,
         "row_passes": passes_now - passes,
         "scored_tokens": tokens_now - tokens,
     }
-    for (entry, wave), result in zip(waves, results, strict=True):
-        known: dict[str, Any] = {"duration": len(wave) / transcriber.sampling_rate}
+    for one, result in zip(heard, results, strict=True):
+        known: dict[str, Any] = {"duration": one.duration_s}
         if isinstance(result, Failure):
             known["error"] = result.error
         else:
             known |= {
                 "pred_text": result.text,
-                "time": seconds / len(waves),
+                "time": seconds / len(heard),
                 "token_ids": list(result.tokens),
                 "batch": counters,
+                "windows": result.stats["windows"],
+                "looped": result.stats["looped"],
             }
-        yield sample_of(entry, mode, group, **known)
+        yield sample_of(one.entry, mode, group, **known)
 
 
 def _scored(transcriber: Transcriber) -> tuple[int, int]:

@@ -48,6 +48,8 @@ class Sample:
         group: Speaker or other unit of the interval; ``None``: not given.
         token_ids: Ids of the transcript; ``None``: not known.
         batch: Counters of the batch it was decoded in; ``None``: not known.
+        windows: Windows it was decoded in; ``None``: not known.
+        looped: Of these, the ones that ended in a loop, see `mmdecode.asr.loops`.
         error: Why there is no transcript; ``None``: there is one.
     """
 
@@ -61,6 +63,8 @@ class Sample:
     group: str | None = None
     token_ids: list[int] | None = None
     batch: dict[str, float] | None = None
+    windows: int | None = None
+    looped: int | None = None
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:

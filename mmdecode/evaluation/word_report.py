@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
 import importlib.metadata
 import io
 import json
@@ -21,30 +19,22 @@ from mmdecode.asr.formats import write_atomically
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
+from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
-from mmdecode.evaluation.report import asset, marked, player
 from mmdecode.evaluation.runs import data_hash, record
 from mmdecode.evaluation.samples import Sample, sample_of, write_results
 from mmdecode.evaluation.statistics import (
     RESAMPLES,
-    PairedBootstrap,
-    PairedTest,
     holm,
-    interval,
-    mapsswe,
-    paired_bootstrap,
-    paired_test,
-    resampled_sums,
-    sums_by,
 )
 from mmdecode.evaluation.wer import (
     Step,
     align,
-    align_as_written,
     count_steps,
     default_scorer,
     summed,
 )
+from mmdecode.evaluation.word_page import Worst, overview, page_of
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -60,66 +50,14 @@ COLUMNS = {
     "del": "D %",
     "ins": "I %",
     "failed": "failed",
+    "looped": "looped %",
     "rtfx": "RTFx",
     "p50": "p50 s",
     "p95": "p95 s",
-    "tokens_per_pass": "tokens per pass",
+    "tokens_per_pass": "tokens/pass",
 }
 MARGIN = 0.001
 _PLAYED = 4 << 20  # bytes of a recording that a page still holds
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two modes on the same recordings; differences are first minus second.
-
-    Attributes:
-        first, second: Their names.
-        same: Recordings whose normalised texts are equal.
-        of: Recordings compared.
-        bootstrap: Of the difference of the word error rates.
-        mapsswe: Matched-pairs sentence-segment word error test.
-        utterances: The same test with whole recordings.
-        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together.
-        margin: Loss of word error rate that would still do.
-        within_margin: Whether the interval shows that the second loses less than that.
-        speedup: Time of the first over time of the second; ``None``: not timed.
-        speedup_low, speedup_high: Its 95 % interval, by bootstrap over batches; ``None``: there
-            was one batch.
-    """
-
-    first: str
-    second: str
-    same: int
-    of: int
-    bootstrap: PairedBootstrap
-    mapsswe: PairedTest
-    utterances: PairedTest
-    p_holm: float
-    margin: float
-    within_margin: bool
-    speedup: float | None
-    speedup_low: float | None
-    speedup_high: float | None
-
-    def __str__(self) -> str:
-        found = self.bootstrap
-        lines = [
-            f"{self.second} against {self.first}: {self.same} of {self.of} texts are the same",
-            f"WER {_signed(-100 * found.difference)} points "
-            f"[{_signed(-100 * found.high)}, {_signed(-100 * found.low)}]; "
-            f"better in {100 * found.p_second_better:.1f} % of the draws",
-            f"matched pairs: z = {self.mapsswe.z:.3f} over {self.mapsswe.count} segments, "
-            f"p = {self.mapsswe.p:.4f}, {self.p_holm:.4f} by Holm",
-            f"a loss under {100 * self.margin:g} points is "
-            f"{'shown' if self.within_margin else 'not shown'}",
-        ]
-        if self.speedup is not None:
-            spread = ""
-            if self.speedup_low is not None:
-                spread = f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
-            lines.append(f"{self.speedup:.2f} times as fast{spread}")
-        return "; ".join(lines)
 
 
 class WERReport:
@@ -245,6 +183,7 @@ class WERReport:
         tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
         batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
         passes = sum(batch["row_passes"] for batch in batches)
+        windows = sum(sample.windows or 0 for sample in samples)
         more = ("words", "heard_words", "substitutions", "deletions", "insertions")
         return {
             "wer": score.value,
@@ -258,6 +197,8 @@ class WERReport:
             "character_errors": score.character_errors,
             "failed": sum(sample.error is not None for sample in samples),
             "empty": sum(not s.pred_text.strip() and bool(s.text.strip()) for s in samples),
+            "windows": windows or None,
+            "loop_rate": sum(s.looped or 0 for s in samples) / windows if windows else None,
             "timed": len(timed),
             "audio_s": audio,
             "time_s": spent,
@@ -273,7 +214,7 @@ class WERReport:
     @cached_property
     def comparisons(self) -> list[Comparison]:
         """Each further mode against the first, corrected for their number."""
-        found = [self._compared(self, mode, self.modes[0]) for mode in self.modes[1:]]
+        found = [self.compare(mode) for mode in self.modes[1:]]
         corrected = holm([one.mapsswe.p for one in found])
         return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
 
@@ -291,66 +232,38 @@ class WERReport:
             OptionError: The reports have other recordings, another normaliser or other references.
             UnknownNameError: There is no such mode.
         """
-        first = self._known(mode or self.modes[0])
+        first = self._scored(mode or self.modes[0])
         if isinstance(other, str):
-            return self._compared(self, self._known(other), first)
-        if (other.normaliser, other.scorer) != (self.normaliser, self.scorer):
+            second = self._scored(other)
+        elif (other.normaliser, other.scorer) != (self.normaliser, self.scorer):
             raise OptionError(
                 f"one report is scored with {self.normaliser}, {self.scorer} and the other with "
                 f"{other.normaliser}, {other.scorer}; score both alike"
             )
-        return self._compared(other, other._known(other_mode or other.modes[0]), first)
+        else:
+            second = other._scored(other_mode or other.modes[0])
+        return compared(
+            first,
+            second,
+            groups=self._groups,
+            margin=self.margin,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+
+    def _scored(self, mode: str) -> Scored:
+        self._known(mode)
+        return Scored(
+            mode=mode,
+            samples=[self._of[mode][name] for name in self.ids],
+            alignments=self.alignments[mode],
+            counts=self.counts[mode],
+        )
 
     def _known(self, mode: str) -> str:
         if mode not in self._of:
             raise UnknownNameError.of("mode", mode, self.modes)
         return mode
-
-    def _compared(self, other: WERReport, second: str, first: str) -> Comparison:
-        mine, theirs = self._of[first], other._of[second]
-        if [(n, mine[n].text) for n in self.ids] != [(n, theirs[n].text) for n in other.ids]:
-            raise OptionError(
-                "the reports have different recordings or references; compare what was said alike"
-            )
-        here, there = self.counts[first], other.counts[second]
-        errors = here[:, 2:5].sum(1), there[:, 2:5].sum(1)
-        words = np.stack([here[:, 0], there[:, 0]], 1)
-        bootstrap = paired_bootstrap(*errors, words, self._groups, self.resamples, self.seed)
-        matched = mapsswe(self.alignments[first], other.alignments[second])
-        heard = [
-            [[s.heard for s in steps if s.heard] for steps in alignments]
-            for alignments in (self.alignments[first], other.alignments[second])
-        ]
-        speed = self._speedup([(mine[name], theirs[name]) for name in self.ids])
-        return Comparison(
-            first=first,
-            second=second,
-            same=sum(a == b for a, b in zip(*heard, strict=True)),
-            of=len(self.ids),
-            bootstrap=bootstrap,
-            mapsswe=matched,
-            utterances=paired_test(errors[0] - errors[1]),
-            p_holm=matched.p,
-            margin=self.margin,
-            within_margin=-bootstrap.low < self.margin,
-            speedup=speed[0],
-            speedup_low=speed[1],
-            speedup_high=speed[2],
-        )
-
-    def _speedup(
-        self, pairs: Sequence[tuple[Sample, Sample]]
-    ) -> tuple[float | None, float | None, float | None]:
-        timed = [(a, b) for a, b in pairs if a.time and b.time]
-        if not timed:
-            return None, None, None
-        table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
-        batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
-        first, second = table.sum(0)
-        if len(set(batches)) == 1:
-            return float(first / second), None, None
-        drawn = resampled_sums(sums_by(table, batches), self.resamples, self.seed)
-        return (float(first / second), *interval(drawn[:, 0] / drawn[:, 1]))
 
     def rows(self) -> list[dict[str, str]]:
         """One row of text per mode under `COLUMNS`; columns without a value are left out."""
@@ -366,6 +279,8 @@ class WERReport:
             row = {name: f"{value:.2f}" for name, value in percent.items()}
             row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
             row["failed"] = str(found["failed"])
+            looped = found["loop_rate"]
+            row["looped"] = _number(None if looped is None else 100 * looped, ".2f")
             row["rtfx"] = _number(found["rtfx"], ".2f")
             row["p50"], row["p95"] = (_number(spread.get(k), ".3f") for k in ("p50", "p95"))
             row["tokens_per_pass"] = _number(found["tokens_per_pass"], ".2f")
@@ -461,124 +376,25 @@ class WERReport:
             "table.csv": _csv(self.rows()),
             "report.html": self.page(),
         }
-        for name, text in texts.items():
-            write_atomically(folder / name, text)
-        for name, figure in self.figures().items():
-            figure.savefig(folder / f"{name}.png", dpi=120)
-        model = str(self.conditions.get("model", "unknown"))
-        data = Path(str(self.conditions.get("data", "unknown"))).stem
         files = [folder / name for name in texts]
-        files += [folder / f"{name}.png" for name in self.figures()]
+        for path, text in zip(files, texts.values(), strict=True):
+            write_atomically(path, text)
+        for name, figure in self.figures().items():
+            files.append(folder / f"{name}.png")
+            files[-1].write_bytes(plots.png(figure))
+        model = str(self.conditions.get("model", "unknown"))
+        data = Path(str(self.conditions.get("data") or "unknown")).stem
         return files + write_results(folder / "leaderboard", model, data, self.samples)
 
     def page(self) -> str:
         """One HTML file that holds everything: tables, figures, and the worst recordings."""
-        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
-        figures = "".join(
-            f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-            f'src="data:image/png;base64,{_png(figure)}"></figure>'
-            for name, figure in self.figures().items()
-        )
-        worst = "".join(
-            f"<h2>Most errors, {html.escape(mode)}</h2>{self.worst(10, mode).as_html()}"
-            for mode in self.modes
-        )
-        facts = "".join(
-            f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-            for name, value in self.conditions.items()
-        )
-        return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Word errors</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}</style>
-</head>
-<body>
-<h1>Word errors</h1>
-{self._table_html()}
-<ul>{compared}</ul>
-<section class="figures">{figures}</section>
-{worst}
-<h2>Conditions</h2>
-<div class="wide"><table>{facts}</table></div>
-</body>
-</html>
-"""
-
-    def _table_html(self) -> str:
-        rows = self.rows()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
-            for row in rows
-        )
-        return (
-            f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div><p>{html.escape(self.about())}</p>"
-        )
+        return page_of(self)
 
     def _repr_html_(self) -> str:
-        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
-        return f"{self._table_html()}<ul>{compared}</ul>"
+        return overview(self)
 
     def __repr__(self) -> str:
         return self.table()
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Worst:
-    """Samples with many errors; shows players and alignments in a notebook.
-
-    Attributes:
-        samples: The one with the most errors first.
-        errors: Word errors of each.
-        normaliser, scorer: With which they were counted.
-    """
-
-    samples: list[Sample]
-    errors: list[int]
-    normaliser: str
-    scorer: str
-
-    def as_html(self) -> str:
-        """Players and alignments, without styles."""
-        return "".join(
-            self._article(sample, errors)
-            for sample, errors in zip(self.samples, self.errors, strict=True)
-        )
-
-    def _article(self, sample: Sample, errors: int) -> str:
-        audio = Path(sample.audio_filepath) if sample.audio_filepath else None
-        small = audio is not None and audio.is_file() and audio.stat().st_size <= _PLAYED
-        steps = align_as_written(sample.text, sample.pred_text, self.normaliser, self.scorer)
-        failed = f'<p class="bad">{html.escape(sample.error)}</p>' if sample.error else ""
-        return (
-            f'<article class="clip"><h3>{html.escape(sample.id)}</h3>'
-            f"<p>{errors} word error{'s' * (errors != 1)}</p>{failed}"
-            f"{player(audio) if audio is not None and small else ''}"
-            f"<dl><dt>said</dt><dd>{html.escape(sample.text)}</dd>"
-            f"<dt>heard</dt><dd>{marked(steps)}</dd></dl></article>"
-        )
-
-    def _repr_html_(self) -> str:
-        return (
-            "<style>.substitute,.insert,del.delete{color:#b3261e}"
-            f".substitute del{{color:gray;margin-left:.3em}}</style>{self.as_html()}"
-        )
-
-    def __repr__(self) -> str:
-        lines = []
-        for sample, errors in zip(self.samples, self.errors, strict=True):
-            lines.append(f"{sample.id}: {errors} word errors")
-            lines.append(f"  said  {sample.text}\n  heard {sample.error or sample.pred_text}")
-        return "\n".join(lines)
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
 
 def wer_report(
@@ -623,7 +439,9 @@ def wer_report(
         ]
     named = systems if isinstance(systems, Mapping) else {"plain": systems}
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
-    conditions: dict[str, Any] = {"data": str(data) if isinstance(data, (str, os.PathLike)) else ""}
+    conditions: dict[str, Any] = {
+        "data": str(data) if isinstance(data, (str, os.PathLike)) else None
+    }
     if models:
         first = next(iter(models.values()))
         conditions |= conditions_of(models)
@@ -689,10 +507,6 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}
 
 
-def _signed(value: float) -> str:
-    return f"{value + 0.0:+.2f}"
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -705,9 +519,3 @@ def _csv(rows: Sequence[Mapping[str, str]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
-
-
-def _png(figure: Any) -> str:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
-    return base64.b64encode(data.getvalue()).decode()

@@ -60,7 +60,7 @@ class Instant:
                 language="en",
                 duration_s=float(place),
                 tokens=[place],
-                stats={"windows": 1, "attempts": 1, "tokens": 1},
+                stats={"windows": 1, "attempts": 1, "looped": 0, "tokens": 1},
             )
 
 

@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from mmdecode.asr import features
-from mmdecode.asr.audio import blocks, source_of
+from mmdecode.asr.audio import Source, blocks, part, recording, source_of
 from mmdecode.asr.features import Mel, Speech
 from mmdecode.errors import InputError
 
@@ -106,8 +106,8 @@ def test_containers_are_read_and_truncated_ones_refused(tmp_path, kit, ending, p
     shifts = [np.corrcoef(found[s:size], expected[: size - s])[0, 1] for s in range(1100)]
     assert max(shifts) > 0.9, "not the sound that was written"
     data = path.read_bytes()
-    for part in (0.3, 0.6, 0.8):
-        path.write_bytes(data[: int(part * len(data))])
+    for kept in (0.3, 0.6, 0.8):
+        path.write_bytes(data[: int(kept * len(data))])
         with pytest.raises(InputError, match=rf"a\.{ending}: "):
             read(path)
 
@@ -135,6 +135,61 @@ def test_a_wav_written_to_a_pipe_is_read_although_its_header_has_no_length(wav, 
     struct.pack_into("<I", data, data.index(b"data") + 4, 0xFFFFFFFF)
     wav.write_bytes(data)
     assert len(read(wav)) == 2 * kit.rate
+
+
+# Parts
+
+
+def counted(samples, rate, size, taken):
+    """A recording in blocks, and how many were taken."""
+
+    def read():
+        for start in range(0, len(samples), size):
+            taken.append(start)
+            yield rate, samples[start : start + size, None]
+
+    return Source("counted", read)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
+@pytest.mark.parametrize("size", [1, 700, 1 << 18])
+def test_a_part_has_the_samples_between_its_bounds_and_no_other(rate, size):
+    samples = np.arange(2_000, dtype=np.float32)
+    for first, count in [(0, 1), (0, 2_000), (699, 2), (700, 700), (1_234, 321), (1_999, 1)]:
+        taken = []
+        found = part(counted(samples, rate, size, taken), first / rate, count / rate)
+        read = np.concatenate([frames[:, 0] for _, frames in found.read()])
+        np.testing.assert_array_equal(read, samples[first : first + count])
+        assert taken[-1] < first + count, "what is behind it was read"
+        rest = part(counted(samples, rate, size, []), first / rate)
+        read = np.concatenate([frames[:, 0] for _, frames in rest.read()])
+        np.testing.assert_array_equal(read, samples[first:])
+
+
+def test_a_part_of_a_file_is_the_part_of_its_samples(tmp_path, kit, monkeypatch):
+    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
+    samples = np.stack([kit.noise(3.0, seed=seed) for seed in (1, 2)], 1)
+    soundfile.write(tmp_path / "a.wav", samples, kit.rate, subtype="FLOAT")
+    found = read(part(recording(tmp_path / "a.wav"), 0.7501, 1.25))
+    np.testing.assert_allclose(found, samples[12_002:32_002].mean(1), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "words"),
+    [
+        (2.0, None, "has 0 s of the part that begins at 2 s;"),
+        (5.0, 1.0, "has 0 s of the part that begins at 5 s and lasts 1 s;"),
+        (1.5, 1.0, "has 0.5 s of the part that begins at 1.5 s and lasts 1 s;"),
+        (1.0, 0.0, "has 0 s of the part"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(kit, start, length, words):
+    with pytest.raises(InputError, match=f"array 0: {words}"):
+        read(part(source_of(kit.noise(2.0), kit.rate), start, length))
+
+
+def test_a_part_may_end_a_little_behind_the_recording_since_durations_are_rounded(kit):
+    assert len(read(part(source_of(kit.noise(2.0), kit.rate), 1.0, 1.2))) == kit.rate
 
 
 # What is refused
@@ -213,6 +268,14 @@ def test_what_cannot_be_trusted_is_refused_with_its_name_and_advice(tmp_path, ki
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert ";" in message, "what was expected or what to do comes behind a semicolon"
+
+
+@pytest.mark.parametrize("kind", ["text", "missing", "truncated ogg", "text as mp3", "empty"])
+def test_errors_say_what_a_recording_is_called_and_not_where_it_is_kept(tmp_path, kit, kind):
+    path, words = broken(tmp_path, kit, kind)
+    with pytest.raises(InputError, match=rf"^stdin: .*{words}") as caught:
+        read(recording(path, "id", shown="stdin"))
+    assert str(tmp_path) not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import json
 import re
+import tempfile
 
 import pytest
 import soundfile
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 from mmdecode.asr.transcriber import Transcriber
@@ -69,7 +71,7 @@ def test_json_is_one_object_and_alone_on_stdout(run, audio):
     found = json.loads(line)
     assert (found["transcribed"], found["failed"]) == (2, 1)
     assert found["results"][0]["segments"] and found["stats"]["tokens"] > 0
-    assert found["rtfx"] > 0
+    assert found["rtfx"] > 0 and found["looped"] <= found["windows"] >= 2
 
 
 def test_an_interrupted_run_is_continued_where_it_stopped(run, audio, tmp_path, monkeypatch):
@@ -129,6 +131,21 @@ def test_results_are_never_mixed_with_those_of_other_settings(run, audio, tmp_pa
     assert isinstance(run(audio / "x.wav", "--out", out, "--resume").exception, OptionError)
 
 
+def test_a_recording_of_the_same_name_in_another_folder_is_not_taken_for_done(
+    run, audio, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(audio)
+    (audio / "b" / "x.wav").write_bytes((audio / "y.ogg").read_bytes())
+    out = tmp_path / "out"
+    assert run("x.wav", "--out", out).exit_code == 0
+    before = (out / "results.jsonl").read_text()
+    monkeypatch.chdir(audio / "b")
+    done = run("x.wav", "--out", out, "--resume")
+    with pytest.raises(OptionError, match=f"audio was '{audio}/x.wav', is '{audio}/b/x.wav'"):
+        raise done.exception
+    assert (out / "results.jsonl").read_text() == before
+
+
 def test_a_failed_recording_is_tried_again_on_resume(run, audio, tmp_path, kit):
     out = tmp_path / "out"
     assert run(audio / "broken.mp3", "--out", out).exit_code == 1
@@ -153,7 +170,7 @@ def test_misuse_is_explained(run, audio, tmp_path):
         (("--files-from", empty / "none"), InputError, "list of files"),
         (("--manifest", empty / "none"), InputError, "as a manifest"),
         ((audio / "x.wav", "--manifest", manifest), InputError, "called"),
-        ((audio, "--max-line-width", 1), OptionError, "at least 2"),
+        ((audio, "--max-line-width", 1, "--out", empty), OptionError, "at least 2"),
         ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),
         ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "cannot write"),
     ]:
@@ -168,9 +185,12 @@ def test_a_recording_on_standard_input_is_read_and_called_stdin(run, audio, tmp_
         assert run("-", stdin=data).stdout == run(audio / name).stdout
     assert run("-", "--out", tmp_path / "out", "--format", "txt", stdin=data).exit_code == 0
     assert (tmp_path / "out" / "stdin.txt").exists()
+    [line] = lines(tmp_path / "out")
+    assert (line["id"], line["source"], line["audio"]) == ("stdin", "stdin", None)
     broken = run("-", stdin=b"no audio")
     assert broken.exit_code == 1
-    assert "stdin: is not audio" in broken.stderr
+    assert "failed: stdin: is not audio" in broken.stderr
+    assert tempfile.gettempdir() not in broken.stderr
 
 
 def test_paths_may_come_as_a_list(run, audio, tmp_path):
@@ -202,6 +222,83 @@ def test_a_manifest_gives_the_names_and_the_results_are_one(run, audio, tmp_path
         assert before == after
     few = run("--manifest", manifest, "--limit", 2, "--json")
     assert [r["source"] for r in json.loads(few.stdout)["results"]] == ["call.y.ogg", "call.x.wav"]
+
+
+def test_a_manifest_may_name_parts_and_languages(run, audio, tmp_path):
+    rows = [
+        {"id": "whole", "audio": "y.ogg", "duration": 1.0},
+        {"id": "part", "audio": "y.ogg", "offset": 0.5, "duration": 1.25},
+        {"id": "german", "audio": "y.ogg", "lang": "German"},
+        {"id": "odd", "audio": "y.ogg", "language": "xx"},
+        {"id": "late", "audio": "y.ogg", "offset": 9},
+    ]
+    manifest = audio / "calls.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples, rate = soundfile.read(audio / "y.ogg", dtype="float32")
+    soundfile.write(audio / "cut.wav", samples[rate // 2 : 7 * rate // 4], rate, subtype="FLOAT")
+    out = tmp_path / "out"
+    assert run("--manifest", manifest, "--out", out).exit_code == 1
+    whole, part, german, odd, late = lines(out)
+    assert [e["duration_s"] for e in (whole, part)] == [pytest.approx(2.6), 1.25]
+    [cut] = json.loads(run(audio / "cut.wav", "--json").stdout)["results"]
+    assert part["tokens"] == cut["tokens"]
+    assert [e["language"] for e in (whole, german)] == ["en", "de"]
+    assert whole["tokens"] != german["tokens"]
+    assert odd["kind"] == late["kind"] == "InputError"
+    assert "odd: the model does not know the language 'xx'" in odd["error"]
+    assert "part that begins at 9 s" in late["error"]
+    asked = json.loads(run("--manifest", manifest, "--json", "--language", "en").stdout)["results"]
+    assert [(e["source"], e["language"]) for e in asked] == [
+        (name, "en") for name in ("whole", "part", "german", "odd")
+    ]
+    again = run("--manifest", out / "results.jsonl", "--out", out, "--resume", "--format", "json")
+    assert "formats was" in str(again.exception)
+    again = run("--manifest", out / "results.jsonl", "--out", out, "--resume")
+    assert "0 transcribed, 3 done before, 2 failed" in again.stderr
+
+
+def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
+    for args, words in [
+        (("--vad-threshold", 0.5), "--vad-threshold does nothing without --vad; give --vad too"),
+        (("--vad-min-speech-s", 0.5), "--vad-min-speech-s does nothing"),
+        (("--vad-min-silence-s", 0.5), "--vad-min-silence-s does nothing"),
+        (("--vad-pad-s", 0.5), "--vad-pad-s does nothing"),
+        (("--n-best-method", "beam"), "--n-best-method does nothing without --n-best;"),
+        (("--format", "txt"), "--format does nothing without --out;"),
+        (("--max-line-width", 42), "--max-line-width does nothing without --out;"),
+        (("--max-line-count", 2, "--out", tmp_path, "--format", "txt"), "without --format srt or"),
+        (("--max-reading-speed", 2, "--out", tmp_path, "--format", "json"), "without --format srt"),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            raise run(audio / "x.wav", *args).exception
+    assert not list(tmp_path.glob("*.json*"))
+    given = ["--max-line-width", 20, "--out", tmp_path / "out", "--format", "txt,vtt"]
+    assert run(audio / "x.wav", *given).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--logprob-threshold", -1], "--logprob-threshold: no window is redone"),
+        (["--fallback", "--temperature", 0], "--compression-ratio-threshold: no window is redone"),
+        (["--fallback"], None),
+        (["--logprob-threshold", -1, "--no-speech-threshold", 0.6], None),
+        ([], None),
+    ],
+)
+def test_thresholds_that_redo_nothing_are_pointed_out(run, audio, args, words):
+    done = run(audio / "x.wav", *args)
+    assert done.exit_code == 0
+    assert words is None or words in done.stderr
+    assert ("no window is redone" in done.stderr) == (words is not None)
+
+
+def test_no_bar_but_ours_is_shown(run, audio):
+    logging.enable_progress_bar()
+    try:
+        assert "Loading weights" not in run(audio / "x.wav").stderr
+    finally:
+        logging.disable_progress_bar()
 
 
 def test_limits_of_subtitles_reach_the_files(run, audio, tmp_path):

@@ -1,5 +1,6 @@
 """Results that survive: kills, other numbers of processes, odd names, a second run at once."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ import soundfile
 from mmdecode.asr import crashes, jobs
 from mmdecode.asr.audio import Source, blocks, recording
 from mmdecode.asr.crashes import Journal, suspects
-from mmdecode.asr.jobs import ResultFolder, claimed, merge, prepare
+from mmdecode.asr.folders import claimed, note_settings
+from mmdecode.asr.jobs import ResultFolder, merge, prepare
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
@@ -116,6 +118,66 @@ def test_the_results_are_a_manifest(tmp_path):
     assert (first.id, first.text, first.duration_s) == ("w/a.wav", "hello", 2.0)
     assert first.audio == os.path.abspath("w/a.wav")
     assert second.text is None
+
+
+PART = Entry(id="p", audio="a.wav", offset_s=1.23456789, duration_s=2.0)
+
+
+def test_a_part_keeps_its_place_in_the_results(tmp_path):
+    write(tmp_path, [told("p")], [PART])
+    [found] = read_manifest(tmp_path / "results.jsonl")
+    assert (found.id, found.offset_s, found.duration_s) == ("p", 1.23456789, 2.0)
+    assert write(tmp_path, [], [PART], resume=True).done == {"p"}
+    write(tmp_path / "whole", [told(ENTRIES[0].id)])
+    assert "offset" not in lines(tmp_path / "whole")[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({"audio": "x/a.wav"}, {"audio": "y/a.wav"}, r"audio was '/.*x/a.wav', is '/.*y/a.wav'"),
+        ({"audio": "s", "stdin": True}, {"audio": "s"}, "audio was None, is"),
+        ({"audio": "a"}, {"audio": "a", "offset_s": 1.0}, "offset was None, is 1.0"),
+        ({"audio": "a", "offset_s": 1.0}, {"audio": "a"}, "offset was 1.0, is None"),
+        (
+            {"audio": "a", "offset_s": 1.0, "duration_s": 2.0},
+            {"audio": "a", "offset_s": 1.0, "duration_s": 2.00001},
+            "duration was 2.0, is 2.00001",
+        ),
+        ({"audio": "a"}, {"audio": "a", "language": "german"}, "language was 'en', is 'de'"),
+        ({"audio": "a"}, {"audio": "a", "language": "<|EN|>", "duration_s": 9.0}, None),
+    ],
+)
+@pytest.mark.parametrize("end", [True, False])
+def test_an_id_that_names_another_recording_now_is_refused(tmp_path, before, now, words, end):
+    result = dataclasses.replace(told("a"), language="en")
+    write(tmp_path, [result], [Entry(id="a", **before)], rank=0, end=end)
+    (tmp_path / ".reading-0.tmp").write_bytes(b"a")
+    kept = contents(tmp_path)
+    entries = [Entry(id="b", audio="b"), Entry(id="a", **now)]
+    if words is None:
+        assert prepare(tmp_path, {"a": 1}, True, entries) == {"a"}
+        return
+    with pytest.raises(OptionError, match=rf"id 'a', .*{words}.*choose another --out"):
+        prepare(tmp_path, {"a": 1}, True, entries)
+    assert contents(tmp_path) == kept
+    prepare(tmp_path, {"a": 1}, True, entries[:1])
+
+
+def test_the_path_of_what_failed_may_be_corrected(tmp_path):
+    write(tmp_path, [failed("a")], [Entry(id="a", audio="x/a.wav")])
+    found = write(tmp_path, [told("a")], [Entry(id="a", audio="y/a.wav")], resume=True)
+    assert found.done == {"a"}
+    assert [e["audio"] for e in lines(tmp_path)] == [os.path.abspath("y/a.wav")]
+
+
+def test_a_folder_of_another_kind_of_run_is_refused(tmp_path):
+    note_settings(tmp_path, {"data": "test.jsonl"})
+    kept = contents(tmp_path)
+    for resume, words in ((False, "earlier run"), (True, "other settings")):
+        with pytest.raises(OptionError, match=words):
+            prepare(tmp_path, {"a": 1}, resume, ENTRIES)
+    assert contents(tmp_path) == kept
 
 
 def test_names_that_are_not_utf_8_are_written_and_found_again(tmp_path):

@@ -10,8 +10,10 @@ from transformers import pipeline
 
 from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
+from mmdecode.asr.attempts import Attempts, avg_logprob, compression_ratio
 from mmdecode.asr.audio import source_of
-from mmdecode.asr.long_form import LongForm, avg_logprob, compression_ratio, split_segments
+from mmdecode.asr.cuts import split_segments
+from mmdecode.asr.long_form import LongForm
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
@@ -69,14 +71,15 @@ def medians(model, processor, kit):
     """Thresholds that about half of the windows of one recording fail."""
     judged = []
 
-    class Spy(LongForm):
-        def _judge(self, result):
+    class Spy(Attempts):
+        def judge(self, result):
             ratio = compression_ratio(result.tokens, 316)
             judged.append((result.avg_logprob, ratio, result.no_speech_prob))
-            super()._judge(result)
+            super().judge(result)
 
     options = TranscribeOptions(logprob_threshold=-99.0, no_speech_threshold=1.0)
-    loop = Spy(model, processor.feature_extractor, Decoder(), options)
+    loop = LongForm(model, processor.feature_extractor, Decoder(), options)
+    loop.attempts = Spy(model, Decoder(), options, loop.prompts)
     list(loop.run([source_of(kit.noise(7.0, seed=2), kit.rate)]))
     logprobs, ratios, silent = (sorted(values) for values in zip(*judged, strict=True))
     middle = len(judged) // 2

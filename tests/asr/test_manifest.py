@@ -1,11 +1,13 @@
 import contextlib
 import json
 
+import numpy as np
 import pytest
+import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.manifest import read_manifest, write_rows
+from mmdecode.asr.manifest import opened, read_manifest, write_rows
 from mmdecode.errors import InputError
 
 
@@ -39,6 +41,43 @@ def test_absolute_paths_ids_and_further_columns_are_kept(tmp_path):
     assert (entry.id, entry.audio, entry.fields) == ("7", "/data/x.wav", row)
     (entry,) = read_manifest(write(tmp_path, "a.tsv", 'audio\ttext\na.wav\tsay "5"\n'))
     assert entry.text == 'say "5"'
+
+
+def test_a_line_with_an_offset_is_a_part(tmp_path):
+    rows = [
+        {"audio": "a.wav", "offset": 0, "duration": 1.5},
+        {"audio": "a.wav", "offset": "1.5", "duration": 2},
+        {"audio": "a.wav", "offset": 12345.678},
+        {"audio": "a.wav", "offset": 2, "id": "b"},
+        {"audio": "a.wav", "offset": 0},
+        {"audio": "b.wav", "offset": None, "duration": 9},
+        {"audio": "c.wav", "offset": "", "duration": 9},
+    ]
+    write_rows(tmp_path / "a.jsonl", rows)
+    found = read_manifest(tmp_path / "a.jsonl")
+    assert [(e.id, e.offset_s, e.duration_s) for e in found] == [
+        ("a.wav@0.0+1.5", 0.0, 1.5),
+        ("a.wav@1.5+2.0", 1.5, 2.0),
+        ("a.wav@12345.678", 12345.678, None),
+        ("b", 2.0, None),
+        ("a.wav", None, None),
+        ("b.wav", None, 9.0),
+        ("c.wav", None, 9.0),
+    ]
+
+
+def test_an_entry_is_opened_as_its_part_and_in_its_language(tmp_path):
+    samples = np.arange(1_000, dtype=np.float32) / 1_000
+    soundfile.write(tmp_path / "a.wav", samples, 10_000, subtype="FLOAT")
+    rows = [{"offset": 0.02, "duration": 0.03, "lang": "de"}, {"duration": 0.03, "language": ""}]
+    write_rows(tmp_path / "a.jsonl", [row | {"audio": "a.wav"} for row in rows])
+    part, whole = read_manifest(tmp_path / "a.jsonl")
+    [(rate, found)] = opened(part).read()
+    np.testing.assert_array_equal(found[:, 0], samples[200:500])
+    assert rate == 10_000 and len(next(opened(whole).read())[1]) == 1_000
+    assert [opened(entry).language for entry in (part, whole)] == ["de", None]
+    assert opened(part, "en").language is None, "what is asked for of all counts"
+    assert opened(part).name == "a.wav@0.02+0.03"
 
 
 def test_lines_of_nist_have_ids_and_no_recordings(tmp_path):
@@ -76,7 +115,9 @@ def test_a_limit_stops_before_later_lines_are_looked_at(tmp_path):
         ("a.jsonl", '{"audio": "a", "text": "x", "duration": NaN}', "expected seconds"),
         ("a.jsonl", '{"audio": "a", "text": "x", "duration": -1}', "expected seconds"),
         ("a.jsonl", '{"audio": "a", "text": "x", "duration": {}}', "expected seconds"),
-        ("a.jsonl", '{"audio": "a", "text": "x", "offset": 3.5}', "a part of a recording"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "offset": -3.5}', "expected seconds"),
+        ("a.jsonl", '{"audio": "a", "text": "x", "lang": ["en"]}', "has list"),
+        ("a.jsonl", '{"audio": "a", "offset": 1, "text": ""}\n' * 2, "id 'a@1.0' of line 1"),
         ("a.jsonl", '{"audio": "a", "text": ""}\n{"audio": "a", "text": ""}', "id 'a' of line 1"),
         ("a.csv", "audio,text\na\n", "2 columns of the header"),
         ("a.csv", "audio,text\na,b,c\n", "2 columns of the header"),
@@ -102,7 +143,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
-KEYS = st.sampled_from(["audio", "path", "text", "duration", "id", "offset", "speaker"])
+KEYS = st.sampled_from("audio path text duration id offset speaker lang".split())
 
 
 @settings(max_examples=80, deadline=None)

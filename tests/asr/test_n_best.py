@@ -3,10 +3,12 @@
 import pytest
 import torch
 from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation import utils
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
+from mmdecode.asr.n_best import hypotheses
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 
@@ -21,10 +23,13 @@ def until_end(rows, end):
     return [row[: row.index(end)] if end in row else row for row in rows.tolist()]
 
 
+RULES = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+
+
 @pytest.mark.parametrize("timestamps", [True, False])
-@pytest.mark.parametrize("prompt", [None, "abc"])
-def test_beams_are_those_of_transformers(processor, kit, timestamps, prompt):
-    model = kit.build_model(processor, positions=60)
+@pytest.mark.parametrize(("prompt", "rules"), [(None, {}), ("abc", {}), (None, RULES)], ids=str)
+def test_beams_are_those_of_transformers(processor, kit, timestamps, prompt, rules):
+    model = kit.build_model(processor, positions=60, **rules)
     samples = kit.noise(1.9, seed=4)
     options = TranscribeOptions(n_best=4, timestamps=timestamps, prompt=prompt)
     best = Transcriber(model, processor, options=options)(samples)[0].n_best[0]
@@ -46,22 +51,68 @@ def test_beams_are_those_of_transformers(processor, kit, timestamps, prompt):
     [first] = until_end(first[None, len(start) :], config.eos_token_id)
     assert best[0].tokens == first
     # that of all other models returns all beams; the rules for times are Whisper's to add
-    rules = [WhisperTimeStampLogitsProcessor(config, len(start))] if timestamps else []
+    times = [WhisperTimeStampLogitsProcessor(config, len(start))] if timestamps else []
     output = GenerationMixin.generate(
         model,
         features,
         decoder_input_ids=torch.tensor([start]),
         num_beams=4,
         num_return_sequences=4,
-        logits_processor=LogitsProcessorList(rules),
+        logits_processor=LogitsProcessorList(times),
         return_dict_in_generate=True,
         output_scores=True,
     )
     rows = until_end(output.sequences[:, len(start) :], config.eos_token_id)
-    assert [h.tokens for h in best] == rows
-    assert [h.score for h in best] == pytest.approx(output.sequences_scores.tolist(), abs=1e-5)
-    assert len({tuple(h.tokens) for h in best}) == 4
+    scores = output.sequences_scores.tolist()
+    texts = [processor.tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+    first = [texts.index(text) for text in dict.fromkeys(texts)]
+    assert [h.text for h in best] == [texts[place] for place in first]
+    assert [h.tokens for h in best] == [rows[place] for place in first]
+    assert [h.score for h in best] == pytest.approx([scores[p] for p in first], abs=1e-5)
+    assert 2 <= len(best) <= 4
     assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
+
+
+def test_a_text_is_listed_once_with_its_best_score():
+    tried = [([900, 1, 2], -0.3), ([5], -0.4), ([901, 1, 2, 950], -0.2), ([1, 2], -0.9)]
+    found = hypotheses(tried, lambda tokens: str([token for token in tokens if token < 900]))
+    assert [(h.text, h.score, h.tokens) for h in found] == [
+        ("[1, 2]", -0.2, [901, 1, 2, 950]),
+        ("[5]", -0.4, [5]),
+    ]
+
+
+@pytest.mark.parametrize("method", ["beam", "sample"])
+def test_no_text_is_listed_twice(trained, method):
+    options = {"n_best": 6, "n_best_method": method}
+    ours = Transcriber.from_pretrained(trained, device="cpu", **options)
+    [window, *_] = ours(str(speech_test()[0].path))[0].n_best
+    words = [tuple(t for t in h.tokens if t < stamps(ours.model)) for h in window]
+    assert len(words) > 1
+    assert len({h.text for h in window}) == len(set(words)) == len(words)
+
+
+def stamps(model):
+    return model.generation_config.no_timestamps_token_id + 1
+
+
+@pytest.mark.parametrize("method", ["beam", "sample"])
+def test_alternatives_are_no_work_of_the_decoder(model, processor, kit, method):
+    samples, stats = kit.noise(5.0, seed=2), []
+    for count in (0, 3):
+        decoder = Decoder("recycling:keep=true", seed=0)
+        options = TranscribeOptions(n_best=count, n_best_method=method)
+        Transcriber(model, processor, decoder, options)(samples)
+        stats.append(decoder.stats.as_dict())
+    assert stats[0] == stats[1]
+
+
+def test_beams_are_searched_without_a_warning(model, processor, kit, monkeypatch):
+    said = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(utils.logger, name, lambda *words: said.append(words))
+    Transcriber(model, processor, options=TranscribeOptions(n_best=2))(kit.noise(1.0))
+    assert not said
 
 
 def test_the_transcript_does_not_depend_on_its_alternatives(model, processor, kit):

@@ -139,11 +139,13 @@ def test_a_language_that_is_not_known_fails_its_recording_alone(model, processor
     inputs = [{"audio": samples, "language": name} for name in ("de", "dee", 3, None)]
     found = ours(inputs)
     assert [isinstance(t, Failure) for t in found] == [False, True, True, False]
-    assert "did you mean 'de'" in found[1].error and found[1].kind == "OptionError"
+    assert "did you mean 'de'" in found[1].error and found[1].kind == "InputError"
     assert "expected a name such as 'en'" in found[2].error
     single = kit.build_model(processor, is_multilingual=False)
-    [failed] = Transcriber(single, processor)([{"audio": samples, "language": "en"}])
-    assert "a model of one language" in failed.error
+    inputs = [{"audio": samples, "language": name} for name in ("English", "de", None)]
+    english, failed, neither = Transcriber(single, processor)(inputs)
+    assert english.tokens == neither.tokens
+    assert "array 1: language='de'" in failed.error and failed.kind == "InputError"
 
 
 def test_translation_gives_the_tokens_of_transformers(processor, kit):

@@ -1,9 +1,11 @@
 """`WERReport` over made-up samples, and ``mmdecode evaluate wer`` on the shipped model."""
 
 import csv
+import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import soundfile
 from typer.testing import CliRunner
 
 import mmdecode as mm
-from mmdecode.asr.manifest import Entry
+from mmdecode.asr.folders import claimed
+from mmdecode.asr.manifest import Entry, read_manifest, write_rows
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import runs
@@ -156,6 +160,14 @@ def test_numbers_of_a_mode():
 def test_speed_is_pooled_and_not_a_mean_of_ratios():
     samples = [sample(duration=1.0, time=1.0), sample("b", duration=9.0, time=3.0)]
     assert WERReport(samples).summary["modes"]["plain"]["rtfx"] == 2.5
+
+
+def test_the_loop_rate_is_pooled_over_windows_and_absent_where_none_is_known():
+    samples = [sample(windows=1, looped=1), sample("b", windows=9, looped=1)]
+    report = WERReport(samples)
+    assert report.summary["modes"]["plain"]["loop_rate"] == 0.2
+    assert report.rows()[0]["looped %"] == "20.00"
+    assert "looped %" not in WERReport([sample()]).rows()[0]
 
 
 def test_a_speedup_of_one_batch_has_no_interval():
@@ -320,6 +332,13 @@ def test_the_worst_items_can_be_heard_and_read():
     tags(WERReport(samples)._repr_html_())
 
 
+def test_a_notebook_draws_the_figures():
+    figures = WERReport(made(), resamples=10).figures()
+    assert len(figures) == 3
+    for figure in figures.values():
+        assert figure._repr_png_().startswith(b"\x89PNG")
+
+
 def test_a_frame_has_a_row_per_sample():
     frame = WERReport(made(), resamples=2).to_pandas()
     assert len(frame) == 80 and frame.groupby("mode")["substitutions"].sum()["slow"] > 0
@@ -384,6 +403,7 @@ def test_modes_are_run_scored_and_compared(finished):
     assert plain["failed"] == medusa["failed"] == 1 and plain["deletions"] >= 7
     assert plain["tokens_per_pass"] == 1.0 and medusa["tokens_per_pass"] > 2
     assert plain["rtfx"] > 1 and plain["timed"] == 4
+    assert (plain["windows"], plain["loop_rate"]) == (4, 0.0)
     (compared,) = found["comparisons"]
     assert (compared["same"], compared["bootstrap"]["difference"]) == (5, 0)
     for name in ("model", "options", "device", "dtype", "torch", "transformers", "batch_size"):
@@ -498,6 +518,82 @@ def test_options_that_do_not_fit_are_refused(given, said):
         run(*given)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--hypotheses", "x", "--batch-size", 8], "--batch-size does nothing without --model"),
+        (["--hypotheses", "x", "--no-timestamps"], "--timestamps does nothing without --model"),
+        (["--rescore", "d", "--device", "cpu"], "--device does nothing without --model"),
+        (["--rescore", "d", "--fallback"], "--fallback does nothing without --model"),
+        (["--hypotheses", "x", "--group", "g"], "--group does nothing without --manifest"),
+    ],
+)
+def test_options_without_what_they_belong_to_are_refused(given, said):
+    with pytest.raises(OptionError, match=said):
+        run(*given)
+
+
+def test_an_earlier_report_is_not_overwritten(finished, manifest, tmp_path):
+    folder, _ = finished
+    heard = tmp_path / "heard.jsonl"
+    heard.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
+    foreign = ["--manifest", truth, "--hypotheses", heard, "--resamples", 10]
+    run(*foreign, "--out", tmp_path / "foreign")
+    summaries = [folder / "summary.json", tmp_path / "foreign" / "summary.json"]
+    before = [path.read_bytes() for path in summaries]
+    for given, words in [
+        ([*foreign, "--out", folder], "holds an earlier report; choose"),
+        ([*foreign, "--out", tmp_path / "foreign"], "holds an earlier report; choose"),
+        (["--rescore", folder, "--out", tmp_path / "foreign"], "holds an earlier report; choose"),
+        (settings(manifest, tmp_path / "foreign"), "continue it with --resume, or choose"),
+        (settings(manifest, tmp_path / "foreign", "--resume"), "cannot be read, so nothing shows"),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            run(*given)
+    assert [path.read_bytes() for path in summaries] == before
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    run("--rescore", copy, "--normalizer", "none", "--resamples", 10)
+    assert json.loads((copy / "summary.json").read_text())["normaliser"] == "none"
+    run("--rescore", copy, "--out", f"{copy}/../copy", "--normalizer", "basic", "--resamples", 10)
+    with pytest.raises(InputError, match="folder of an earlier run"):
+        run("--rescore", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_run_at_a_time_writes_to_a_folder(finished, manifest, tmp_path):
+    with claimed(tmp_path):
+        for given in (settings(manifest, tmp_path), ["--rescore", finished[0], "--out", tmp_path]):
+            with pytest.raises(OptionError, match="another run is writing"):
+                run(*given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_and_languages_of_the_manifest_reach_the_model(tmp_path):
+    clip = speech_test()[0]
+    rows = [{"id": "a", "offset": 1.0, "duration": 2.0}, {"id": "b", "lang": "xx"}, {"id": "c"}]
+    write_rows(tmp_path / "m.jsonl", [r | {"audio": str(clip.path), "text": "x"} for r in rows])
+    transcriber = mm.asr.Transcriber.from_pretrained("zoo:whisper-synth", device="cpu")
+    part, odd, whole = runs.record(
+        {"plain": transcriber}, read_manifest(tmp_path / "m.jsonl"), warmup=0
+    )
+    samples, rate = soundfile.read(clip.path, dtype="float32")
+    [expected] = transcriber((samples[rate : 3 * rate], rate))
+    assert (part.pred_text, part.duration) == (expected.text, 2.0)
+    assert "b: " in odd.error and "'xx'" in odd.error
+    assert whole.duration == pytest.approx(clip.duration_s, abs=0.01)
+    known = dataclasses.replace(transcriber.options, language="en")
+    asked = mm.asr.Transcriber(transcriber.model, transcriber.processor, options=known)
+    found = runs.record({"plain": asked}, read_manifest(tmp_path / "m.jsonl"), warmup=0)
+    assert [s.error for s in found] == [None] * 3, "what is asked for of all counts"
+    hashes = {
+        runs.data_hash([Entry(id="a", audio="a", text="x", **more)])
+        for more in ({}, {"language": "de"}, {"offset_s": 1.0}, {"offset_s": 1.0, "duration_s": 2})
+    }
+    assert len(hashes) == 4
+
+
 def test_a_loaded_transcriber_is_evaluated(manifest):
     transcriber = mm.asr.Transcriber.from_pretrained("zoo:whisper-synth", device="cpu")
     clips = speech_test()[:2]
@@ -521,7 +617,7 @@ def test_modes_take_turns_and_only_decoding_is_timed(monkeypatch, manifest):
 
     class Stub:
         sampling_rate, stats = 16_000, type("S", (), {"rounds": 0, "acceptance_length": 0.0})()
-        options = type("O", (), {"batch_size": 1})()
+        options = type("O", (), {"batch_size": 1, "language": None})()
         model = type("M", (), {"device": type("D", (), {"type": "cpu"})()})()
 
         def __init__(self, name):
@@ -529,7 +625,8 @@ def test_modes_take_turns_and_only_decoding_is_timed(monkeypatch, manifest):
 
         def __call__(self, waves):
             calls.append(self.name)
-            return [type("T", (), {"text": "x", "tokens": [1]})() for _ in waves]
+            one = {"text": "x", "tokens": [1], "stats": {"windows": 1, "looped": 0}}
+            return [type("T", (), one)() for _ in waves]
 
     ticks = iter(range(1000))
     monkeypatch.setattr(runs, "_now", lambda transcriber: float(next(ticks)))

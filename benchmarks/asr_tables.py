@@ -1,0 +1,107 @@
+"""What docs/asr_speed.md shows of a result of asr_speed.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pages import table
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A cell; empty where nothing was measured."""
+    return "" if value is None else format(value, form)
+
+
+def share(value: float | None) -> str:
+    """In per cent."""
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def rate(value: float | None) -> str:
+    """A word error rate."""
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def short_table(best: list[dict[str, Any]], batch: int) -> str:
+    """Engines of one batch size, without timestamps and with them."""
+    plain, times = (
+        {r["engine"]: r for r in best if (r["batch"], r["timestamps"]) == (batch, timestamps)}
+        for timestamps in (False, True)
+    )
+    rows = []
+    for name, row in plain.items():
+        cells = {
+            column: [
+                number(one["ms_per_token_row"]) or "ids differ",
+                number(one["over_generate"]),
+                number(one["over_undrafted"]),
+                number(one["tokens_per_pass"]),
+                share(one["identical_share"]),
+            ]
+            for column, one in (("plain", row), ("times", times[name]))
+        }
+        rows.append(
+            [name, *cells["plain"], share(row["encoder_share"]), rate(row["wer"]), *cells["times"]]
+        )
+    header = ["ms a step", "over generate", "over undrafted", "tokens a pass", "same ids"]
+    with_times = [f"timestamps: {name}" for name in header]
+    return table(["engine", *header, "encoder's share", "WER", *with_times], rows)
+
+
+def long_table(rows: list[dict[str, Any]]) -> str:
+    """Whole recordings."""
+    lines = [
+        [
+            row["engine"],
+            str(row["batch"]),
+            number(row["rtfx"], ".1f") or "tokens differ",
+            number(row["over_generate"]),
+            number(row["over_undrafted"]),
+            share(row["encoder_share"]),
+            str(row["threads"]),
+            share(row["identical_share"]),
+            rate(row["wer"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["batch"])
+    ]
+    header = ["engine", "batch", "RTFx", "over generate", "over undrafted", "encoder's share"]
+    return table([*header, "threads", "same tokens", "WER"], lines)
+
+
+def memory_table(rows: list[dict[str, Any]]) -> str:
+    """Megabytes."""
+    batches = max((row["peak_mb"] for row in rows), key=len)
+    lines = [
+        [
+            row["engine"],
+            number(row["loaded_mb"], ".0f"),
+            *[number(row["peak_mb"].get(batch), ".0f") for batch in batches],
+        ]
+        for row in rows
+    ]
+    return table(["engine", "loaded", *[f"peak, batch {batch}" for batch in batches]], lines)
+
+
+def tables(result: dict[str, Any], name: str) -> str:
+    """Everything that was measured into the result file called ``name``."""
+    facts = result["machine"]
+    versions = [f"{package} {facts[package]}" for package in ("torch", "transformers")]
+    if facts["ctranslate2"]:
+        versions.append(f"CTranslate2 {facts['ctranslate2']}")
+    found = [
+        f"Written by `{facts['command']}` from `benchmarks/results/{name}`: {facts['model']}, "
+        f"{facts['repeats']} repeats, {facts['device']} with {facts['cores']} cores, "
+        f"{facts['dtype']}, {', '.join(versions)}, {facts['date']}; load "
+        f"{facts['load_at_start']} at the start, {facts['load_at_end']} at the end."
+    ]
+    best = result.get("best", [])
+    for batch in sorted({row["batch"] for row in best}):
+        count = next(row["windows"] for row in best if row["batch"] == batch)
+        found += [f"**Short form, batch {batch}**, {count} windows.", short_table(best, batch)]
+    if "long" in result:
+        long = result["long"]
+        found.append(f"**Long form**, {long['recordings']} recordings, {long['audio_s']:.0f} s.")
+        found.append(long_table(long["rows"]))
+    if result.get("memory"):
+        found += ["**Memory**, megabytes.", memory_table(result["memory"])]
+    return "\n\n".join(found)

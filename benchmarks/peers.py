@@ -1,0 +1,328 @@
+"""The engines of the speech benchmarks: transformers' generate, CTranslate2, and our own modes.
+
+Each is made from one `Checkpoint` and goes from features to what its decoder reads, and from there
+to token ids. transformers' ``generate`` cannot be entered behind its encoder: it is given features,
+and the encoder's time is subtracted. CTranslate2 runs its own encoder and decoder on the same
+weights, converted; it is timed on the CPU only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from speech import clean, encode, engine
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    WhisperFeatureExtractor,
+    WhisperForCausalLM,
+    WhisperForConditionalGeneration,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.checkpoints import local_path
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.stats import Stats
+from mmdecode.train.medusa import whisper_prompt
+
+CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
+
+
+@dataclass
+class Checkpoint:
+    """Weights that all engines share; what an engine does not need is not loaded.
+
+    Attributes:
+        name: Of the model.
+        draft: Of the Medusa heads.
+        device: Where torch runs.
+        dtype: Of torch's weights.
+        threads: Of CTranslate2; torch's are set for the process.
+        folder: Where the weights converted for CTranslate2 are, or are put when they are needed.
+    """
+
+    name: str
+    draft: str
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    threads: int = 1
+    folder: Path | None = None
+
+    @property
+    def path(self) -> str:
+        """The folder or Hub id."""
+        return local_path(self.name)
+
+    @cached_property
+    def model(self) -> Any:
+        """As transformers loads it."""
+        model = WhisperForConditionalGeneration.from_pretrained(self.path, dtype=self.dtype)
+        return model.to(self.device).eval()
+
+    @cached_property
+    def extractor(self) -> Any:
+        """Makes features."""
+        return WhisperFeatureExtractor.from_pretrained(self.path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return AutoTokenizer.from_pretrained(self.path)
+
+    @cached_property
+    def settings(self) -> Any:
+        """``config`` and ``generation_config``, as the model has them, without its weights."""
+        return SimpleNamespace(
+            config=AutoConfig.from_pretrained(self.path),
+            generation_config=GenerationConfig.from_pretrained(self.path),
+        )
+
+    @cached_property
+    def assistant(self) -> Any:
+        """A decoder of the first half of the model's layers, behind the model's own encoder."""
+        config = copy.deepcopy(self.model.config)
+        config.decoder_layers //= 2
+        assistant = WhisperForCausalLM(config).to(self.device, self.dtype).eval()
+        weights = self.model.get_decoder().state_dict()
+        assistant.model.decoder.load_state_dict(weights, strict=False)
+        assistant.proj_out.load_state_dict(self.model.proj_out.state_dict())
+        assistant.generation_config = copy.deepcopy(self.model.generation_config)
+        return assistant
+
+    def convert(self) -> Path:
+        """The same weights for CTranslate2, converted once."""
+        assert self.folder is not None
+        if not (self.folder / "model.bin").exists():
+            from ctranslate2.converters import TransformersConverter
+
+            TransformersConverter(self.path).convert(str(self.folder), force=True)
+        return self.folder
+
+    def ctranslate2(self, kind: str) -> CTranslate2:
+        """An engine of the converted weights."""
+        return CTranslate2(self.convert(), kind, self.threads, self.settings)
+
+
+class CTranslate2:
+    """A converted Whisper, with our prompt and our limit of tokens.
+
+    Args:
+        folder: The converted model.
+        kind: Of its arithmetic: ``float32`` or ``int8``.
+        threads: Cores it may use.
+        settings: See `Checkpoint.settings`.
+    """
+
+    def __init__(self, folder: Path, kind: str, threads: int, settings: Any) -> None:
+        import ctranslate2
+
+        self._view = ctranslate2.StorageView.from_array
+        self._model = ctranslate2.models.Whisper(
+            str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=threads
+        )
+        self._settings = settings
+
+    def encode(self, features: torch.Tensor) -> Any:
+        """Encoder states, as CTranslate2 keeps them."""
+        return self._model.encode(self._view(np.ascontiguousarray(features.float().numpy())))
+
+    def generate(self, states: Any, prompts: list[list[int]]) -> list[list[int]]:
+        """Greedy ids behind the prompts.
+
+        Args:
+            states: Of its own encoder, or an array ``(B, S, H)``.
+            prompts: Of one length.
+        """
+        if isinstance(states, np.ndarray):
+            states = self._view(np.ascontiguousarray(states))
+        # it writes at most half of max_length; the decoder's positions are our limit as well
+        room = self._settings.config.max_target_positions - len(prompts[0])
+        first = getattr(self._settings.generation_config, "max_initial_timestamp_index", None)
+        found = self._model.generate(
+            states,
+            prompts,
+            beam_size=1,
+            max_length=2 * room,
+            max_initial_timestamp_index=50 if first is None else first,
+        )
+        return [result.sequences_ids[0] for result in found]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to token ids.
+
+    Attributes:
+        decode: What `encode` made, to ids behind the prompt.
+        encode: Features ``(B, mel, frames)``, to what `decode` reads; ``None``: decode reads
+            features and runs the encoder itself.
+        encoder: Which encoder that is.
+        exact: Whether its ids are promised to be those of the first engine.
+        stats: Its counters, where it keeps any.
+    """
+
+    decode: Callable[[Any], Any]
+    encode: Callable[[torch.Tensor], Any] | None = None
+    encoder: str = "torch"
+    exact: bool = True
+    stats: Stats | None = None
+
+
+def rows_of(found: Any, settings: Any) -> list[list[int]]:
+    """Ids of each row, without the end token."""
+    return clean(found, settings) if isinstance(found, torch.Tensor) else found
+
+
+def stock(checkpoint: Checkpoint, timestamps: bool, **options: Any) -> Engine:
+    """transformers' generate, encoder included."""
+    model = checkpoint.model
+    call = {"do_sample": False, "num_beams": 1, "return_timestamps": timestamps}
+    if getattr(model.generation_config, "is_multilingual", False):
+        call |= {"language": "en", "task": "transcribe"}
+    return Engine(partial(model.generate, **call, **options))
+
+
+def ours(checkpoint: Checkpoint, timestamps: bool, draft: Any = None) -> Engine:
+    """Our loop, with a draft or its name."""
+    model = checkpoint.model
+    decoder = Decoder(draft=draft)
+    run = engine(model, decoder, timestamps)
+    return Engine(run, partial(encode, model), stats=decoder.stats)
+
+
+def converted(checkpoint: Checkpoint, timestamps: bool, kind: str) -> Engine:
+    """CTranslate2's own encoder and decoder."""
+    peer = checkpoint.ctranslate2(kind)
+    prompt = whisper_prompt(checkpoint.settings, 1, int(timestamps))[0].tolist()
+
+    def decode(states: Any) -> list[list[int]]:
+        return peer.generate(states, [prompt] * states.shape[0])
+
+    return Engine(decode, peer.encode, f"CTranslate2 {kind}", exact=False)
+
+
+def medusa(checkpoint: Checkpoint) -> Any:
+    """The heads."""
+    from mmdecode.draft import Medusa
+
+    return Medusa.from_pretrained(checkpoint.draft)
+
+
+def tail_first(checkpoint: Checkpoint) -> Any:
+    """What the last window left unfinished, then the heads."""
+    from mmdecode.draft import FirstOf, Source
+
+    return FirstOf(Source(least=2), medusa(checkpoint))
+
+
+def half(checkpoint: Checkpoint) -> str:
+    """The model's own first half of layers drafts."""
+    return f"layer_skip:exit_layer={checkpoint.settings.config.decoder_layers // 2}"
+
+
+GENERATE, UNDRAFTED = "generate", "undrafted"
+MAKERS: dict[str, Callable[[Checkpoint, bool], Engine]] = {
+    GENERATE: stock,
+    "generate again": stock,
+    "generate, lookup": partial(stock, prompt_lookup_num_tokens=5),
+    "generate, assistant": lambda c, times: stock(c, times, assistant_model=c.assistant),
+    UNDRAFTED: ours,
+    "medusa": lambda c, times: ours(c, times, medusa(c)),
+    "layer_skip": lambda c, times: ours(c, times, half(c)),
+    "lookup": partial(ours, draft="lookup"),
+    "recycling": partial(ours, draft="recycling"),
+    "first_of": lambda c, times: ours(c, times, tail_first(c)),
+    **{name: partial(converted, kind=kind) for name, kind in CTRANSLATE2.items()},
+}
+"""Every engine; each is given the checkpoint and whether times are predicted."""
+
+
+def version(package: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def names(batch: int, device: torch.device) -> list[str]:
+    """Engines of the short form that can run here: transformers drafts for one row only."""
+    left_out = {"first_of"}  # in one window there is no tail of the last one
+    if batch > 1:
+        left_out |= {"generate, lookup", "generate, assistant"}
+    if not has_ctranslate2(device):
+        left_out |= set(CTRANSLATE2)
+    return [name for name in MAKERS if name not in left_out]
+
+
+def has_ctranslate2(device: torch.device) -> bool:
+    """Whether CTranslate2 is installed and torch runs where it is timed."""
+    return find_spec("ctranslate2") is not None and device.type == "cpu"
+
+
+def word_errors(
+    checkpoint: Checkpoint, texts: list[str] | None, rows: list[list[int]]
+) -> float | None:
+    """Word error rate of ids; ``None``: there are no texts, or what counts is not installed."""
+    from mmdecode.errors import MissingExtraError
+    from mmdecode.evaluation.wer import wer
+
+    if texts is None:
+        return None
+    heard = [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    try:
+        return round(wer(texts, heard, resamples=1).value, 4)
+    except MissingExtraError:
+        return None
+
+
+class _Encoder(torch.nn.Module):
+    """CTranslate2's encoder where transformers' is expected."""
+
+    def __init__(self, peer: CTranslate2, encoder: Any) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.peer = encoder.conv1, encoder.conv2, peer
+
+    def forward(self, features: torch.Tensor) -> BaseModelOutput:
+        states = torch.from_numpy(np.array(self.peer.encode(features)))
+        return BaseModelOutput(last_hidden_state=states)
+
+
+class _Decoder(Decoder):
+    """CTranslate2's greedy decoder where ours is expected."""
+
+    def __init__(self, peer: CTranslate2, eos: int) -> None:
+        super().__init__()
+        self.peer, self.eos = peer, eos
+
+    def __call__(
+        self, model: Any, input_ids: torch.Tensor, *, encoder_outputs: Any, **_: Any
+    ) -> torch.Tensor:
+        states = encoder_outputs.last_hidden_state.numpy()
+        rows = [[*ids, self.eos] for ids in self.peer.generate(states, input_ids.tolist())]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [self.eos] * (longest - len(row)) for row in rows])
+        return torch.cat([input_ids, ids], dim=1)
+
+
+def long_form_parts(checkpoint: Checkpoint, kind: str) -> tuple[Any, Decoder]:
+    """Model and decoder for a `Transcriber` whose windows CTranslate2 encodes and decodes.
+
+    Greedy only: what the window loop asks of a decoder beyond ids is not there.
+    """
+    peer = checkpoint.ctranslate2(kind)
+    encoder = _Encoder(peer, checkpoint.model.get_encoder())
+    model = copy.copy(checkpoint.model)
+    model.get_encoder = lambda: encoder
+    return model, _Decoder(peer, checkpoint.model.generation_config.eos_token_id)

@@ -1,0 +1,191 @@
+"""Transcripts by another package, for ``mmdecode evaluate wer --hypotheses``.
+
+    python benchmarks/real/run_peer.py faster-whisper --model large-v3 \
+        --manifest data/librispeech-clean/manifest.jsonl --out faster-whisper.jsonl
+
+One line per recording, as it ends: its id, what was heard, its length, and the seconds it took. A
+batch's seconds are divided among its recordings, as the Open ASR leaderboard does. The first
+recordings are transcribed once before the clock runs. All packages decode greedily unless
+``--beam-size`` is given, and without temperature fallback unless ``--fallback`` is; English, with
+timestamps, no conditioning on previous text. Voice activity is detected only by faster-whisper's
+batches of windows (``--batch-size`` above 1), which are cut by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmdecode.asr.manifest import Entry, read_manifest
+
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+RATE = 16_000
+Transcribe = Callable[[list[str]], list[str]]
+"""Paths of one batch to their texts."""
+
+
+def faster_whisper(arguments: argparse.Namespace) -> Transcribe:
+    """SYSTRAN/faster-whisper; a batch size above 1 batches the windows of one recording."""
+    from faster_whisper import BatchedInferencePipeline, WhisperModel
+
+    model = WhisperModel(
+        arguments.model,
+        device=arguments.device,
+        compute_type=arguments.compute_type or arguments.dtype,
+    )
+    options: dict[str, Any] = {
+        "language": "en",
+        "beam_size": arguments.beam_size,
+        "temperature": TEMPERATURES if arguments.fallback else 0.0,
+        "condition_on_previous_text": False,
+    }
+    if arguments.batch_size > 1:
+        model = BatchedInferencePipeline(model=model)
+        options |= {"batch_size": arguments.batch_size, "without_timestamps": False}
+
+    def transcribe(paths: list[str]) -> list[str]:
+        (path,) = paths
+        segments, _ = model.transcribe(path, **options)
+        return ["".join(segment.text for segment in segments)]
+
+    return transcribe
+
+
+def openai_whisper(arguments: argparse.Namespace) -> Transcribe:
+    """openai/whisper, one recording at a time."""
+    import whisper
+
+    model = whisper.load_model(arguments.model, device=arguments.device)
+    options: dict[str, Any] = {
+        "language": "en",
+        "beam_size": arguments.beam_size if arguments.beam_size > 1 else None,
+        "temperature": TEMPERATURES if arguments.fallback else 0.0,
+        "condition_on_previous_text": False,
+        "fp16": arguments.dtype == "float16",
+    }
+    return lambda paths: [model.transcribe(path, **options)["text"] for path in paths]
+
+
+def transformers(arguments: argparse.Namespace) -> Transcribe:
+    """transformers' long form; with an assistant one recording at a time."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+    )
+    from transformers.utils import logging
+
+    from mmdecode.asr.audio import recording
+    from mmdecode.checkpoints import local_path
+
+    logging.set_verbosity_error()
+    path, dtype = local_path(arguments.model), getattr(torch, arguments.dtype)
+    processor = WhisperProcessor.from_pretrained(path)
+    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype)
+    model = model.to(arguments.device).eval()
+    extractor = processor.feature_extractor
+    options: dict[str, Any] = {
+        "return_timestamps": True,
+        "num_beams": arguments.beam_size,
+        "condition_on_prev_tokens": False,
+        "time_precision": extractor.chunk_length / model.config.max_source_positions,
+        "time_precision_features": extractor.hop_length / extractor.sampling_rate,
+    }
+    if getattr(model.generation_config, "is_multilingual", False):
+        options |= {"language": "en", "task": "transcribe"}
+    if arguments.fallback:
+        options |= {
+            "temperature": TEMPERATURES,
+            "compression_ratio_threshold": 1.35,
+            "logprob_threshold": -1.0,
+            "no_speech_threshold": 0.6,
+        }
+    if arguments.assistant:
+        # distilled Whispers share the encoder, so that their decoder alone is loaded
+        assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype)
+        options["assistant_model"] = assistant.to(arguments.device).eval()
+
+    def transcribe(paths: list[str]) -> list[str]:
+        waves = [read(recording(path)) for path in paths]
+        long = max(map(len, waves)) > extractor.n_samples
+        whole = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+        inputs = extractor(
+            waves, sampling_rate=RATE, return_tensors="pt", **(whole if long else {})
+        ).to(arguments.device, dtype)
+        ids = model.generate(**inputs, **options)
+        return processor.batch_decode(ids, skip_special_tokens=True)
+
+    return transcribe
+
+
+def read(source: Any) -> Any:
+    """All samples of a recording, ``(N,)``."""
+    import numpy as np
+
+    from mmdecode.asr.audio import blocks
+
+    return np.concatenate([*blocks(source, RATE)])
+
+
+PACKAGES: dict[str, Callable[[argparse.Namespace], Transcribe]] = {
+    "faster-whisper": faster_whisper,
+    "openai-whisper": openai_whisper,
+    "transformers": transformers,
+}
+
+
+def batches(entries: list[Entry], size: int) -> list[list[Entry]]:
+    """Recordings of like length together, longest first, as the leaderboard sorts them."""
+    ordered = sorted(entries, key=lambda entry: -(entry.duration_s or 0.0))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def main() -> None:
+    """Transcribes a manifest."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("package", choices=PACKAGES)
+    parser.add_argument("--model", required=True, help="as the package calls it")
+    parser.add_argument("--assistant", help="drafts; transformers only, batch size 1")
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--beam-size", type=int, default=1)
+    parser.add_argument("--fallback", action="store_true", help="redo doubtful windows")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--compute-type", help="faster-whisper's own, such as int8_float16")
+    parser.add_argument("--limit", type=int, help="only the first so many; a smoke test")
+    arguments = parser.parse_args()
+    if arguments.assistant and (arguments.package != "transformers" or arguments.batch_size > 1):
+        parser.error("--assistant is for transformers, with --batch-size 1")
+    if arguments.package == "openai-whisper" and arguments.batch_size > 1:
+        parser.error("openai-whisper takes one recording at a time; leave --batch-size out")
+    entries = read_manifest(arguments.manifest, arguments.limit)
+    size = arguments.batch_size if arguments.package == "transformers" else 1
+    groups = batches(entries, size)
+    try:
+        transcribe = PACKAGES[arguments.package](arguments)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{arguments.package} is not installed ({error})") from error
+    transcribe([str(entry.audio) for entry in groups[0]])
+    with arguments.out.open("w", encoding="utf-8") as out:
+        for group in groups:
+            began = time.perf_counter()
+            texts = transcribe([str(entry.audio) for entry in group])
+            seconds = (time.perf_counter() - began) / len(group)
+            for entry, text in zip(group, texts, strict=True):
+                line = {"id": entry.id, "pred_text": text.strip(), "time": round(seconds, 4)}
+                if entry.duration_s is not None:
+                    line["duration"] = entry.duration_s
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+    print(f"{len(entries)} recordings: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

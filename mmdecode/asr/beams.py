@@ -1,0 +1,71 @@
+"""Beam search over one window, by transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.asr.prompts import token_ids
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor
+
+Scored = tuple[list[int], float]
+"""Tokens and their score."""
+
+
+def beam_search(
+    model: Any,
+    prompt: Tensor,
+    audio: Tensor,
+    rules: list[LogitsProcessor],
+    config: GenerationConfig,
+    beams: int,
+    keep: int,
+) -> list[list[Scored]]:
+    """The best token sequences of each row, best first.
+
+    Args:
+        model: A ``WhisperForConditionalGeneration``.
+        prompt: ``(B, P)``, without padding.
+        audio: Encoder states, ``(B, T, H)``.
+        rules: Processors beside those that the checkpoint asks for.
+        config: Lengths and special tokens.
+        beams: Sequences followed.
+        keep: Sequences returned, at most as many.
+
+    Returns:
+        For each row ``keep`` sequences, up to and with the end token; their scores are
+        ``sequences_scores``, at the default length penalty the mean log-probability per token.
+    """
+    config = copy.copy(config)
+    config.update(
+        num_beams=beams,
+        num_return_sequences=keep,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    # not the model's own generate, which is the loop over windows
+    output = GenerationMixin.generate(
+        model,
+        encoder_outputs=BaseModelOutput(last_hidden_state=audio),
+        decoder_input_ids=prompt,
+        decoder_attention_mask=torch.ones_like(prompt),
+        logits_processor=LogitsProcessorList(rules),
+        generation_config=config,
+    )
+    ends = token_ids(config.eos_token_id)
+    tokens = [_ended(row, ends) for row in output.sequences[:, prompt.shape[1] :].tolist()]
+    ranked = list(zip(tokens, output.sequences_scores.tolist(), strict=True))
+    return [ranked[row : row + keep] for row in range(0, len(ranked), keep)]
+
+
+def _ended(tokens: list[int], ends: list[int]) -> list[int]:
+    places = (place for place, token in enumerate(tokens, 1) if token in ends)
+    return tokens[: next(places, None)]

@@ -1,0 +1,180 @@
+"""``mmdecode stream``: words while the audio still comes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+from rich.live import Live
+from rich.text import Text
+
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens
+from mmdecode.cli.output import console, emit_json, out
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mmdecode.asr.streaming import Stream, Update
+    from mmdecode.evaluation.latency import StreamReport
+
+
+def command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="An audio file, or - for a stream on stdin: 16-bit little-endian samples at 16 "
+            "kHz, one channel."
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
+    ] = "zoo:whisper-synth",
+    draft: Annotated[
+        str | None, typer.Option(help="Who drafts; see 'mmdecode methods draft'.")
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="When words are committed: agreement:n=2, when so many hypotheses agree on them, "
+            "or hold:n=3, all but the last words."
+        ),
+    ] = "agreement",
+    step: Annotated[float, typer.Option(help="Seconds of audio between updates.")] = 1.0,
+    vad: Annotated[
+        bool, typer.Option("--vad", help="Skip what is no speech; needs the extra vad.")
+    ] = False,
+    word_timestamps: Annotated[
+        bool,
+        typer.Option(
+            "--word-timestamps", help="Time words, and tell how far each lags behind its end."
+        ),
+    ] = False,
+    language: Language = None,
+    max_new_tokens: MaxNewTokens = None,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
+    ] = False,
+) -> None:
+    """Print words as they become certain; what was printed does not change any more.
+
+    On a terminal what is still uncertain follows dimmed. A file is read as fast as it can be
+    transcribed. Ctrl-C ends a stream that has no end of its own.
+
+    For example:
+
+      arecord -f S16_LE -r 16000 -c 1 -t raw | mmdecode stream - --model openai/whisper-small
+
+      ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --json
+    """
+    from mmdecode.asr.streaming import Stream
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.evaluation.latency import StreamMeter
+
+    transcriber = Transcriber.from_pretrained(
+        model,
+        draft=draft,
+        device=device,
+        dtype=dtype,
+        language=language,
+        vad=vad,
+        word_timestamps=word_timestamps,
+        max_new_tokens=max_new_tokens,
+    )
+    stream, meter = Stream(transcriber, policy, step), StreamMeter()
+    with contextlib.ExitStack() as stack:
+        show = emit_json if json else stack.enter_context(_Screen()).show
+        for update in _updates(stream, _blocks(path, stream.rate)):
+            meter.add(update)
+            show(update)
+    report = meter.report()
+    if json:
+        emit_json(report)
+    else:
+        console.print(_summary(report, stream.heard_s), highlight=False)
+
+
+def _updates(stream: Stream, blocks: Iterable[np.ndarray]) -> Iterator[Update]:
+    """Those of all blocks, and the last one; an interrupt ends the stream and loses nothing."""
+    with contextlib.suppress(KeyboardInterrupt):
+        for block in blocks:
+            yield from stream.feed(block)
+    yield stream.finish()
+
+
+def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
+    """Samples as they come."""
+    from mmdecode.asr.audio import blocks, recording
+    from mmdecode.asr.inputs import STDIN
+
+    return _spoken(sys.stdin.buffer) if path == STDIN else blocks(recording(path), rate)
+
+
+def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
+    """16-bit samples as they come, as floats."""
+    import numpy as np
+
+    from mmdecode.errors import InputError
+
+    rest = b""
+    started = False
+    while data := file.read1(1 << 16):  # type: ignore[attr-defined]
+        data = rest + data
+        if not started and data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")):
+            raise InputError(
+                "standard input holds an audio file; expected samples without a header: pass them "
+                "on with ffmpeg -i - -ac 1 -ar 16000 -f s16le -, or give the file's path"
+            )
+        started = True
+        whole = len(data) - len(data) % 2
+        rest = data[whole:]
+        yield np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768
+
+
+class _Screen:
+    """Committed words as running text; on a terminal pending ones dimmed behind them."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._live = Live(console=out, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> _Screen:
+        if out.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+        out.print(self._line if out.is_terminal else "", markup=False, highlight=False)
+
+    def show(self, update: Update) -> None:
+        """Shows an update."""
+        if not out.is_terminal:  # rich prints whole lines only
+            out.file.write(update.text if self._line else update.text.lstrip())
+            out.file.flush()
+            self._line = self._line or update.text
+            return
+        self._line = (self._line + update.text).lstrip()
+        if self._line.endswith((".", "?", "!")) or len(self._line) > out.width:
+            out.print(self._line, markup=False, highlight=False)
+            self._line = ""
+        self._live.update(Text.assemble(self._line, ("".join(update.pending), "dim")), refresh=True)
+
+
+def _summary(report: StreamReport, heard_s: float) -> str:
+    """The numbers in words."""
+    parts = [f"{heard_s:.1f} s heard, {report.words} words"]
+    if report.heard.al is not None:
+        parts.append(
+            f"lagging (AL, DAL) {report.heard.al:.2f} and {report.heard.dal:.2f} s of audio, "
+            f"{report.ready.al:.2f} and {report.ready.dal:.2f} s on the wall"
+        )
+    if report.lag_s is not None:
+        parts.append(f"committed {report.lag_s:.2f} s behind their ends")
+    parts.append(f"{100 * report.revision_rate:.0f} % of the words shown were taken back")
+    parts.append(f"updates at most {report.delay_s:.2f} s late")
+    return "; ".join(parts)

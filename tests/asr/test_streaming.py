@@ -1,0 +1,391 @@
+"""Streams: on recordings of ten samples a second whose values are words, and on the zoo's model."""
+
+import json
+import pickle
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+from typer.testing import CliRunner
+
+from mmdecode.asr.streaming import Commits, Stream, agreement, covered, hold, policy_of, words_of
+from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
+from mmdecode.asr.words import Word
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.latency import StreamMeter
+
+RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1
+
+
+def spoken(count, sentence=5, pause=5, first=1):
+    """Word n is three samples of n; sentences have pauses behind them."""
+    samples = []
+    for word in range(first, first + count):
+        samples += [word] * WORD + [0] * (pause if word % sentence == 0 else GAP)
+    return np.array(samples, np.float32)
+
+
+def said(count, first=1):
+    return "".join(f" w{word}" for word in range(first, first + count))
+
+
+class Hearer:
+    """Hears whole words; of a word that is cut off it makes up another, and perhaps of more.
+
+    Args:
+        timed: Whether words have times.
+        wild: How many of the last words it makes up.
+        in_silence: What it makes up where nobody speaks.
+    """
+
+    sampling_rate, window_s = RATE, WINDOW_S
+
+    def __init__(self, timed=False, wild=0, in_silence=""):
+        self.options = SimpleNamespace(word_timestamps=timed)
+        self.wild, self.in_silence = wild, in_silence
+        self.made_up, self.lengths = 0, []
+
+    def invented(self):
+        self.made_up += 1
+        return f"x{self.made_up}"
+
+    def __call__(self, items, raise_errors):
+        samples = [int(value) for value in items[0]["audio"]]
+        self.lengths.append(len(samples))
+        sentences, at = [[]], 0
+        while at < len(samples):
+            end = at
+            while end < len(samples) and samples[end] == samples[at]:
+                end += 1
+            if samples[at]:
+                text = f"w{samples[at]}" if end - at == WORD else self.invented()
+                sentences[-1].append([text, at / RATE, end / RATE])
+            elif end - at > GAP and sentences[-1]:
+                sentences.append([])
+            at = end
+        sentences = [words for words in sentences if words]
+        for word in [word for words in sentences for word in words][::-1][: self.wild]:
+            word[0] = self.invented()
+        segments = [self.segment(words) for words in sentences]
+        if not segments and self.in_silence:
+            segments = [self.segment([[w, 0.0, 1.0] for w in self.in_silence.split()])]
+        text = "".join(segment.text for segment in segments)
+        return [
+            Transcript(
+                source="", index=0, text=text, segments=segments, language="en",
+                duration_s=len(samples) / RATE, tokens=[], stats={},
+            )
+        ]  # fmt: skip
+
+    def segment(self, words):
+        timed = [Word(text=f" {w}", start_s=a, end_s=b, confidence=1.0) for w, a, b in words]
+        return Segment(
+            start_s=words[0][1],
+            end_s=words[-1][2],
+            text=" ".join(word for word, _, _ in words),
+            tokens=[],
+            words=timed if self.options.word_timestamps else None,
+        )
+
+
+def blocks_of(samples, sizes):
+    at = 0
+    while at < len(samples):
+        size = next(sizes)
+        yield samples[at : at + size]
+        at += size
+
+
+def updates_of(stream, samples, sizes=None):
+    sizes = sizes or iter(lambda: 7, None)
+    found = [update for block in blocks_of(samples, sizes) for update in stream.feed(block)]
+    return [*found, stream.finish()]
+
+
+def text_of(updates):
+    return "".join(update.text for update in updates)
+
+
+# What is said once
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("policy", ["agreement", "agreement:n=3", "hold:n=1"])
+@pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0])
+def test_every_word_is_said_once_whatever_was_made_up_in_between(timed, policy, step_s):
+    updates = updates_of(Stream(Hearer(timed), policy, step_s), spoken(60))
+    assert text_of(updates) == said(60)
+    assert sum(len(update.committed) for update in updates) == 60
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("wild", [0, 2])
+def test_blocks_do_not_matter(seed, wild):
+    draw, samples = random.Random(seed), spoken(50)
+    known = [
+        (u.heard_s, u.committed, u.pending) for u in updates_of(Stream(Hearer(wild=wild)), samples)
+    ]
+    sizes = iter(lambda: draw.choice([0, 1, 3, 10, 33, 200]), None)
+    cut = updates_of(Stream(Hearer(wild=wild)), samples, sizes)
+    assert [(u.heard_s, u.committed, u.pending) for u in cut] == known
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_committed_words_are_not_said_again_where_the_model_changes_its_mind(seed):
+    """Hypotheses of a growing text, in which any word may be heard wrongly, dropped or doubled."""
+    draw, commits, shown = random.Random(seed), Commits(agreement, 2), []
+    for heard in range(3, 60):
+        words = []
+        for word in range(heard):
+            kind = draw.random() if word < heard - 4 else 1.0  # it changes its mind on old words
+            words += [f"w{word}"] * (2 if kind < 0.01 else kind > 0.02)
+            if kind > 0.98 and kind < 1:
+                words[-1:] = ["other"]
+        begin, end = commits.offer(words)
+        assert 0 <= begin <= end <= len(words)
+        shown += words[begin:end]
+    right = [f"w{word}" for word in range(len(shown))]
+    wrong = sum(a != b for a, b in zip(shown, right, strict=True))
+    assert wrong <= 2 and len(shown) >= 50
+
+
+def test_words_agree_whatever_their_case_and_marks_and_the_newest_is_committed():
+    commits = Commits(agreement, 2)
+    assert commits.offer([" The", " end."]) == (0, 0)
+    assert commits.offer([" the", " end,", " of"]) == (0, 2)
+    assert commits.offer([" The", " end", " Of", " it"]) == (2, 3)
+
+
+def test_policies():
+    assert agreement([["a", "b"]], 2) == 0
+    assert agreement([["a", "b", "c"], ["a", "b", "d", "e"]], 2) == 2
+    assert agreement([["a"], ["b", "c"], ["b", "c", "d"]], 2) == 2
+    assert agreement([["a"], ["b", "c"], ["b", "c", "d"]], 3) == 0
+    assert agreement([["a", "b"]], 1) == 2
+    assert hold([["a"], ["a", "b", "c", "d"]], 3) == 1
+    assert hold([["a", "b"]], 3) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "count"),
+    [
+        ("", "a b", 0),
+        ("a b", "a b c", 2),
+        ("a b c", "a b", 2),
+        ("a b", "b c", 1),  # the first is not heard any more
+        ("a b c", "a x c d", 3),
+        ("a b c", "a c d e", 2),
+        ("a b", "a x b c", 2),  # as likely replaced as put between
+        ("no no", "no no no", 2),
+        ("a b", "x y z", 0),  # made up, and taken back
+        ("a", "x y z", 1),
+        ("a b", "", 0),
+    ],
+)
+def test_where_committed_words_end_in_a_new_hypothesis(said, words, count):
+    assert covered(said.split(), words.split()) == count
+
+
+# What cannot go on for ever
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_memory_and_steps_do_not_grow_with_three_hours(timed):
+    hearer = Hearer(timed, wild=1)
+    stream, samples, sizes, words = Stream(hearer), spoken(1000), [], 0
+    rounds = 3 * 3600 * RATE // len(samples)
+    for _ in range(rounds):
+        words += sum(len(update.committed) for update in stream.feed(samples))
+        hearer.lengths = [max(hearer.lengths)]
+        state = {key: value for key, value in vars(stream).items() if key != "transcriber"}
+        sizes.append(len(pickle.dumps(state)))
+    assert max(hearer.lengths) <= WINDOW_S * RATE
+    assert max(sizes) < 3 * sizes[0]
+    assert words > 0.95 * 1000 * rounds
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("step_s", [0.5, 3.0])
+@pytest.mark.parametrize("sentence", [5, 10_000])
+def test_where_nothing_is_ever_agreed_on_text_comes_all_the_same(timed, step_s, sentence):
+    hearer = Hearer(timed, wild=10_000)
+    updates = updates_of(Stream(hearer, step_s=step_s), spoken(200, sentence))
+    assert max(hearer.lengths) <= WINDOW_S * RATE
+    said_at = [0.0, *(u.heard_s for u in updates if u.committed)]
+    waits = [later - before for before, later in pairwise(said_at)]
+    assert max(waits) <= WINDOW_S + step_s
+    assert sum(len(update.committed) for update in updates) >= 190
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_sentence_longer_than_any_window_loses_no_word_but_where_one_is_cut(timed):
+    updates = updates_of(Stream(Hearer(timed)), spoken(100, sentence=10_000))
+    words = text_of(updates).split()
+    assert len(words) >= 95
+    if timed:  # cuts are between words
+        assert text_of(updates) == said(100)
+
+
+@pytest.mark.parametrize("noise", ["", "thank you", " ".join(["thank you"] * 30)])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_long_pause_neither_loops_nor_holds_up_what_comes_behind(noise, timed):
+    pause = np.zeros(120 * RATE, np.float32)
+    samples = np.concatenate([spoken(10), pause, spoken(10, first=11)])
+    hearer = Hearer(timed, in_silence=noise)
+    updates = updates_of(Stream(hearer), samples)
+    text = text_of(updates)
+    assert text.count("thank") <= 120 / (WINDOW_S / 2) + 1  # once per window at most
+    assert text.replace(" thank", "").replace(" you", "") == said(20)
+    assert max(hearer.lengths) <= WINDOW_S * RATE
+
+
+# Ends and errors
+
+
+def test_nothing_in_is_nothing_out():
+    hearer = Hearer()
+    update = Stream(hearer).finish()
+    assert (update.heard_s, update.ready_s, update.committed, update.pending) == (0, 0, [], [])
+    stream = Stream(hearer)
+    assert stream.feed(np.zeros(0, np.float32)) == []
+    assert stream.finish().committed == []
+    assert hearer.lengths == []
+
+
+def test_what_is_pending_at_the_end_is_committed_without_another_pass():
+    hearer = Hearer()
+    stream = Stream(hearer)
+    stream.feed(spoken(5, sentence=100)[:20])
+    passes = len(hearer.lengths)
+    update = stream.finish()
+    assert update.text.endswith(" w5") and update.pending == []
+    assert len(hearer.lengths) == passes
+
+
+def test_a_finished_stream_takes_nothing_more():
+    stream = Stream(Hearer())
+    stream.finish()
+    with pytest.raises(OptionError, match="is finished; make another"):
+        stream.feed(np.zeros(3, np.float32))
+
+
+def test_updates_know_when_they_would_have_been_ready(monkeypatch):
+    clock = iter(np.arange(0, 100, 1.5))
+    monkeypatch.setattr("mmdecode.asr.streaming.time.perf_counter", lambda: float(next(clock)))
+    updates = Stream(Hearer()).feed(spoken(10)[:30])
+    assert [update.heard_s for update in updates] == [1, 2, 3]
+    assert [update.ready_s for update in updates] == [2.5, 4.0, 5.5]  # each waits for the last
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "message"),
+    [
+        (np.zeros(5, np.int16), None, "samples are int16 .* divide 16-bit integers by 32768"),
+        (np.zeros(5), None, "samples are float64 of shape"),
+        (np.zeros((2, 5), np.float32), None, r"shape \(2, 5\); expected .* of one channel"),
+        ([0.0], None, "samples are list"),
+        (np.array([0, np.nan], np.float32), None, "NaN or infinite, behind 1 s"),
+        (np.array([0, np.inf], np.float32), None, "NaN or infinite"),
+        (np.zeros(5, np.float32), 44_100, "at 44100 Hz; the model hears 10 Hz"),
+    ],
+)
+def test_samples_that_cannot_be_heard_are_refused_and_change_nothing(samples, rate, message):
+    stream = Stream(Hearer())
+    first = stream.feed(spoken(10)[:12])
+    with pytest.raises(InputError, match=message):
+        stream.feed(samples, rate)
+    rest = stream.feed(spoken(10)[12:], RATE)
+    assert text_of([*first, *rest, stream.finish()]) == said(10)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "agrement"}, UnknownNameError, "no policy named 'agrement'; did you mean"),
+        ({"policy": "agreement:n=0"}, OptionError, "a whole number N from 1 on"),
+        ({"policy": "hold:n=1.5"}, OptionError, "expected 'hold:n=N'"),
+        ({"policy": "hold:k=1"}, OptionError, "expected 'hold:n=N'"),
+        ({"step_s": 0.0}, OptionError, "step_s=0.0; expected more than 0"),
+        ({"step_s": 5.0}, OptionError, "at most half of the audio that is kept, 4 s"),
+        ({"longest_s": 9.0}, OptionError, "at most a window of the model, 8 s"),
+        ({"longest_s": 0.0}, OptionError, "longest_s=0.0"),
+        ({"step_s": float("nan")}, OptionError, "step_s=nan"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        Stream(Hearer(), **options)
+
+
+def test_a_policy_from_a_string():
+    assert policy_of("agreement") == (agreement, 2)
+    assert policy_of("hold:n=5") == (hold, 5)
+
+
+def test_words_of_languages_without_spaces_are_characters():
+    segment = Segment(start_s=0, end_s=1, text="你好", tokens=[])
+    assert words_of(segment, "zh") == ["你", "好"]
+    assert words_of(segment, None) == [" 你好"]
+
+
+# With a model
+
+
+@pytest.fixture(scope="module")
+def clip():
+    from mmdecode.zoo.speech import speech_test
+
+    return next(clip for clip in speech_test() if 4 < clip.duration_s < 5)
+
+
+def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
+    transcriber = Transcriber.from_pretrained(trained, device="cpu", word_timestamps="ctc")
+    sizes = iter(lambda: 3001, None)
+    updates = updates_of(Stream(transcriber), clip.samples(), sizes)
+    [whole] = transcriber(clip.samples())
+    assert text_of(updates).strip() == whole.text
+    words = [word for update in updates for word in update.words]
+    assert "".join(word.text for word in words) == text_of(updates)
+    ends = [word.end_s for word in words]
+    assert ends == sorted(ends) and ends[-1] <= clip.duration_s + 0.01
+    early = [word for update in updates for word in update.words if word.start_s > update.heard_s]
+    assert not early
+    meter = StreamMeter()
+    for update in updates:
+        meter.add(update)
+    report = meter.report(len(clip.text.split()))
+    assert report.words == len(words) and 0 < report.lag_s < 3
+    drafted = Transcriber.from_pretrained(
+        trained, draft="lookup", device="cpu", word_timestamps="ctc"
+    )
+    again = updates_of(Stream(drafted), clip.samples(), sizes)
+    assert [(u.committed, u.pending) for u in again] == [(u.committed, u.pending) for u in updates]
+
+
+def test_the_command_prints_what_is_committed(trained, clip, tmp_path):
+    path = tmp_path / "clip.wav"
+    samples = (clip.samples() * 32767).astype("<i2")
+    soundfile.write(path, samples, 16_000)
+    words = ["stream", str(path), "--model", trained, "--device", "cpu"]
+    shown = CliRunner().invoke(cli.app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "words; lagging (AL, DAL)" in shown.stderr.replace("\n", " ")
+    words = ["stream", "-", "--model", trained, "--device", "cpu", "--json"]
+    piped = CliRunner().invoke(cli.app, words, input=samples.tobytes() + b"\0")
+    assert piped.exit_code == 0, piped.output
+    *updates, report = [json.loads(line) for line in piped.stdout.splitlines()]
+    text = "".join(word for update in updates for word in update["committed"])
+    assert shown.stdout.strip() == text.strip() and report["words"] == len(text.split())
+    assert [update["heard_s"] for update in updates[:3]] == [1, 2, 3]
+
+
+def test_the_command_refuses_a_file_with_a_header_on_stdin(trained, tmp_path):
+    soundfile.write(tmp_path / "x.wav", np.zeros(100), 16_000)
+    words = ["stream", "-", "--model", trained, "--device", "cpu"]
+    done = CliRunner().invoke(cli.app, words, input=(tmp_path / "x.wav").read_bytes())
+    assert isinstance(done.exception, InputError)
+    assert "samples without a header" in str(done.exception)
