@@ -78,12 +78,34 @@ def test_drafters_are_measured_on_a_clip(tmp_path):
     assert path.name in text and "| lookup |" in text
 
 
-def test_the_page_of_drafters_shows_its_result_file(drafters):
-    page = (ROOT / "docs" / "drafters.md").read_text()
-    shown = re.search("<!-- tables -->\n(.*)\n<!-- end of tables -->", page, re.DOTALL)[1]
+def page_and_result(page, tables):
+    """A page whose tables are those of its result file, and the result."""
+    text = (ROOT / "docs" / page).read_text()
+    shown = re.search("<!-- tables -->\n(.*)\n<!-- end of tables -->", text, re.DOTALL)[1]
     name = re.search("benchmarks/results/([\\w.-]+json)", shown)[1]
     result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    assert shown == drafters.tables(result, name)
+    assert shown == tables(result, name)
+    return text, result
+
+
+@pytest.mark.parametrize(
+    ("page", "module"), [("asr_speed.md", "asr_tables"), ("streaming.md", "streaming")]
+)
+def test_a_page_shows_its_result_file(page, module, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page_and_result(page, importlib.import_module(module).tables)
+
+
+def test_streams_are_measured_on_a_clip(tmp_path):
+    words = ["--limit", "1", "--clips-only", "--out", str(tmp_path)]
+    assert "agreement" in run(*words, script="streaming.py")
+    (path,) = tmp_path.glob("streaming-cpu-*.json")
+    [case] = json.loads(path.read_text())["cases"]
+    assert all(row["seconds_per_second"] > 0 and row["lag_s"] > 0 for row in case["rows"])
+
+
+def test_the_page_of_drafters_shows_its_result_file(drafters):
+    page, result = page_and_result("drafters.md", drafters.tables)
     rows = [row for case in result["cases"] for row in case["rows"]]
     assert False not in [row["identical"] for row in rows]
     registered = {e.name for e in registry.describe("draft") if not e.plugin}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mmdecode.asr.words import Word
 from mmdecode.engine.decoder import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer
@@ -73,6 +74,10 @@ def item(**changes):
         "plain_total_s": 0.04,
         "drafted_total_s": 0.03,
         "identical": True,
+        "words": [
+            Word(text=" six", start_s=0.1, end_s=0.4, confidence=0.9),
+            Word(text=" <b>", start_s=0.4, end_s=0.6, confidence=0.4),
+        ],
     }
     return page.Item(**{**fields, **changes})
 
@@ -119,6 +124,10 @@ def test_demo_writes_a_page_and_says_where(tmp_path):
     assert all(address.startswith("data:") for address in parser.fetched)
     rows = Path(result["files"]["transcripts.jsonl"]).read_text().splitlines()
     assert [json.loads(row)["set"] for row in rows] == ["noisy", "clean"] * 2
+    subtitles = Path(result["files"]["subtitles"])
+    assert sorted(path.name for path in subtitles.iterdir()) == ["clip_00.srt", "clip_01.srt"]
+    starts = [float(at) for at in re.findall(r'data-start="([\d.]+)"', shown.read_text())]
+    assert len(starts) == sum(len(json.loads(row)["text"].split()) for row in rows[1::2])
 
 
 # The page
@@ -148,6 +157,12 @@ def test_text_from_outside_is_escaped():
     )
     assert "alert" in text and '<script>alert("1")' not in text
     checked(text)
+
+
+def test_words_can_be_clicked_and_doubts_are_seen():
+    text = page.page(report(item()))
+    assert '<button class="word" data-start="0.10" data-end="0.40" title="0.10 s, 90 %">six' in text
+    assert 'class="word doubt" data-start="0.40"' in text and "&lt;b&gt;" in text
 
 
 def test_headline_says_when_tokens_differ_and_when_drafting_is_slower():

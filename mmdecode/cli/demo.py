@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 import time
 from dataclasses import dataclass, field
@@ -51,8 +52,8 @@ def command(
 ) -> None:
     """Transcribe shipped speech with a shipped model, plain and drafted, and compare.
 
-    Writes a page to listen to and to look at (report.html) and all texts (transcripts.jsonl). The
-    exit code is 1 if drafting changed a single token.
+    Writes a page to listen to and to look at (report.html), all texts (transcripts.jsonl) and
+    subtitles (subtitles/). The exit code is 1 if drafting changed a single token.
     """
     started = time.perf_counter()
     what = "the shipped recordings" if limit is None else f"{limit} of the shipped recordings"
@@ -70,13 +71,15 @@ def command(
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     load_before = _load_average()
-    items, noisy = _run(ways, clips, recordings, repeats, out / "transcripts.jsonl")
+    items, noisy = _run(ways, clips, recordings, repeats, out)
     result = _report(model, draft, ways, items, clips, noisy, recordings, seed)
     result.conditions.update(_conditions(ways, dtype, repeats, load_before))
     page.write(result, out / "report.html")
     summary = _summary(result, items, len(clips))
     summary["seconds"] = round(time.perf_counter() - started, 1)
-    summary["files"] = {n: str(out / n) for n in ("report.html", "transcripts.jsonl")}
+    summary["files"] = {
+        name: str(out / name) for name in ("report.html", "transcripts.jsonl", "subtitles")
+    }
     _show(result, summary, items, len(clips))
     if json:
         emit_json(summary)
@@ -162,14 +165,20 @@ def _run(
     clips: Sequence[Clip],
     recordings: Sequence[Clip],
     repeats: int,
-    path: Path,
+    out: Path,
 ) -> tuple[list[Item], list[str]]:
-    """Items of all recordings and the texts of the noisy clips; appends to ``path`` as it goes."""
+    """Items of all recordings and the texts of the noisy clips; writes texts as it goes."""
     from rich.progress import track
 
+    from mmdecode.asr.formats import FORMATS, write_atomically
+    from mmdecode.asr.subtitles import DEFAULT
+    from mmdecode.asr.transcriber import Transcript
+
     drafted = ways[1]
+    timed = _with_words(drafted)
     items, noisy = [], []
-    with path.open("w", encoding="utf-8") as file:
+    (out / "subtitles").mkdir(exist_ok=True)
+    with (out / "transcripts.jsonl").open("w", encoding="utf-8") as file:
         for clip in track(
             [*clips, *recordings], description="transcribing", console=console, transient=True
         ):
@@ -179,7 +188,12 @@ def _run(
                 _append(file, clip, "noisy", loud)
             turns = 1 if clip.long else repeats
             item, transcript = _compare(ways, clip, turns, loud.text if loud else None)
-            items.append(item)
+            (found,) = timed(clip.path, raise_errors=True)
+            assert isinstance(found, Transcript)  # a failure would have been raised
+            words = [word for segment in found.segments for word in segment.words or ()]
+            items.append(dataclasses.replace(item, words=words))
+            subtitles = out / "subtitles" / f"{Path(clip.name).stem}.srt"
+            write_atomically(subtitles, FORMATS["srt"](found, DEFAULT))
             kind = "recording" if clip.long else "clean"
             _append(file, clip, kind, transcript, identical=item.identical)
     return items, noisy
@@ -226,7 +240,23 @@ def _compare(
         plain_total_s=float(plain_total),
         drafted_total_s=float(drafted_total),
         identical=bool(identical),
+        words=(),
     ), transcript
+
+
+def _with_words(way: Way) -> Transcriber:
+    """The same way with times of words, not watched."""
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.engine.decoder import Decoder
+
+    transcriber = way.transcriber
+    return Transcriber(
+        transcriber.model,
+        transcriber.processor,
+        Decoder(draft=way.decoder.draft),
+        TranscribeOptions(word_timestamps=True),
+    )
 
 
 def _duration(seconds: float) -> str:

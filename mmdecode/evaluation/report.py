@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mmdecode.evaluation.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
+    from mmdecode.asr.words import Word
     from mmdecode.engine.decoder import Round
 
 ORIGINS = {
@@ -25,6 +26,10 @@ ORIGINS = {
     "bonus": "by the model, one more after a draft that was right to its end",
     "first": "by the model while it read the prompt, before any draft",
 }
+
+
+IN_DOUBT = 0.5
+"""Words that are less likely are marked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class Item:
         plain_s, drafted_s: Seconds of decoding.
         plain_total_s, drafted_total_s: Seconds with reading, features and encoder.
         identical: Whether both ways gave the same token ids.
+        words: What was recognised, word by word, with times and confidences.
     """
 
     name: str
@@ -65,6 +71,7 @@ class Item:
     plain_total_s: float
     drafted_total_s: float
     identical: bool
+    words: Sequence[Word]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +201,9 @@ and with the draft, in turns, clip by clip.</p>
 <li><del class="chip">token</del> guessed in vain: the model wanted something else</li></ul>
 <ul class="legend words"><li><span class="substitute">heard<del>said</del></span> another word</li>
 <li><span class="insert">heard</span> word too many</li>
-<li><del class="delete">said</del> word missing</li></ul>
+<li><del class="delete">said</del> word missing</li>
+<li><button class="word">word</button> click to hear it</li>
+<li><button class="word doubt">word</button> less likely than {100 * IN_DOUBT:.0f} %</li></ul>
 <p class="switches"><label><input type="checkbox" id="wrong"> only clips with word errors</label>
 <label><input type="checkbox" id="bare"> hide what was guessed in vain</label></p>
 {clips}
@@ -335,6 +344,8 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
     lines = [("said", escape(item.reference)), ("heard", marked(steps))]
     if item.noisy is not None:
         lines.append(("in noise", marked(align_as_written(item.reference, item.noisy))))
+    if item.words:
+        lines.append(("listen", spoken(item.words)))
     rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
     errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
     same = "" if item.identical else '<span class="bad">tokens differ from plain decoding</span>'
@@ -373,6 +384,17 @@ def marked(steps: Sequence[Step]) -> str:
             }[step.kind]
         )
     return " ".join(shown) or "<i>nothing</i>"
+
+
+def spoken(words: Sequence[Word]) -> str:
+    """Words to click on, as HTML: the page plays them; those that are in doubt are marked."""
+    return "".join(
+        f'<button class="word{" doubt" * (word.confidence < IN_DOUBT)}" '
+        f'data-start="{word.start_s:.2f}" data-end="{word.end_s:.2f}" '
+        f'title="{word.start_s:.2f} s, {100 * word.confidence:.0f} %">'
+        f"{escape(word.text.strip())}</button> "
+        for word in words
+    )
 
 
 def _strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:

@@ -21,3 +21,15 @@ for (const [box, name] of [["wrong", "only"], ["bare", "bare"]]) {
   input.addEventListener("change", update);
   update();
 }
+document.addEventListener("click", event => {
+  const word = event.target.closest(".word[data-start]");
+  if (!word) return;
+  const audio = word.closest(".clip").querySelector("audio");
+  audio.currentTime = Number(word.dataset.start);
+  audio.play();
+});
+document.addEventListener("timeupdate", event => {
+  const now = event.target.currentTime;
+  for (const word of event.target.closest(".clip").querySelectorAll(".word[data-start]"))
+    word.classList.toggle("now", word.dataset.start <= now && now < word.dataset.end);
+}, true);
