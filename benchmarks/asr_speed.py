@@ -41,6 +41,8 @@ from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 from stopwatch import interleaved, load, machine, warn_if_busy
 
+from mmdecode.cli.progress import without_other_bars
+
 HERE = Path(__file__).parent
 WARM = 4
 """Batches that each engine decodes before any count."""
@@ -281,6 +283,7 @@ def main() -> None:
     if arguments.quick:
         small = {"batches": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})
+    without_other_bars()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.result or run(arguments, Path(folder))
