@@ -282,7 +282,7 @@ def word_errors(
         return None
     heard = [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     try:
-        return round(wer(texts, heard, resamples=1).value, 4)
+        return round(wer(texts, heard, resamples=1).value, 6)
     except MissingExtraError:
         return None
 

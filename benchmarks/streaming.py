@@ -69,7 +69,7 @@ def measure(
     reports = [report for _, report in found]
     score = wer(texts, [text for text, _ in found])
     return {
-        "wer": round(score.value, 4),
+        "wer": round(score.value, 6),
         "al": mean([report.heard.al for report in reports]),
         "laal": mean([report.heard.laal for report in reports]),
         "dal": mean([report.heard.dal for report in reports]),
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> Path:
     cases = []
     for title, (waves, texts) in sets.items():
         whole = [transcript.text for transcript in transcribers[None](waves)]
-        case = {"case": title, "offline_wer": round(wer(texts, whole).value, 4), "rows": []}
+        case = {"case": title, "offline_wer": round(wer(texts, whole).value, 6), "rows": []}
         for policy, step, draft in WAYS:
             row = {"policy": policy, "step_s": step, "draft": draft}
             row |= measure(transcribers[draft], policy, step, waves, texts)

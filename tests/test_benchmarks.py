@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.zoo.speech import speech_test
 
 ROOT = Path(__file__).parents[1]
 
@@ -266,8 +267,6 @@ def test_recordings_are_joined_clips(benchmarks):
 
 
 def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
-    from mmdecode.zoo.speech import speech_test
-
     clips = speech_test()[:3]
     manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
     lines = [{"id": c.name, "audio": str(c.path), "text": c.text} for c in clips]
@@ -288,19 +287,23 @@ FAKE_PEERS = {
 from types import SimpleNamespace
 class WhisperModel:
     def __init__(self, model, device, compute_type): self.kind = compute_type
-    def transcribe(self, path, **options):
-        assert "batch_size" not in options
+    def transcribe(self, wave, **options):
+        assert len(wave) > 16_000 and "batch_size" not in options
+        assert options["log_prob_threshold"] is options["no_speech_threshold"] is None
         return iter([SimpleNamespace(text=f" {self.kind}"), SimpleNamespace(text=" said")]), None
 class BatchedInferencePipeline:
     def __init__(self, model): self.model = model
-    def transcribe(self, path, batch_size, **options):
+    def transcribe(self, wave, batch_size, **options):
         self.model.kind += f" by {batch_size}"
-        return self.model.transcribe(path, **options)
+        return self.model.transcribe(wave, **options)
 """,
     "whisper": """
 from types import SimpleNamespace
 def load_model(name, device):
-    return SimpleNamespace(transcribe=lambda path, **options: {"text": " float32 said"})
+    def transcribe(wave, logprob_threshold, **options):
+        assert len(wave) > 16_000 and logprob_threshold is options["no_speech_threshold"] is None
+        return {"text": " float32 said"}
+    return SimpleNamespace(transcribe=transcribe)
 """,
 }
 
@@ -319,7 +322,8 @@ def test_other_packages_are_called_as_they_want(call, monkeypatch, tmp_path, pac
         exec(code, vars(fake := ModuleType(name)))
         monkeypatch.setitem(sys.modules, name, fake)
     manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
-    manifest.write_text('{"id": "a", "audio": "a.wav", "duration": 2.5}\n')
+    entry = {"id": "a", "audio": str(speech_test()[0].path), "duration": 2.5}
+    manifest.write_text(json.dumps(entry) + "\n")
     words = [package, *words, "--model", "m", "--manifest", str(manifest), "--out", str(out)]
     call("run_peer", *words, "--dtype", "float32")
     line = json.loads(out.read_text())
@@ -342,7 +346,6 @@ def load_dataset(path, name, split, streaming):
 
 def test_a_set_of_the_hub_becomes_a_manifest(call, monkeypatch, tmp_path):
     from mmdecode.asr.manifest import read_manifest
-    from mmdecode.zoo.speech import speech_test
 
     clip = speech_test()[0]
     fake = ModuleType("datasets")

@@ -4,10 +4,11 @@
         --manifest data/librispeech-clean/manifest.jsonl --out faster-whisper.jsonl
 
 One line per recording, as it ends: its id, what was heard, its length, and the seconds it took. A
-batch's seconds are divided among its recordings, as the Open ASR leaderboard does. The first
-recordings are transcribed once before the clock runs. All packages decode greedily unless
-``--beam-size`` is given, and without temperature fallback unless ``--fallback`` is; English, with
-timestamps, no conditioning on previous text. Voice activity is detected only by faster-whisper's
+batch's seconds are divided among its recordings, as the Open ASR leaderboard does; files are read
+and resampled beforehand, as by ``mmdecode evaluate wer``. The first recordings are transcribed once
+before the clock runs. All packages decode greedily unless ``--beam-size`` is given, and without
+thresholds and temperature fallback unless ``--fallback`` is; English, with timestamps, no
+conditioning on previous text. Voice activity is detected only by faster-whisper's
 batches of windows (``--batch-size`` above 1), which are cut by it.
 """
 
@@ -20,12 +21,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.manifest import Entry, read_manifest
+import numpy as np
+
+from mmdecode.asr.audio import blocks
+from mmdecode.asr.manifest import Entry, opened, read_manifest
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 RATE = 16_000
-Transcribe = Callable[[list[str]], list[str]]
-"""Paths of one batch to their texts."""
+Transcribe = Callable[[list[np.ndarray]], list[str]]
+"""Samples of one batch, at `RATE`, to their texts."""
+
+
+def gates(fallback: bool, logprob: str) -> dict[str, Any]:
+    """Temperatures and thresholds; without fallback no window is redone or skipped.
+
+    Args:
+        fallback: Whether the package's own thresholds hold.
+        logprob: What it calls that of the log-probability.
+    """
+    if fallback:
+        return {"temperature": TEMPERATURES}
+    off = dict.fromkeys(("compression_ratio_threshold", "no_speech_threshold", logprob))
+    return {"temperature": 0.0, **off}
 
 
 def faster_whisper(arguments: argparse.Namespace) -> Transcribe:
@@ -40,16 +57,16 @@ def faster_whisper(arguments: argparse.Namespace) -> Transcribe:
     options: dict[str, Any] = {
         "language": "en",
         "beam_size": arguments.beam_size,
-        "temperature": TEMPERATURES if arguments.fallback else 0.0,
         "condition_on_previous_text": False,
+        **gates(arguments.fallback, "log_prob_threshold"),
     }
     if arguments.batch_size > 1:
         model = BatchedInferencePipeline(model=model)
         options |= {"batch_size": arguments.batch_size, "without_timestamps": False}
 
-    def transcribe(paths: list[str]) -> list[str]:
-        (path,) = paths
-        segments, _ = model.transcribe(path, **options)
+    def transcribe(waves: list[np.ndarray]) -> list[str]:
+        (wave,) = waves
+        segments, _ = model.transcribe(wave, **options)
         return ["".join(segment.text for segment in segments)]
 
     return transcribe
@@ -63,11 +80,11 @@ def openai_whisper(arguments: argparse.Namespace) -> Transcribe:
     options: dict[str, Any] = {
         "language": "en",
         "beam_size": arguments.beam_size if arguments.beam_size > 1 else None,
-        "temperature": TEMPERATURES if arguments.fallback else 0.0,
         "condition_on_previous_text": False,
+        **gates(arguments.fallback, "logprob_threshold"),
         "fp16": arguments.dtype == "float16",
     }
-    return lambda paths: [model.transcribe(path, **options)["text"] for path in paths]
+    return lambda waves: [model.transcribe(wave, **options)["text"] for wave in waves]
 
 
 def transformers(arguments: argparse.Namespace) -> Transcribe:
@@ -80,7 +97,6 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
     )
     from transformers.utils import logging
 
-    from mmdecode.asr.audio import recording
     from mmdecode.checkpoints import local_path
 
     logging.set_verbosity_error()
@@ -110,8 +126,7 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
         assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype)
         options["assistant_model"] = assistant.to(arguments.device).eval()
 
-    def transcribe(paths: list[str]) -> list[str]:
-        waves = [read(recording(path)) for path in paths]
+    def transcribe(waves: list[np.ndarray]) -> list[str]:
         long = max(map(len, waves)) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest", "return_attention_mask": True}
         inputs = extractor(
@@ -123,13 +138,9 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
     return transcribe
 
 
-def read(source: Any) -> Any:
-    """All samples of a recording, ``(N,)``."""
-    import numpy as np
-
-    from mmdecode.asr.audio import blocks
-
-    return np.concatenate([*blocks(source, RATE)])
+def read(entries: list[Entry]) -> list[np.ndarray]:
+    """All samples of recordings, or of the parts that are meant, each ``(N,)``."""
+    return [np.concatenate([*blocks(opened(entry), RATE)]) for entry in entries]
 
 
 PACKAGES: dict[str, Callable[[argparse.Namespace], Transcribe]] = {
@@ -172,11 +183,12 @@ def main() -> None:
         transcribe = PACKAGES[arguments.package](arguments)
     except ModuleNotFoundError as error:
         raise SystemExit(f"{arguments.package} is not installed ({error})") from error
-    transcribe([str(entry.audio) for entry in groups[0]])
+    transcribe(read(groups[0]))
     with arguments.out.open("w", encoding="utf-8") as out:
         for group in groups:
+            waves = read(group)
             began = time.perf_counter()
-            texts = transcribe([str(entry.audio) for entry in group])
+            texts = transcribe(waves)
             seconds = (time.perf_counter() - began) / len(group)
             for entry, text in zip(group, texts, strict=True):
                 line = {"id": entry.id, "pred_text": text.strip(), "time": round(seconds, 4)}

@@ -56,6 +56,7 @@ def beam_search(
         model,
         encoder_outputs=BaseModelOutput(last_hidden_state=audio),
         decoder_input_ids=prompt,
+        attention_mask=torch.ones_like(audio[:, :, 0], dtype=torch.long),
         decoder_attention_mask=torch.ones_like(prompt),
         logits_processor=LogitsProcessorList(rules),
         generation_config=config,

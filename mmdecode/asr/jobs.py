@@ -59,7 +59,7 @@ def prepare(
     with explained(folder):
         if any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
             check_settings(folder, settings, resume)
-            _check_recordings(folder, entries)
+            _check_recordings(folder, entries, languages=not settings.get("language"))
         suspects = crashes.suspects(folder.glob(JOURNAL.format("*")))
         for left in folder.glob(".*.tmp"):
             left.unlink()
@@ -199,8 +199,13 @@ def _recording(entry: Entry) -> dict[str, Any]:
     return found
 
 
-def _check_recordings(folder: Path, entries: Sequence[Entry]) -> None:
+def _check_recordings(folder: Path, entries: Sequence[Entry], languages: bool) -> None:
     """Whether the transcripts in a folder are of the recordings that have their ids now.
+
+    Args:
+        folder: Of results.
+        entries: The input.
+        languages: Whether the entries' languages count: one language may be asked for of all.
 
     Raises:
         OptionError: One is of another recording, another part of it, or in another language.
@@ -213,7 +218,7 @@ def _check_recordings(folder: Path, entries: Sequence[Entry]) -> None:
                 continue
             now = _recording(entry)
             before = {name: found.get(name) for name in ("audio", "offset", "duration")}
-            if entry.language and found.get("language"):
+            if languages and entry.language and found.get("language"):
                 now["language"] = language_code(entry.language)
                 before["language"] = found["language"]
             differing = [name for name in before if before[name] != now.get(name)]

@@ -230,6 +230,7 @@ class Stream:
         self._heard = 0  # samples, those that were cut off included
         self._ready_s = 0.0
         self._language: str | None = None
+        self._said_any = False
         self._open: tuple[list[str], list[Word] | None] = [], None
         self._finished = False
 
@@ -306,6 +307,7 @@ class Stream:
                 self._commits.forget(found.words[:count])
         else:
             end = len(found.words)
+        self._said_any |= end > begin
         timed = found.timed
         self._open = found.words[end:], timed and timed[end:]
         self._ready_s = max(self._ready_s, self.heard_s) + time.perf_counter() - began
@@ -336,7 +338,7 @@ class Stream:
                 for word in segment.words or ()
             ]
             ends.append((segment.end_s, len(words)))
-        if words:
+        if self._said_any:  # the first seconds alone tell a language badly
             self._language = found.language
         once = first_round_end([bare(word) for word in words])
         if once is not None:

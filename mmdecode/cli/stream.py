@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
@@ -13,11 +14,12 @@ from rich.text import Text
 
 from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens
 from mmdecode.cli.output import console, emit_json, out
+from mmdecode.cli.progress import without_other_bars
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from mmdecode.asr.streaming import Stream, Update
+    from mmdecode.asr.streaming import Update
     from mmdecode.evaluation.latency import StreamReport
 
 
@@ -75,6 +77,7 @@ def command(
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.latency import StreamMeter
 
+    without_other_bars()
     transcriber = Transcriber.from_pretrained(
         model,
         draft=draft,
@@ -88,22 +91,58 @@ def command(
     stream, meter = Stream(transcriber, policy, step), StreamMeter()
     with contextlib.ExitStack() as stack:
         show = emit_json if json else stack.enter_context(_Screen()).show
-        for update in _updates(stream, _blocks(path, stream.rate)):
-            meter.add(update)
-            show(update)
+
+        def take(updates: list[Update]) -> None:
+            for update in updates:
+                meter.add(update)
+                show(update)
+
+        follow(_blocks(path, stream.rate), stream.feed, round(step * stream.rate), take)
+        take([stream.finish()])
     report = meter.report()
     if json:
         emit_json(report)
     else:
-        console.print(_summary(report, stream.heard_s), highlight=False)
+        console.print(_summary(report, stream.heard_s), highlight=False, soft_wrap=True)
 
 
-def _updates(stream: Stream, blocks: Iterable[np.ndarray]) -> Iterator[Update]:
-    """Those of all blocks, and the last one; an interrupt ends the stream and loses nothing."""
-    with contextlib.suppress(KeyboardInterrupt):
+def follow(
+    blocks: Iterable[np.ndarray],
+    feed: Callable[[np.ndarray], list[Update]],
+    size: int,
+    take: Callable[[list[Update]], None],
+) -> None:
+    """Feeds a stream until it ends or Ctrl-C asks for its end.
+
+    Ctrl-C ends the wait for samples at once; what is being heard is heard to its end and shown.
+
+    Args:
+        blocks: Samples as they come.
+        feed: Hears samples.
+        size: How many are heard between two looks at whether an end was asked for.
+        take: Is given what was heard.
+    """
+    waiting, asked = True, False
+
+    def interrupted(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        if waiting:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
         for block in blocks:
-            yield from stream.feed(block)
-    yield stream.finish()
+            waiting = False
+            for at in range(0, len(block), size):
+                take(feed(block[at : at + size]))
+                if asked:
+                    return
+            waiting = True
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:

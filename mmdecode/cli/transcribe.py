@@ -261,6 +261,8 @@ def command(
         refuse_without("--n-best", ["n_best_method"], context)
     if out_dir is None:
         refuse_without("--out", ["formats", "resume", *SUBTITLES], context)
+        if not json:
+            refuse_without("--out or --json", _unseen(hallucination_silence_threshold), context)
     if not {"srt", "vtt"} & set(formats_asked):
         refuse_without("--format srt or vtt", SUBTITLES, context)
     checked = make_options(options)
@@ -336,6 +338,11 @@ class _Output:
     def language(self) -> str | None:
         """Asked for, of all recordings."""
         return self.settings["language"]
+
+
+def _unseen(threshold: float | None) -> list[str]:
+    """Options whose results a printed text does not show."""
+    return ["n_best"] if threshold is not None else ["n_best", "word_timestamps", "word_method"]
 
 
 @dataclass
@@ -501,10 +508,9 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
         f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
     )
     if tally.rtfx:
-        line += (
-            f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}, "
-            f"{tally.stats['acceptance_length']:.2f} tokens per pass"
-        )
+        line += f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}"
+        if tally.stats["row_passes"]:  # beams are searched elsewhere
+            line += f", {tally.stats['acceptance_length']:.2f} tokens per pass"
     if tally.looped:
         line += f"; {tally.looped} of {tally.windows} windows looped"
     console.print(line, highlight=False, soft_wrap=True)

@@ -50,7 +50,8 @@ class Comparison:
         bootstrap: Of the difference of the word error rates.
         mapsswe: Matched-pairs sentence-segment word error test.
         utterances: The same test with whole recordings.
-        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together.
+        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together; ``None``: it
+            was made alone.
         margin: Loss of word error rate that would still do.
         within_margin: Whether the interval shows that the second loses less than that.
         speedup: Time of the first over time of the second; ``None``: not timed.
@@ -65,7 +66,7 @@ class Comparison:
     bootstrap: PairedBootstrap
     mapsswe: PairedTest
     utterances: PairedTest
-    p_holm: float
+    p_holm: float | None
     margin: float
     within_margin: bool
     speedup: float | None
@@ -74,13 +75,14 @@ class Comparison:
 
     def __str__(self) -> str:
         found = self.bootstrap
+        corrected = "" if self.p_holm is None else f", {self.p_holm:.4f} by Holm"
         lines = [
             f"{self.second} against {self.first}: {self.same} of {self.of} texts are the same",
             f"WER {_signed(-100 * found.difference)} points "
             f"[{_signed(-100 * found.high)}, {_signed(-100 * found.low)}]; "
             f"better in {100 * found.p_second_better:.1f} % of the draws",
             f"matched pairs: z = {self.mapsswe.z:.3f} over {self.mapsswe.count} segments, "
-            f"p = {self.mapsswe.p:.4f}, {self.p_holm:.4f} by Holm",
+            f"p = {self.mapsswe.p:.4f}{corrected}",
             f"a loss under {100 * self.margin:g} points is "
             f"{'shown' if self.within_margin else 'not shown'}",
         ]
@@ -101,7 +103,7 @@ def compared(
     resamples: int,
     seed: int,
 ) -> Comparison:
-    """Compares two modes; as if it were the only comparison, so ``p_holm`` is the plain p-value.
+    """Compares two modes alone, so that nothing is corrected for other comparisons.
 
     Args:
         first: The baseline.
@@ -136,7 +138,7 @@ def compared(
         bootstrap=bootstrap,
         mapsswe=matched,
         utterances=paired_test(errors[0] - errors[1]),
-        p_holm=matched.p,
+        p_holm=None,
         margin=margin,
         within_margin=-bootstrap.low < margin,
         speedup=speedup,

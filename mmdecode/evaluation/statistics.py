@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,6 +63,9 @@ class PairedBootstrap:
 def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
     """Tests whether differences are 0 on average, as sclite computes it.
 
+    Differences that are all the same have no variance to divide by. They are tested by their signs:
+    that ``n`` of them agree has probability ``2 ** (1 - n)``, and z is what has that p-value.
+
     Args:
         differences: Errors of the first minus errors of the second, item by item.
     """
@@ -70,7 +74,9 @@ def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
     mean = float(values.mean()) if count else 0.0
     spread = float(((values - mean) ** 2).sum())
     if spread == 0:
-        return PairedTest(count=count, mean=mean, sd=0.0, z=0.0, p=1.0)
+        p = 0.5 ** (count - 1) if mean else 1.0
+        z = math.copysign(NormalDist().inv_cdf(1 - p / 2), mean) if 0 < p < 1 else 0.0
+        return PairedTest(count=count, mean=mean, sd=0.0, z=z, p=p)
     sd = math.sqrt(spread / (count - 1))
     z = mean / (sd / math.sqrt(count))
     return PairedTest(count=count, mean=mean, sd=sd, z=z, p=math.erfc(abs(z) / math.sqrt(2)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmdecode.asr.formats import write_atomically
 from mmdecode.asr.manifest import Entry, read_manifest
-from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
@@ -57,7 +57,6 @@ COLUMNS = {
     "tokens_per_pass": "tokens/pass",
 }
 MARGIN = 0.001
-_PLAYED = 4 << 20  # bytes of a recording that a page still holds
 
 
 class WERReport:
@@ -104,8 +103,14 @@ class WERReport:
         for sample in samples:
             if self.only_scored and not is_scored(sample.text, normalise):
                 left_out.add(sample.id)
-            else:
-                self._of.setdefault(sample.mode, {})[sample.id] = sample
+                continue
+            found = self._of.setdefault(sample.mode, {})
+            if sample.id in found:
+                raise OptionError(
+                    f"{sample.mode!r} has two samples called {sample.id!r}; give each recording a "
+                    "name of its own"
+                )
+            found[sample.id] = sample
         self.left_out = len(left_out)
         if not self._of:
             raise OptionError("no recording has words to score; expected at least one")
@@ -308,11 +313,11 @@ class WERReport:
         ]
         if self.left_out:
             parts.append(f"{self.left_out} recordings without words to score were left out")
-        size = self.conditions.get("batch_size")
-        if size and size > 1:
+        size = max((int(s.batch["size"]) for s in self.samples if s.batch), default=1)
+        if size > 1:
             parts.append(
-                f"p50 and p95 are a batch's time over its {size} recordings; for latency use "
-                "batch size 1"
+                f"p50 and p95 are a batch's time over its recordings, up to {size}; for latency "
+                "use batch size 1"
             )
         if self.conditions.get("limit"):
             parts.append("only a part of the set was scored: not a result to report")
@@ -433,10 +438,7 @@ def wer_report(
     if isinstance(data, (str, os.PathLike)):
         entries = read_manifest(data, limit, text=True)
     else:
-        entries = [
-            Entry(id=os.path.basename(path), audio=os.fspath(path), text=text)
-            for path, text in list(data)[:limit]
-        ]
+        entries = _named(list(data)[:limit])
     named = systems if isinstance(systems, Mapping) else {"plain": systems}
     models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
     conditions: dict[str, Any] = {
@@ -465,6 +467,28 @@ def wer_report(
     order = list(named)
     samples.sort(key=lambda sample: order.index(sample.mode))
     return WERReport(samples, **{"conditions": conditions} | scoring)
+
+
+def _named(pairs: Sequence[tuple[Any, str]]) -> list[Entry]:
+    """Entries of paths and texts, called by their files' names where these are all different.
+
+    Raises:
+        InputError: What should be a path is none.
+    """
+    for path, _ in pairs:
+        if not isinstance(path, (str, os.PathLike)):
+            raise InputError(
+                f"a recording is given as {type(path).__name__}; expected pairs of a path and a "
+                "text: write arrays to files first, with soundfile for instance"
+            )
+    paths = [os.fspath(path) for path, _ in pairs]
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        names = paths
+    return [
+        Entry(id=name, audio=path, text=text)
+        for name, path, (_, text) in zip(names, paths, pairs, strict=True)
+    ]
 
 
 def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:

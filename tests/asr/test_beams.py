@@ -1,5 +1,7 @@
 """Beam search over windows against transformers' own long form, recording by recording."""
 
+import logging
+
 import pytest
 
 from mmdecode import Decoder
@@ -50,6 +52,15 @@ def test_the_n_best_list_is_that_of_as_many_beams(model, processor, kit):
     assert both.n_best[0] == found(n_best=5).n_best[0][: len(both.n_best[0])]
     first = both.segments[0].tokens
     assert both.n_best[0][0].tokens[: len(first)] == first
+
+
+def test_nothing_is_warned_of(processor, kit, caplog):
+    model = kit.build_model(processor, seed=3)
+    for name in ("transformers", "transformers.generation.utils"):
+        monitored = logging.getLogger(name)
+        monitored.addHandler(caplog.handler)
+    transcripts(model, processor, kit, n_best=3)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

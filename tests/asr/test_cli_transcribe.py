@@ -263,6 +263,8 @@ def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
         (("--vad-min-speech-s", 0.5), "--vad-min-speech-s does nothing"),
         (("--vad-min-silence-s", 0.5), "--vad-min-silence-s does nothing"),
         (("--vad-pad-s", 0.5), "--vad-pad-s does nothing"),
+        (("--n-best", 3), "--n-best does nothing without --out or --json;"),
+        (("--word-timestamps",), "--word-timestamps does nothing without --out or --json;"),
         (("--n-best-method", "beam"), "--n-best-method does nothing without --n-best;"),
         (("--format", "txt"), "--format does nothing without --out;"),
         (("--max-line-width", 42), "--max-line-width does nothing without --out;"),

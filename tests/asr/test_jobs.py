@@ -164,6 +164,17 @@ def test_an_id_that_names_another_recording_now_is_refused(tmp_path, before, now
     prepare(tmp_path, {"a": 1}, True, entries[:1])
 
 
+def test_languages_do_not_matter_where_one_was_asked_for_of_all(tmp_path):
+    entry, settings = Entry(id="a", audio="a", language="de"), {"language": "en"}
+    result = dataclasses.replace(told("a"), language="en")
+    prepare(tmp_path, settings, False, [entry])
+    folder = ResultFolder(tmp_path, ["txt"], [entry])
+    folder.add(result)
+    folder.close()
+    prepare(tmp_path, settings, True, [entry])
+    assert [e["id"] for e in lines(tmp_path)] == ["a"]
+
+
 def test_the_path_of_what_failed_may_be_corrected(tmp_path):
     write(tmp_path, [failed("a")], [Entry(id="a", audio="x/a.wav")])
     found = write(tmp_path, [told("a")], [Entry(id="a", audio="y/a.wav")], resume=True)

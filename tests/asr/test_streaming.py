@@ -1,8 +1,12 @@
 """Streams: on recordings of ten samples a second whose values are words, and on the zoo's model."""
 
+import itertools
 import json
+import os
 import pickle
 import random
+import signal
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,6 +19,7 @@ from mmdecode.asr.streaming import Commits, Stream, agreement, covered, hold, po
 from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
 from mmdecode.asr.words import Word
 from mmdecode.cli import app as cli
+from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.latency import StreamMeter
 
@@ -364,6 +369,41 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     )
     again = updates_of(Stream(drafted), clip.samples(), sizes)
     assert [(u.committed, u.pending) for u in again] == [(u.committed, u.pending) for u in updates]
+
+
+@pytest.mark.parametrize(("within", "heard"), [("hearing", 2), ("waiting", 3)])
+def test_an_interrupt_ends_a_stream_and_loses_nothing_that_was_heard(within, heard):
+    """In a block of three steps; while a step is heard, or while the next block is waited for."""
+    taken, usual = [], signal.getsignal(signal.SIGINT)
+
+    def feed(samples):
+        if within == "hearing" and len(taken) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # where a signal would be noticed
+        return [float(samples[0])]
+
+    def blocks():
+        yield np.arange(6, dtype=np.float32)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+        yield np.arange(6, dtype=np.float32)
+
+    follow(blocks(), feed, 2, taken.extend)
+    assert taken == [0.0, 2.0, 4.0][:heard]
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_the_language_is_not_settled_before_anything_is_said():
+    asked = []
+
+    class Detects(Hearer):
+        def __call__(self, items, raise_errors):
+            asked.append(items[0]["language"])
+            return super().__call__(items, raise_errors)
+
+    updates_of(Stream(Detects(), step_s=1.0), spoken(30), itertools.repeat(10))
+    settled = asked.index("en")
+    assert settled >= 2 and set(asked[settled:]) == {"en"} and set(asked[:settled]) == {None}
 
 
 def test_the_command_prints_what_is_committed(trained, clip, tmp_path):

@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 
@@ -142,6 +143,16 @@ def test_merged_words_count_as_the_words_of_the_reference():
     merged = [Step("equal", "white paper", "whitepaper"), Step("substitute", "a", "b")]
     plain = [Step("equal", w, w) for w in ("white", "paper")] + [Step("substitute", "a", "c")]
     assert segments(merged, plain) == [(3, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [([1] * 10, 2**-9), ([-1] * 3, 0.25), ([2], 1.0), ([0] * 9, 1.0), ([], 1.0)],
+)
+def test_differences_that_are_all_the_same_are_tested_by_their_signs(differences, p):
+    test = paired_test(differences)
+    assert test.p == p and np.sign(test.z) == (np.sign(test.mean) if p < 1 else 0)
+    assert np.isclose(test.p, math.erfc(abs(test.z) / math.sqrt(2)))
 
 
 def test_different_readings_of_a_reference_are_one_segment():
