@@ -1,6 +1,6 @@
 """Speech beside its peers: time, identity and memory of every engine in benchmarks/peers.py.
 
-    python benchmarks/asr_speed.py --page docs/asr_speed.md     # CPU, about 10 minutes
+    python benchmarks/asr_speed.py --page docs/asr_speed.md     # CPU, a quarter of an hour
     python benchmarks/asr_speed.py --parts short --engines medusa
     python benchmarks/asr_speed.py --device cuda --dtype float16
 

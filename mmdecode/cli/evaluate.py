@@ -215,7 +215,7 @@ def wer(
             seed=seed,
             conditions=conditions,
         )
-        if own and (folder / "summary.json").exists():
+        if folder and own and (folder / "summary.json").exists():
             console.print(f"replacing the report in {folder}; its samples stay", highlight=False)
         files = report.save(folder) if folder else []
     failures = [sample for sample in report.samples if sample.error is not None]

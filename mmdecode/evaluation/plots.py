@@ -80,7 +80,8 @@ def by_duration(
     for bucket in used:
         low, high = EDGES[bucket : bucket + 2]
         span = f"{low:g}-{high:g} s" if np.isfinite(high) else f"over {low:g} s"
-        labels.append(f"{span}\n{int(((buckets == bucket) & ~np.isnan(known)).sum())} recordings")
+        count = int(((buckets == bucket) & ~np.isnan(known)).sum())
+        labels.append(f"{span}\n{count} recording{'s' * (count != 1)}")
     axes.set_xticks(range(len(used)), labels)
     axes.set_ylabel("WER in %")
     axes.legend()

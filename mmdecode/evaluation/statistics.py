@@ -63,7 +63,8 @@ class PairedBootstrap:
 def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
     """Tests whether differences are 0 on average, as sclite computes it.
 
-    Differences that are all the same have no variance to divide by. They are tested by their signs:
+    Differences that are all the same have no variance to divide by; sclite's formula says nothing
+    of them. They are tested by their signs:
     that ``n`` of them agree has probability ``2 ** (1 - n)``, and z is what has that p-value.
 
     Args:
