@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
     from mmdecode.asr.options import TranscribeOptions
 
+SHOWN = 20
+"""Languages that an error lists."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -181,9 +184,9 @@ def _language(name: str, known: Mapping[str, int]) -> int:
     if token not in known:
         codes = [key.strip("<|>") for key in known]
         choice = did_you_mean(name, [*codes, *TO_LANGUAGE_CODE])
+        shown = ", ".join(sorted(codes)[:SHOWN]) + ", ..." * (len(codes) > SHOWN)
         raise OptionError(
-            f"the model does not know the language {name!r}{choice}; it knows "
-            f"{', '.join(sorted(codes))}"
+            f"the model does not know the language {name!r}{choice}; it knows {shown}"
         )
     return known[token]
 

@@ -15,7 +15,7 @@ from mmdecode.cli.output import console
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
-    """On stderr, gone when it ends; ``more`` columns stand before the time."""
+    """On a terminal's stderr, gone when it ends; ``more`` columns stand before the time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -24,6 +24,7 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         TimeElapsedColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # all that it leaves in a file is an empty line
     )
 
 

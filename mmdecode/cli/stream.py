@@ -73,11 +73,12 @@ def command(
 
       ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --json
     """
-    from mmdecode.asr.streaming import Stream
+    from mmdecode.asr.streaming import Stream, policy_of
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.latency import StreamMeter
 
     without_other_bars()
+    policy_of(policy)  # refused before a model is loaded
     transcriber = Transcriber.from_pretrained(
         model,
         draft=draft,
