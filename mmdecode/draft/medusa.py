@@ -37,6 +37,9 @@ from mmdecode.errors import (
     UnsupportedModelError,
 )
 
+MANY_ROWS = 8
+"""From so many on, a CPU's pass is bound by arithmetic before any draft."""
+
 
 class MedusaHeads(nn.Module):
     """K heads of L residual blocks each, stored stacked so that one product serves all heads.
@@ -130,8 +133,8 @@ class Medusa:
         paths: Rank paths of the tree, the most useful first: ``(0, 1)`` is the second choice of
             head 2 below the first choice of head 1. ``None``: the chain of first choices.
         nodes: Use the first so many nodes of the tree; ``None``: all.
-        cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic; a checkpoint may
-            carry what was measured for its model.
+        cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic, for fewer than 8
+            rows; half as many for more. A checkpoint may carry what was measured for its model.
 
     Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
     """
@@ -317,7 +320,8 @@ class Medusa:
         if self.nodes is not None:
             nodes = min(nodes, self.nodes)
         elif self.cpu_nodes is not None and ctx.device.type == "cpu":
-            nodes = min(nodes, self.cpu_nodes)
+            few = ctx.batch < MANY_ROWS
+            nodes = min(nodes, self.cpu_nodes if few else -(-self.cpu_nodes // 2))
         key = (nodes, ctx.device)
         if key not in self._shapes:
             self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)

@@ -172,3 +172,24 @@ def test_the_cache_after_acceptance_is_that_of_a_fresh_prefill(family, draft, mo
         for name in ("keys", "values"):
             mine = getattr(ours_layer, name)[:, :, :used]
             torch.testing.assert_close(mine, getattr(fresh_layer, name), atol=1e-4, rtol=1e-4)
+
+
+def test_a_cpu_drafts_half_of_its_nodes_for_many_rows():
+    sizes = {}
+
+    class Sized(Medusa):
+        def propose(self, ctx, budget):
+            proposal = super().propose(ctx, budget)
+            sizes.setdefault(len(ids), set()).add(proposal.size)
+            return proposal
+
+    decoder = Decoder(draft=Sized(random_heads(), paths=TREE, cpu_nodes=5))
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 7, 8, 9):
+        ids = torch.randint(VOCAB, (rows, 4), generator=generator)
+        call = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        model = model_of("llama")
+        assert torch.equal(
+            model.generate(ids, custom_generate=decoder, **call), model.generate(ids, **call)
+        )
+    assert sizes == {1: {5}, 7: {5}, 8: {3}, 9: {3}}
