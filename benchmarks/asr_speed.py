@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import statistics
 import tempfile
 from functools import partial
@@ -41,7 +40,7 @@ from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 from stopwatch import interleaved, load, machine, warn_if_busy
 
-from mmdecode.cli.progress import without_other_bars
+from mmdecode.cli.progress import only_our_output
 
 HERE = Path(__file__).parent
 WARM = 4
@@ -283,8 +282,7 @@ def main() -> None:
     if arguments.quick:
         small = {"batches": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})
-    without_other_bars()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    only_our_output()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.result or run(arguments, Path(folder))
     shown = tables(json.loads(path.read_text()), path.name)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForCondi
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path
+from mmdecode.cli.progress import only_our_output
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
 from mmdecode.engine.decoder import Decoder
@@ -579,7 +579,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    only_our_output()
     path = arguments.result or run(arguments)
     result = json.loads(path.read_text())
     print(f"\n{tables(result, path.name)}\n\nwritten: {path}")

@@ -26,6 +26,7 @@ from transformers import WhisperProcessor
 
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.engine.decoder import Decoder
+from mmdecode.evaluation.conditions import now
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000
@@ -115,10 +116,10 @@ def clock(module: torch.nn.Module) -> Iterator[list[float]]:
 
     def begin(*_: Any) -> None:
         nonlocal begun
-        begun = now(module)
+        begun = now(next(module.parameters()).device)
 
     def end(*_: Any) -> None:
-        spent.append(now(module) - begun)
+        spent.append(now(next(module.parameters()).device) - begun)
 
     hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
@@ -126,13 +127,6 @@ def clock(module: torch.nn.Module) -> Iterator[list[float]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def now(module: torch.nn.Module) -> float:
-    """Seconds, work on the module's device included."""
-    if next(module.parameters()).device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure(

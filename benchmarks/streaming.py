@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from pages import table, write_page
 from stopwatch import load, machine, warn_if_busy
 
 from mmdecode.asr import Stream, Transcriber
-from mmdecode.cli.progress import without_other_bars
+from mmdecode.cli.progress import only_our_output
 from mmdecode.evaluation.latency import StreamMeter, StreamReport
 from mmdecode.evaluation.wer import wer
 from mmdecode.zoo.speech import speech_test
@@ -160,8 +159,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parser.parse_args()
-    without_other_bars()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    only_our_output()
     path = arguments.result or run(arguments)
     shown = tables(json.loads(path.read_text()), path.name)
     print(f"\n{shown}\n\nwritten: {path}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 from mmdecode.asr.loops import first_round_end
 
@@ -10,14 +11,17 @@ Cut = tuple[int, int, list[int]]
 """Start, end and tokens of a segment; in timestamp steps from the start of the window."""
 
 
-def text_tokens(tokens: Sequence[int], begin: int) -> list[int]:
-    """Those that are no timestamps.
+def text_tokens(
+    tokens: Sequence[int], begin: int, special: Container[int] = frozenset()
+) -> list[Any]:
+    """Those that are text, as they are: timed ones stay timed.
 
     Args:
         tokens: Some.
         begin: The first timestamp's id.
+        special: Others that are no text.
     """
-    return [token for token in tokens if token < begin]
+    return [token for token in tokens if token < begin and token not in special]
 
 
 def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut], int | None]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmdecode.asr.formats import write_atomically
 from mmdecode.errors import InputError, OptionError
@@ -96,6 +97,19 @@ def check_settings(folder: Path, settings: Mapping[str, Any], resume: bool) -> N
             f"{folder} holds results of other settings ({shown}); repeat them to continue, or "
             "choose another --out"
         )
+
+
+def append_line(file: BinaryIO, line: bytes) -> None:
+    """Writes a line where a crash cannot lose it."""
+    file.write(line)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """Lines that were written to their end, which a crash may keep the last one from."""
+    with path.open("rb") as file:
+        yield from itertools.takewhile(lambda line: line.endswith(b"\n"), file)
 
 
 def _noted(settings: Mapping[str, Any]) -> dict[str, Any]:

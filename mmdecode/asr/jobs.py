@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.asr import crashes
-from mmdecode.asr.folders import RUN, check_settings, explained, lock, note_settings
+from mmdecode.asr.folders import (
+    RUN,
+    append_line,
+    check_settings,
+    complete_lines,
+    explained,
+    lock,
+    note_settings,
+)
 from mmdecode.asr.formats import FORMATS, Names, to_json, write_atomically
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
@@ -173,9 +181,7 @@ class ResultFolder:
             line = {"id": entry.id, **_recording(entry), "name": name} | dataclasses.asdict(result)
             data = to_json(line).encode() + b"\n"
             if self._failed.get(result.source) != data:  # it failed just so in an earlier run
-                self._file.write(data)
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                append_line(self._file, data)
         return result
 
     def close(self) -> None:
@@ -235,16 +241,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Complete lines and what they hold; one that was cut off by a crash is not complete."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                found = json.loads(line)
-                _ = found["source"], found["name"]
-            except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"{path}, line {number} is not a result; remove the line, and --resume "
-                    "transcribes that recording again"
-                ) from None
-            yield line, found
+    for number, line in enumerate(complete_lines(path), 1):
+        try:
+            found = json.loads(line)
+            _ = found["source"], found["name"]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{path}, line {number} is not a result; remove the line, and --resume "
+                "transcribes that recording again"
+            ) from None
+        yield line, found

@@ -12,6 +12,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr.audio import source_of
+from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
@@ -300,8 +301,7 @@ class Transcriber:
 
     def _said(self, tokens: list[int]) -> list[Any]:
         """Those that are text."""
-        begin, special = self._loop.prompts.timestamp_begin, self._special
-        return [token for token in tokens if token < begin and token not in special]
+        return text_tokens(tokens, self._loop.prompts.timestamp_begin, self._special)
 
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode

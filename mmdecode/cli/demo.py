@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmdecode.cli.flags import Dtype, Model
 from mmdecode.cli.output import JsonFlag, console, emit_json
 from mmdecode.cli.progress import only_our_output
 
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[
-        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
-    ] = "zoo:whisper-synth",
+    model: Model = "zoo:whisper-synth",
     draft: Annotated[
         str,
         typer.Option(
@@ -46,7 +45,7 @@ def command(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ...; default: cuda if any.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of the intervals; decoding is greedy.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -63,6 +62,7 @@ def command(
         highlight=False,
     )
     from mmdecode.evaluation import report as page
+    from mmdecode.evaluation.conditions import load_average
     from mmdecode.zoo.speech import speech_test
 
     clips = speech_test()[:limit]
@@ -70,7 +70,7 @@ def command(
     ways = _load(model, draft, device, dtype)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    load_before = _load_average()
+    load_before = load_average() or "unknown"
     items, noisy = _run(ways, clips, recordings, repeats, out)
     result = _report(model, draft, ways, items, clips, noisy, recordings, seed)
     result.conditions.update(_conditions(ways, dtype, repeats, load_before))
@@ -124,6 +124,7 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
     from mmdecode.asr.transcriber import Transcriber, load
     from mmdecode.draft.medusa import Medusa
     from mmdecode.engine.decoder import Decoder
+    from mmdecode.evaluation.conditions import now
 
     only_our_output()
     network, processor = load(model, device, dtype)
@@ -138,9 +139,9 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
         way: Way
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            began = _clock(network)
+            began = now(network.device)
             ids = super().__call__(*args, **kwargs)
-            self.way.seconds += _clock(network) - began
+            self.way.seconds += now(network.device) - began
             self.way.ids.append(ids.tolist())
             return ids
 
@@ -149,15 +150,6 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
         decoder.way = Way(Transcriber(network, processor, decoder))
         ways.append(decoder.way)
     return ways[0], ways[1]
-
-
-def _clock(network: Any) -> float:
-    """Now, after all work on the device has ended."""
-    if network.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(network.device)
-    return time.perf_counter()
 
 
 def _run(
@@ -337,12 +329,6 @@ def _labels(transcriber: Transcriber) -> Callable[[int], str]:
     return label
 
 
-def _load_average() -> str:
-    import os
-
-    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-
-
 def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> dict[str, str]:
     import os
     import platform
@@ -351,13 +337,13 @@ def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> d
     import transformers
 
     import mmdecode
+    from mmdecode.evaluation.conditions import device_name, load_average
 
-    device = ways[0].transcriber.model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    after = load_average() or "unknown"
     return {
-        "device": f"{device.type} ({name}), {dtype}",
+        "device": f"{device_name(ways[0].transcriber.model.device)}, {dtype}",
         "threads": f"threads: {torch.get_num_threads()}, CPUs: {os.cpu_count()}",
-        "load": f"load average {load} before, {_load_average()} after",
+        "load": f"load average {load} before, {after} after",
         "runs": f"median of {repeats} (recording: 1), batch 1, greedy",
         "versions": f"mmdecode {mmdecode.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",

@@ -13,6 +13,7 @@ from mmdecode.cli.flags import (
     Dtype,
     Language,
     MaxNewTokens,
+    Resume,
     Task,
     Timestamps,
     refuse_without,
@@ -102,9 +103,7 @@ def wer(
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Folder for samples, tables, figures and page.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
-    ] = False,
+    resume: Resume = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
     warmup: Annotated[
         int, typer.Option(min=0, help="Untimed runs of the first batch; the leaderboard makes 10.")
@@ -298,8 +297,8 @@ def _run(
     resume: bool,
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
+    from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.runs import Journal, data_hash, record
-    from mmdecode.evaluation.word_report import conditions_of
 
     conditions = conditions_of(transcribers) | settings
     conditions["batch_size"] = settings["options"]["batch_size"]

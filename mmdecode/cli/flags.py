@@ -9,6 +9,8 @@ import typer
 
 from mmdecode.errors import OptionError
 
+Model = Annotated[str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
 Language = Annotated[
     str | None, typer.Option(help="For example en; else the model's own, else detected.")
 ]

@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Model
 from mmdecode.cli.output import console, emit_json, out
 from mmdecode.cli.progress import without_other_bars
 
@@ -31,9 +31,7 @@ def command(
             "kHz, one channel."
         ),
     ],
-    model: Annotated[
-        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
-    ] = "zoo:whisper-synth",
+    model: Model = "zoo:whisper-synth",
     draft: Annotated[
         str | None, typer.Option(help="Who drafts; see 'mmdecode methods draft'.")
     ] = None,

@@ -20,6 +20,8 @@ from mmdecode.cli.flags import (
     Dtype,
     Language,
     MaxNewTokens,
+    Model,
+    Resume,
     Task,
     Timestamps,
     refuse_without,
@@ -54,9 +56,7 @@ def command(
     manifest: Annotated[
         str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
-    ] = "zoo:whisper-synth",
+    model: Model = "zoo:whisper-synth",
     draft: Annotated[
         str | None,
         typer.Option(
@@ -91,9 +91,7 @@ def command(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Recordings decoded at once; the text does not depend on it.")
     ] = 8,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
-    ] = False,
+    resume: Resume = False,
     language: Language = None,
     task: Task = None,
     timestamps: Timestamps = True,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.asr.audio import Source, blocks, source_of
-from mmdecode.asr.folders import RUN, check_settings, explained, note_settings
+from mmdecode.asr.folders import (
+    RUN,
+    append_line,
+    check_settings,
+    complete_lines,
+    explained,
+    note_settings,
+)
 from mmdecode.asr.manifest import Entry, opened, write_rows
 from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.evaluation.conditions import now
 from mmdecode.evaluation.samples import Sample, sample_of
 
 if TYPE_CHECKING:
@@ -56,15 +63,14 @@ class Journal:
             if path.exists():
                 for sample in read_samples(folder):
                     self.done[sample.mode, sample.id] = sample
-                os.truncate(path, _complete(path.read_bytes()))
+                os.truncate(path, sum(map(len, complete_lines(path))))
             note_settings(folder, settings)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab")
 
     def add(self, sample: Sample) -> None:
         """Writes a sample where a crash cannot lose it."""
-        self._file.write(json.dumps(sample.as_dict(), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(sample.as_dict(), ensure_ascii=False, allow_nan=False)
+        append_line(self._file, line.encode() + b"\n")
         self.done[sample.mode, sample.id] = sample
 
     def finish(self, samples: Sequence[Sample]) -> None:
@@ -81,11 +87,6 @@ def is_taken(folder: Path) -> bool:
     return any((folder / name).exists() for name in (RUN, SAMPLES, "summary.json"))
 
 
-def _complete(data: bytes) -> int:
-    """Bytes of the lines that were written to their end."""
-    return data.rfind(b"\n") + 1
-
-
 def read_samples(folder: Path) -> list[Sample]:
     """What a run has recorded so far; of several lines for one recording the last counts.
 
@@ -94,13 +95,13 @@ def read_samples(folder: Path) -> list[Sample]:
     """
     path = folder / SAMPLES
     try:
-        data = path.read_bytes()
+        lines = [*complete_lines(path)]
     except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}; expected the folder of an earlier run"
         ) from error
     found: dict[tuple[str, str], Sample] = {}
-    for number, line in enumerate(data[: _complete(data)].splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             sample = Sample(**json.loads(line))
         except (ValueError, TypeError) as error:
@@ -220,9 +221,9 @@ def _timed(
     if not heard:
         return
     passes, tokens = _scored(transcriber)
-    began = _now(transcriber)
+    began = now(transcriber.model.device)
     results = transcriber([one.source for one in heard])
-    seconds = _now(transcriber) - began
+    seconds = now(transcriber.model.device) - began
     passes_now, tokens_now = _scored(transcriber)
     counters = {
         "number": number,
@@ -251,13 +252,3 @@ def _scored(transcriber: Transcriber) -> tuple[int, int]:
     """Passes of all rows after the prompt was read, and the tokens they committed."""
     stats = transcriber.stats
     return stats.rounds, round(stats.acceptance_length * stats.rounds)
-
-
-def _now(transcriber: Transcriber) -> float:
-    """The time after all work on the device has ended."""
-    device = transcriber.model.device
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import json
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
+from mmdecode.evaluation.conditions import conditions_of
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.runs import data_hash, record
 from mmdecode.evaluation.samples import Sample, sample_of, write_results
@@ -129,7 +129,11 @@ class WERReport:
     @property
     def samples(self) -> list[Sample]:
         """Everything scored, mode by mode."""
-        return [self._of[mode][name] for mode in self.modes for name in self.ids]
+        return [sample for mode in self.modes for sample in self._samples(mode)]
+
+    def _samples(self, mode: str) -> list[Sample]:
+        """Of one mode, in order."""
+        return [self._of[mode][name] for name in self.ids]
 
     @cached_property
     def alignments(self) -> dict[str, list[list[Step]]]:
@@ -182,7 +186,7 @@ class WERReport:
             self.resamples,
             self.seed,
         )
-        samples = [self._of[mode][name] for name in self.ids]
+        samples = self._samples(mode)
         timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
         audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
         tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
@@ -260,7 +264,7 @@ class WERReport:
         self._known(mode)
         return Scored(
             mode=mode,
-            samples=[self._of[mode][name] for name in self.ids],
+            samples=self._samples(mode),
             alignments=self.alignments[mode],
             counts=self.counts[mode],
         )
@@ -489,32 +493,6 @@ def _named(pairs: Sequence[tuple[Any, str]]) -> list[Entry]:
         Entry(id=name, audio=path, text=text)
         for name, path, (_, text) in zip(names, paths, pairs, strict=True)
     ]
-
-
-def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
-    """What texts and times depend on: model, options, device, versions."""
-    import torch
-    import transformers
-
-    import mmdecode
-
-    first = next(iter(transcribers.values()))
-    device = first.model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
-    return {
-        "model": os.path.basename(first.model.config.name_or_path) or type(first.model).__name__,
-        "drafts": {m: type(one.decoder.draft).__name__ for m, one in transcribers.items()},
-        "options": dataclasses.asdict(first.options),
-        "device": f"{device.type} ({name})",
-        "dtype": str(first.model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "load_average": load,
-        "mmdecode": mmdecode.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _version(package: str) -> str | None:

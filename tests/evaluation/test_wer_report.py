@@ -655,7 +655,7 @@ def test_modes_take_turns_and_only_decoding_is_timed(monkeypatch, manifest):
             return [type("T", (), one)() for _ in waves]
 
     ticks = iter(range(1000))
-    monkeypatch.setattr(runs, "_now", lambda transcriber: float(next(ticks)))
+    monkeypatch.setattr(runs, "now", lambda device: float(next(ticks)))
     clips = [Entry(id=c.name, audio=str(c.path), text=c.text) for c in speech_test()[:3]]
     samples = runs.record({"A": Stub("A"), "B": Stub("B")}, clips, warmup=0)
     assert "".join(calls) == "ABBAAB"

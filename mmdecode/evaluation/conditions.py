@@ -1,0 +1,61 @@
+"""What a measured number depends on: the machine, the versions, the options; and its clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmdecode.asr.transcriber import Transcriber
+
+
+def now(device: torch.device) -> float:
+    """Seconds, read after all work on the device has ended."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def device_name(device: torch.device) -> str:
+    """Its kind and model."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device.type} ({name})"
+
+
+def load_average() -> str | None:
+    """Processes that wanted a core in the last minute; ``None``: nobody counts here."""
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else None
+
+
+def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
+    """What texts and times depend on: model, options, device, versions."""
+    import torch
+    import transformers
+
+    import mmdecode
+
+    first = next(iter(transcribers.values()))
+    device = first.model.device
+    return {
+        "model": os.path.basename(first.model.config.name_or_path) or type(first.model).__name__,
+        "drafts": {m: type(one.decoder.draft).__name__ for m, one in transcribers.items()},
+        "options": dataclasses.asdict(first.options),
+        "device": device_name(device),
+        "dtype": str(first.model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "load_average": load_average(),
+        "mmdecode": mmdecode.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
