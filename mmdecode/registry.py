@@ -257,7 +257,26 @@ _BUILTIN = (
         kind="adapters",
         name="vision_language",
         target="mmdecode.adapters.vision_language:VisionLanguageAdapter",
-        summary="models that read images at placeholder tokens: LLaVA, Idefics3, Gemma3, ...",
+        summary="models that read images at placeholder tokens: InternVL, Janus, Emu3",
+    ),
+    Entry(
+        kind="adapters",
+        name="llava",
+        target="mmdecode.adapters.vision_language:LlavaAdapter",
+        summary="LLaVA and LLaVA-NeXT",
+        source="Liu et al. 2023, 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="idefics",
+        target="mmdecode.adapters.vision_language:IdeficsAdapter",
+        summary="Idefics3 and SmolVLM",
+    ),
+    Entry(
+        kind="adapters",
+        name="gemma3",
+        target="mmdecode.adapters.vision_language:Gemma3Adapter",
+        summary="Gemma3, whose images are read in both directions",
     ),
     Entry(
         kind="adapters",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmdecode._compat import attention_implementation
+from mmdecode.engine.attention import NAME
 from mmdecode.errors import UnsupportedModelError
 
 
@@ -14,7 +15,7 @@ def refuse_attention(model: Any) -> None:
     Flash attention takes padding masks only, so a tree cannot be told to it.
     """
     used = attention_implementation(model.config)
-    if used not in (None, "sdpa", "eager"):
+    if used not in (None, "sdpa", "eager", NAME):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by {used!r}, which takes no tree masks; expected sdpa "
             "or eager: call model.set_attn_implementation('sdpa')"

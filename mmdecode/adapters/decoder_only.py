@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
@@ -83,26 +84,30 @@ class DecoderOnlyAdapter:
         inputs = {_EMBEDS: embeds} if own and embeds is not None else {}
         return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
 
-    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Rows of all prompts, branch by branch."""
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Rows of all prompts, branch by branch, as wide as the widest."""
+        if len(prompts) == 1:
+            return list(prompts)
+        width = max(p.ids.shape[1] for p in prompts)
         inputs = {}
         if any(_EMBEDS in p.inputs for p in prompts):
-            inputs[_EMBEDS] = torch.cat([self._embeds(p) for p in prompts])
-        return Prompt(
-            ids=torch.cat([p.ids for p in prompts]),
-            mask=torch.cat([p.mask for p in prompts]),
-            inputs=inputs,
-        )
+            inputs[_EMBEDS] = torch.cat(
+                [pad(self._embeds(p), (0, 0, width - p.ids.shape[1], 0)) for p in prompts]
+            )
+        ids = torch.cat([pad(p.ids, (width - p.ids.shape[1], 0)) for p in prompts])
+        mask = torch.cat([pad(p.mask, (width - p.mask.shape[1], 0)) for p in prompts])
+        return [Prompt(ids=ids, mask=mask, inputs=inputs)]
 
     def _embeds(self, prompt: Prompt) -> Tensor:
-        """What stands for the ids, as wide as these."""
+        """What stands for the ids."""
         embeds = prompt.inputs.get(_EMBEDS)
-        if embeds is None:
-            return self.model.get_input_embeddings()(prompt.ids)
-        missing = prompt.ids.shape[1] - embeds.shape[1]
-        return torch.nn.functional.pad(embeds, (0, 0, missing, 0))
+        return self.model.get_input_embeddings()(prompt.ids) if embeds is None else embeds
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
+        """The ragged cache itself."""
+        return cache
+
+    def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
         """The ragged cache itself."""
         return cache
 
@@ -137,9 +142,28 @@ class DecoderOnlyAdapter:
         """The output matrix alone."""
         return self._head(hidden)
 
+    def norm(self, hidden: Tensor) -> Tensor:
+        """By the norm behind the last layer."""
+        decoder = self.model.get_decoder()
+        norm = getattr(decoder, "norm", None)
+        if norm is None:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} has no norm that its adapter knows behind the last "
+                "layer, which exit logits need; use a guide or draft without them"
+            )
+        return norm(hidden)
+
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers."""
         return self.model.get_decoder().layers
+
+    def attention_sites(self) -> Sequence[torch.nn.Module]:
+        """The layers' self-attention."""
+        return [layer.get_submodule("self_attn") for layer in self.layers()]
+
+    def image_mask(self, ids: Tensor) -> Tensor:
+        """Text has no images."""
+        return torch.zeros_like(ids, dtype=torch.bool)
 
 
 def steady_positions(config: Any) -> int | None:

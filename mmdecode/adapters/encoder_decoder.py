@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from mmdecode.adapters.attention import refuse_attention
@@ -67,15 +68,23 @@ class EncoderDecoderAdapter:
             inputs["source_mask"] = read.bool()
         return Prompt(ids=ids, mask=mask, inputs=inputs)
 
-    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Rows of all prompts, branch by branch."""
-        return Prompt(
-            ids=torch.cat([p.ids for p in prompts]),
-            mask=torch.cat([p.mask for p in prompts]),
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Rows of all prompts, branch by branch, as wide as the widest."""
+        if len(prompts) == 1:
+            return list(prompts)
+        width = max(p.ids.shape[1] for p in prompts)
+        stacked = Prompt(
+            ids=torch.cat([pad(p.ids, (width - p.ids.shape[1], 0)) for p in prompts]),
+            mask=torch.cat([pad(p.mask, (width - p.mask.shape[1], 0)) for p in prompts]),
             inputs={
                 name: torch.cat([p.inputs[name] for p in prompts]) for name in prompts[0].inputs
             },
         )
+        return [stacked]
+
+    def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
+        """Never needed: all prompts are read in one pass."""
+        raise AssertionError("one pass reads all prompts")
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Ragged self-attention beside a cross-attention cache that is filled once."""

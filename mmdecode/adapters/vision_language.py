@@ -11,16 +11,20 @@ before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mmdecode.adapters import image_views
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.setup import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError
 
@@ -41,20 +45,18 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Models whose image features stand at placeholder tokens of the prompt."""
 
     model_types: tuple[str, ...] = (
-        "llava",
-        "llava_next",
-        "idefics3",
-        "smolvlm",
         "internvl",
-        "gemma3",
         "janus",
         "emu3",
     )
-    no_views: ClassVar = ("its adapter offers no views of images yet", "use a prompt instead")
+    raw_names: ClassVar[Sequence[str]] = ("pixel_values", "image_sizes")
+    """What the caller hands over for images."""
+    salient_layer: int = -1
+    """Layer of the image encoder whose attention says which patches matter."""
     first_position: ClassVar = 0
     """Position of the first token."""
-    by_token: ClassVar[Mapping[str, int]] = {"token_type_ids": 0}
-    """Inputs with a value per prompt token in their last axis, and the value of plain text."""
+    by_token: ClassVar[Sequence[str]] = ("token_type_ids",)
+    """Inputs with a value per prompt token in their last axis."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -66,6 +68,9 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         if "final_logit_softcapping" not in (*code.co_names, *code.co_consts):
             self._cap = None
         self._scale = 1.0
+        names = ("image_token_id", "image_token_index", "video_token_id")
+        marks = (getattr(model.config, name, None) for name in names)
+        self._marks = sorted({mark for mark in marks if mark is not None})
         self._takes = set(inspect.signature(self._whole.forward).parameters) - _ENGINE
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
@@ -77,6 +82,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                 "its adapter merges images and ids itself",
                 "leave inputs_embeds out",
             )
+        if spec.view is not None:
+            return image_views.prompt(self, ctx, spec)
         prompt = super().prompt(ctx, spec)
         if isinstance(spec.prompt, str) and spec.prompt == "same":
             return replace(prompt, inputs=self.inputs(ctx))
@@ -101,32 +108,127 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                 )
         return {k: v for k, v in given.items() if k in self._takes and not _absent(v)}
 
-    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Rows of all prompts, branch by branch; one of them may see images."""
-        stacked = super().stack(prompts)
-        seeing = [index for index, prompt in enumerate(prompts) if prompt.inputs]
-        if not seeing:
-            return stacked
-        if len(seeing) > 1:
-            raise IncompatibleError.between(
-                f"{len(seeing)} branches with images",
-                type(self.model).__name__,
-                "its adapter reads the images of one branch",
-                "give the other branches prompts of their own",
+    def whole(self, ctx: Context, images: Mapping[str, Any]) -> Prompt:
+        """The caller's prompt with other images of the same layout."""
+        inputs = self.inputs(ctx)
+        for name in (_ENCODED, *self.raw_names):
+            inputs.pop(name, None)
+        inputs |= {name: value for name, value in images.items() if name in self._takes}
+        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
+
+    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+        """A prompt of a processor's output; ``same``: its images are those of the call."""
+        given = {k: v for k, v in inputs.items() if k in self._takes and not _absent(v)}
+        encoded = ctx.model_inputs.get(_ENCODED)
+        if same and not _absent(encoded):
+            given = {k: v for k, v in given.items() if k not in self.raw_names}
+            given[_ENCODED] = encoded
+        mask = inputs.get("attention_mask")
+        ids = inputs["input_ids"]
+        mask = torch.ones_like(ids).bool() if mask is None else left_padded(mask)
+        return Prompt(ids=ids, mask=mask, inputs=given)
+
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Each prompt is read alone: images, their number and the model's masks may differ."""
+        return list(prompts)
+
+    def image_mask(self, ids: Tensor) -> Tensor:
+        """Placeholders of images and videos."""
+        marks = torch.tensor(self._marks, device=ids.device)
+        return torch.isin(ids, marks)
+
+    def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
+        """Each row's own of what the caller handed over; ``ids (rows, P)`` tell which."""
+        counts = self.per_row(raw, self.image_mask(ids))
+        parts = {name: value.split(counts) for name, value in raw.items()}
+        return [
+            {name: value[row] for name, value in parts.items()} if count else {}
+            for row, count in enumerate(counts)
+        ]
+
+    def per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
+        """How many images each row has: each stands for as many tokens as another.
+
+        Raises:
+            IncompatibleError: Placeholders and images do not match.
+        """
+        tokens, count = images.sum(1).tolist(), len(raw["pixel_values"])
+        each, rest = divmod(sum(tokens), max(count, 1))
+        if rest or not each or any(own % each for own in tokens):
+            raise IncompatibleError(
+                f"{count} images and rows of {', '.join(map(str, tokens))} image tokens, which "
+                "cannot be shared out; expected the processor's output for these prompts"
             )
-        inputs = dict(prompts[seeing[0]].inputs)
-        first = sum(len(prompt.ids) for prompt in prompts[: seeing[0]])
-        for name in self.by_token.keys() & inputs.keys():
-            rows = inputs[name]
-            shape = (len(stacked.ids), *rows.shape[1:-1], stacked.ids.shape[1])
-            inputs[name] = rows.new_full(shape, self.by_token[name])
-            inputs[name][first : first + len(rows), ..., -rows.shape[-1] :] = rows
-        return replace(stacked, inputs=inputs)
+        return [own // each for own in tokens]
+
+    def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """Where each image lies among a row's own: a tensor's name and an index into it."""
+        return [(name, i) for name in image_views.PIXELS for i in range(len(own.get(name, ())))]
+
+    def image(self, values: Tensor) -> Tensor:
+        """Pixels as the model may be given them."""
+        return values
+
+    def encode(self, raw: Mapping[str, Tensor]) -> Any:
+        """The model's own output: features by image or row as ``pooler_output``."""
+        return self._whole.get_image_features(**raw, return_dict=True)
+
+    def tower(self) -> torch.nn.Module:
+        """The image encoder."""
+        for name in ("vision_tower", "vision_model", "visual"):
+            if hasattr(self._whole, name):
+                return getattr(self._whole, name)
+        raise IncompatibleError.between(
+            "a guide that looks into the image encoder",
+            type(self.model).__name__,
+            "its adapter knows of none",
+            "use a guide that changes pixels or the prompt",
+        )
+
+    def tower_sites(self) -> list[torch.nn.Module]:
+        """The encoder's self-attention, by layer."""
+        return [
+            module
+            for name, module in self.tower().named_modules()
+            if name.rpartition(".")[2] in ("self_attn", "attn", "attention") and name.count(".") > 1
+        ]
+
+    def salience(
+        self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
+    ) -> Tensor:
+        """Attention paid to each image token, ``(n,)``.
+
+        Args:
+            weights: Of one layer of the encoder, by chunk, ``(R, heads, Q, K)``.
+            raw: What was encoded.
+            counts: Image tokens by image, or by row.
+        """
+        found = torch.cat(image_views.salience(weights, self.has_cls()))
+        return image_views.pooled(found, sum(counts) // len(found)).flatten()
+
+    def has_cls(self) -> bool:
+        """Whether the encoder's first token stands for the whole image."""
+        return any("class_embedding" in n or "cls_token" in n for n, _ in self._tower_weights())
+
+    def _tower_weights(self) -> Iterable[tuple[str, Any]]:
+        return self.tower().named_parameters()
+
+    def places(self, ctx: Context) -> dict[str, Any]:
+        """Inputs that keep the positions of the caller's prompt."""
+        return {}
+
+    def sees(self, images: Tensor, mask: Tensor) -> Tensor | None:
+        """What prompt tokens see of one another, where that is not all before them."""
+        return None
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Through the whole model where there is more than text."""
         if not prompt.inputs:
             return self.forward(prompt.ids, mask, positions, past)
+        if "inputs_embeds" in prompt.inputs:
+            places = positions + self.first_position
+            embeds, stack = prompt.inputs["inputs_embeds"], prompt.inputs.get("stack", {})
+            return self._run(mask, places, past, inputs_embeds=embeds, **stack)
         return self._whole(
             input_ids=prompt.ids,
             attention_mask=prompt.mask.long(),
@@ -141,12 +243,88 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return super().forward(tokens, mask, positions + self.first_position, past)
 
 
+class LlavaAdapter(VisionLanguageAdapter):
+    """LLaVA and LLaVA-NeXT, whose features come from the second last layer of a CLIP encoder."""
+
+    model_types = ("llava", "llava_next")
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        layer = model.config.vision_feature_layer
+        # states are counted from the embeddings: state i is what layer i - 1 puts out
+        last = layer if isinstance(layer, int) else layer[-1]
+        self.salient_layer = last if last < 0 else last - 1
+
+    def per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
+        """As of any; images of LLaVA-NeXT differ in tokens and are told apart by what is between.
+
+        Raises:
+            IncompatibleError: Placeholders and images do not match.
+        """
+        runs = (images & ~pad(images, (1, -1))).sum(1).tolist()
+        return runs if sum(runs) == len(raw["pixel_values"]) else super().per_row(raw, images)
+
+    def salience(
+        self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
+    ) -> Tensor:
+        """As of any; of LLaVA-NeXT, attention within the whole image, which comes before tiles."""
+        found = torch.cat(image_views.salience(weights, self.has_cls()))
+        if raw["pixel_values"].ndim == 4:
+            return found.flatten()
+        tiles = raw["pixel_values"].flatten(2).any(-1).sum(1)
+        whole = found[tiles.cumsum(0) - tiles]
+        return torch.cat(
+            [pad(own, (0, count - len(own))) for own, count in zip(whole, counts, strict=True)]
+        )
+
+
+class IdeficsAdapter(VisionLanguageAdapter):
+    """Idefics3 and SmolVLM, whose pixels come by row, with empty images behind those of a row."""
+
+    model_types = ("idefics3", "smolvlm")
+    raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
+
+    def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
+        """One entry a row."""
+        has = self.image_mask(ids).any(1).tolist()
+        return [
+            {name: value[row : row + 1] for name, value in raw.items()} if has[row] else {}
+            for row in range(len(ids))
+        ]
+
+    def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """Those that are not empty."""
+        values = own.get("pixel_values")
+        if values is None:
+            return []
+        return [("pixel_values", (0, i)) for i in range(values.shape[1]) if values[0, i].any()]
+
+    def image(self, values: Tensor) -> Tensor:
+        """A blank image must not look like an empty one."""
+        return values if values.any() else torch.full_like(values, 1e-6)
+
+
+class Gemma3Adapter(VisionLanguageAdapter):
+    """Gemma3, whose images are read in both directions."""
+
+    model_types = ("gemma3",)
+
+    def sees(self, images: Tensor, mask: Tensor) -> Tensor:
+        """All before, and the whole image that a token belongs to."""
+        run = (images & ~pad(images, (1, -1))).cumsum(1).masked_fill(~images, 0)
+        together = (run[:, :, None] == run[:, None]) & images[:, :, None]
+        return torch.ones_like(together).tril() | together
+
+
 class PaliGemmaAdapter(VisionLanguageAdapter):
     """PaliGemma counts positions from one, and its prompt is read in both directions."""
 
     model_types = ("paligemma",)
     first_position: ClassVar = 1
-    by_token: ClassVar[Mapping[str, int]] = {"token_type_ids": 1}  # 0 is the prefix
+
+    def sees(self, images: Tensor, mask: Tensor) -> Tensor:
+        """Everything."""
+        return mask[:, :, None] & mask[:, None]
 
 
 class ChameleonAdapter(VisionLanguageAdapter):
@@ -175,14 +353,23 @@ class QwenVLAdapter(VisionLanguageAdapter):
     """
 
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-    by_token: ClassVar[Mapping[str, int]] = {"distances": 0}
+    by_token: ClassVar[Sequence[str]] = ()
+    raw_names: ClassVar[Sequence[str]] = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
 
     def inputs(self, ctx: Context) -> dict[str, Any]:
         """Beside the images, ``distances (B, 3, P)``: three positions minus that of the token."""
         inputs = super().inputs(ctx)
         inputs.pop("mm_token_type_ids", None)  # positions are given
-        if not inputs:
-            return inputs
+        return inputs | self.places(ctx) if inputs else inputs
+
+    def places(self, ctx: Context) -> dict[str, Any]:
+        """Distances, from the positions that generate prepared."""
         places = ctx.model_inputs.get("position_ids")
         if places is None or places.ndim != 3:
             raise IncompatibleError.between(
@@ -192,9 +379,84 @@ class QwenVLAdapter(VisionLanguageAdapter):
                 "model prepares",
                 "use it with a target of its own family",
             )
-        text = (ctx.prompt_mask.long().cumsum(-1) - 1).clamp_min(0)
-        inputs["distances"] = places[-3:].transpose(0, 1) - text[:, None]
-        return inputs
+        return {"distances": _distances(places[-3:], ctx.prompt_mask)}
+
+    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+        """With positions of its own."""
+        prompt = super().built(ctx, inputs, same)
+        given = dict(prompt.inputs)
+        kinds = given.pop("mm_token_type_ids", None)
+        if not given:
+            return replace(prompt, inputs={})
+        known = inspect.signature(self._whole.get_rope_index).parameters
+        options = {k: v for k, v in inputs.items() if k in known and k in self.raw_names}
+        if "mm_token_type_ids" in known:
+            options["mm_token_type_ids"] = (
+                self.image_mask(prompt.ids).int() if kinds is None else kinds
+            )
+        places, _ = self._whole.get_rope_index(
+            input_ids=prompt.ids, attention_mask=prompt.mask.long(), **options
+        )
+        given["distances"] = _distances(places, prompt.mask)
+        return replace(prompt, inputs=given)
+
+    def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
+        """By the grids, of which each stands for its cells over the square of what is merged."""
+        rows: list[dict[str, Tensor]] = [{} for _ in ids]
+        config: Any = self.model.config
+        merged: int = config.vision_config.spatial_merge_size
+        kinds = (
+            ("pixel_values", "image_grid_thw", config.image_token_id),
+            ("pixel_values_videos", "video_grid_thw", config.video_token_id),
+        )
+        for name, described, mark in kinds:
+            if name not in raw:
+                continue
+            cells = raw[described].prod(1)
+            tokens = (cells // merged**2).tolist()
+            counts, first = [], 0
+            for wanted in (ids == mark).sum(1).tolist():
+                last = first
+                while wanted > 0 and last < len(tokens):
+                    wanted -= tokens[last]
+                    last += 1
+                counts.append(last - first)
+                first = last
+            patches = [int(part.sum()) for part in cells.split(counts)]
+            for row, own in enumerate(raw[name].split(patches)):
+                if len(own):
+                    rows[row][name] = own
+                    rows[row][described] = raw[described].split(counts)[row]
+        return rows
+
+    def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """Patches of each image, and of each video."""
+        found: list[tuple[str, Any]] = []
+        for name, described in (
+            ("pixel_values", "image_grid_thw"),
+            ("pixel_values_videos", "video_grid_thw"),
+        ):
+            ends = own[described].prod(1).cumsum(0).tolist() if name in own else []
+            found += [(name, slice(a, b)) for a, b in itertools.pairwise([0, *ends])]
+        return found
+
+    def encode(self, raw: Mapping[str, Tensor]) -> Any:
+        """As of any; not of videos."""
+        if "pixel_values_videos" in raw:
+            raise IncompatibleError.between(
+                "a guide that changes the features of images",
+                "a video",
+                "their tokens are not told apart yet",
+                "use a guide that changes pixels, or give the frames as images",
+            )
+        return super().encode(raw)
+
+    def salience(
+        self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
+    ) -> Tensor:
+        """Attention that merged patches get on average; they follow one another."""
+        found = torch.cat([s.flatten() for s in image_views.salience(weights, has_cls=False)])
+        return found.reshape(sum(counts), -1).mean(1)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """The ragged cache beside each row's distances."""
@@ -203,12 +465,17 @@ class QwenVLAdapter(VisionLanguageAdapter):
             distances = prompt.ids.new_zeros(len(prompt.ids), 3, 1)
         return QwenVLPast(cache, distances[..., -1:])
 
+    def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
+        """The joined cache beside all rows' distances."""
+        return QwenVLPast(cache, torch.cat([past.distances for past in pasts]))
+
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Through the whole model where there is more than text."""
         inputs = dict(prompt.inputs)
         if not inputs:
             return self.forward(prompt.ids, mask, positions, past)
-        places = (positions[:, None] + inputs.pop("distances")).transpose(0, 1)
+        distances = inputs.pop("distances", 0)  # of chosen image tokens there are none
+        places = (positions[:, None] + distances).expand(-1, 3, -1).transpose(0, 1)
         return super().prefill(replace(prompt, inputs=inputs), mask, places, past.cache)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
@@ -227,6 +494,12 @@ class QwenVLPast:
         """Keeps the rows ``rows``, in that order."""
         self.cache.reorder_cache(rows)
         self.distances = self.distances[rows]
+
+
+def _distances(places: Tensor, mask: Tensor) -> Tensor:
+    """Positions ``(3, B, P)`` minus that of the token, ``(B, 3, P)``."""
+    text = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    return places.transpose(0, 1) - text[:, None]
 
 
 def _absent(value: Any) -> bool:

@@ -95,7 +95,7 @@ class Assistant:
         visible = bucket(branch.width + longest + length)
         for step in range(length):
             block = chain(feed.shape[1], ctx.device)
-            states = branch.run(feed, *block, visible=visible, offset=offset)
+            states, _ = branch.run(feed, *block, visible=visible, offset=offset)
             logits = branch.adapter.head(states["last"][:, -1]).float()
             offset += feed.shape[1]
             position = (ctx.length + step)[:, None]

@@ -1,7 +1,8 @@
 """Branches: one model under one or more conditionings, scored together.
 
 All branches of one model and stage are stacked as batch rows, branch by branch, so that a contrast
-costs rows, not launches. Each row has its own write position, padding and position offset; the tree
+costs rows, not launches; prompts that cannot be read in one pass are read one by one and stacked
+behind the prompt. Each row has its own write position, padding and position offset; the tree
 mask is additive (a boolean one is silently wrong under eager attention) and positions are explicit.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from warnings import warn
 
@@ -16,9 +18,20 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine import capture
+from mmdecode.engine.attention import AttentionEdit, Plan, planned
 from mmdecode.engine.cache import RaggedCache, bucket
-from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Prompt, Scores
+from mmdecode.engine.contracts import (
+    Adapter,
+    BranchSpec,
+    Context,
+    Needs,
+    Prompt,
+    Scores,
+    StateEdit,
+)
+from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import IncompatibleError
 
 MAIN = BranchSpec(name="main")
 
@@ -30,35 +43,74 @@ class ModelBranches:
         adapter: How the model is run.
         specs: Its branches, in row order.
         needs: Internals wanted beside logits.
+        edits: Of attention and of states, those of other branches left out.
     """
 
     def __init__(
-        self, adapter: Adapter, specs: Sequence[BranchSpec], needs: Needs | None = None
+        self,
+        adapter: Adapter,
+        specs: Sequence[BranchSpec],
+        needs: Needs | None = None,
+        edits: Sequence[AttentionEdit | StateEdit] = (),
     ) -> None:
         self.adapter, self.specs, self.needs = adapter, list(specs), needs or Needs()
         self.stage = self.specs[0].stage
+        names = {spec.name for spec in self.specs}
+        self.edits = [edit for edit in edits if edit.branch in names]
+        wants_inside = self.edits or self.needs.attention or self.needs.exits
+        if wants_inside and not hasattr(adapter, "attention_sites"):
+            raise IncompatibleError.between(
+                "a part that reads or edits attention, or reads exits",
+                type(adapter.model).__name__,
+                f"{type(adapter).__name__} does not show the inside of its model",
+                "use it with a decoder-only or vision-language model",
+            )
         self.cache: RaggedCache
         self.pads: Tensor
         self._past: Any = None
         self._forward: Callable[..., Tensor] = adapter.forward
-        self.width = 0  # slots of the prompt
+        self.width = 0  # slots of the widest prompt
+        self._images: Tensor | None = None  # of the prompts, where somebody asks
+        self._strengths: Mapping[int, Tensor] = {}
+        self._noise: Noise | None = None
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
-        """Reads the prompts of all branches in one pass; row 0 is their last position."""
-        prompts = [self.adapter.prompt(ctx, spec) for spec in self.specs]
-        prompt = prompts[0] if len(prompts) == 1 else self.adapter.stack(_left_pad(prompts))
-        rows, width = prompt.ids.shape
-        device = prompt.ids.device
-        self.cache = RaggedCache(self.adapter.num_layers, rows, device, ctx.reserved(width))
-        self.pads = width - prompt.mask.sum(1)
-        self.width = width
-        if ctx.fixed and not capture.available(device):
+        """Reads the prompts of all branches; row 0 is their last position."""
+        prompts = self.adapter.stack([self.adapter.prompt(ctx, spec) for spec in self.specs])
+        if ctx.fixed and not capture.available(ctx.device):
             self._forward = self._compiled()
-        self._past = self.adapter.open(self.cache, prompt)
-        states = self.run(prompt.ids, *chain(width, device), visible=bucket(width), prompt=prompt)
-        self.cache.set_start(torch.full_like(self.pads, width))
-        last = {key: value[:, -1:] for key, value in states.items()}
-        return self._split(last, states if self.needs.prompt_hidden else {})
+        read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
+        result: dict[str, Scores] = {}
+        first = 0
+        self.width = max(prompt.ids.shape[1] for prompt in prompts)
+        reserved = ctx.reserved(self.width)
+        for prompt in prompts:
+            rows, width = prompt.ids.shape
+            device = prompt.ids.device
+            # several caches are joined, and the joined one reserves
+            alone = reserved if len(prompts) == 1 else 0
+            self.cache = RaggedCache(self.adapter.num_layers, rows, device, alone)
+            self.pads = width - prompt.mask.sum(1)
+            self._past = self.adapter.open(self.cache, prompt)
+            here = self.specs[first : first + rows // ctx.batch]
+            self._read_edits(ctx, earlier, prompt)
+            depths, _ = chain(width, device)
+            states, weights = self.run(
+                prompt.ids, depths, prompt.sees, visible=bucket(width), prompt=prompt, specs=here
+            )
+            self.cache.set_start(torch.full_like(self.pads, width))
+            last = {key: value[:, -1:] for key, value in states.items()}
+            weights = {layer: value[:, :, -1:, :width] for layer, value in weights.items()}
+            whole = states if self.needs.prompt_hidden else {}
+            result |= self._split(here, last, weights, whole)
+            read.append((self.cache, self._past, self.pads, self._images))
+            first += len(here)
+        if len(read) > 1:
+            caches, pasts, pads, images = zip(*read, strict=True)
+            self.cache = RaggedCache.join(caches, reserved)
+            self._past = self.adapter.join(pasts, self.cache)
+            self.pads, self._images = torch.cat(pads), _joined(images)
+        return result
 
     def score(
         self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
@@ -76,7 +128,10 @@ class ModelBranches:
         depths = torch.nn.functional.pad(depths, (1, 0))
         # the longest row holds its prompt and all its tokens but the root
         visible = bucket(self.width + ctx.longest - 1 + tokens.shape[1])
-        return self._split(self.run(tokens, depths, ancestors, visible=visible), {})
+        self._read_edits(ctx, earlier, None)
+        states, weights = self.run(tokens, depths, ancestors, visible=visible)
+        read = {layer: value[..., : self.width] for layer, value in weights.items()}
+        return self._split(self.specs, states, read, {})
 
     def run(
         self,
@@ -87,7 +142,8 @@ class ModelBranches:
         visible: int,
         offset: int = 0,
         prompt: Prompt | None = None,
-    ) -> dict[int | str, Tensor]:
+        specs: Sequence[BranchSpec] | None = None,
+    ) -> tuple[dict[int | str, Tensor], Mapping[int, Tensor]]:
         """One forward pass that writes behind ``start + offset`` and commits nothing.
 
         Args:
@@ -98,11 +154,14 @@ class ModelBranches:
             visible: Slots that attention covers; at least every row's ``start + offset + Q``.
             offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
             prompt: What ``tokens`` are the ids of, when the prompt is read.
+            specs: Branches whose rows these are; ``None``: all.
 
         Returns:
-            States by layer as in `Scores.hidden`, ``(R, Q, H)``.
+            States by layer as in `Scores.hidden`, ``(R, Q, H)``, and attention weights by layer as
+            asked for, ``(R, heads, Q, visible)``.
         """
         cache, adapter = self.cache, self.adapter
+        specs = self.specs if specs is None else specs
         begin = cache.start + offset
         masks = {
             kind: block_mask(
@@ -112,21 +171,94 @@ class ModelBranches:
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         top = None if adapter.max_positions is None else adapter.max_positions - 1
-        positions = ((begin - self.pads)[:, None] + depths).clamp(min=0, max=top)
+        logical = (begin - self.pads)[:, None] + depths
+        positions = logical.clamp(min=0, max=top)
         cache.open(visible, offset)
         states: dict[int | str, Tensor] = {}
         with ExitStack() as hooks:
             for index in self.needs.hidden:
                 if isinstance(index, int):
                     hooks.enter_context(_capture(adapter.layers()[index], states, index))
+            place = places(torch.arange(visible, device=begin.device) - begin[:, None], depths)
+            keys = (begin - self.pads)[:, None] + place
+            plan = self._enter_edits(hooks, specs, logical, keys, prompt is not None)
             if prompt is not None:
                 states["last"] = adapter.prefill(prompt, mask, positions, self._past)
             else:
                 states["last"] = self._forward(tokens.clamp_min(0), mask, positions, self._past)
-        return states
+        return states, plan.weights if plan else {}
+
+    def _read_edits(
+        self, ctx: Context, earlier: Mapping[str, Scores], prompt: Prompt | None
+    ) -> None:
+        """What edits depend on in the pass to come."""
+        attention = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
+        if not (attention or self.needs.attention):
+            return
+        self._noise = ctx.noise
+        if prompt is not None:
+            self._images = self.adapter.image_mask(prompt.ids) & prompt.mask
+        self._strengths = {
+            index: edit.strength(ctx, earlier)
+            for index, edit in enumerate(attention)
+            if edit.strength is not None
+        }
+
+    def _enter_edits(
+        self,
+        hooks: ExitStack,
+        specs: Sequence[BranchSpec],
+        positions: Tensor,
+        keys: Tensor,
+        is_prompt: bool,
+    ) -> Plan | None:
+        """Lets edits and readings hold for a pass; what is read lies in the plan."""
+        if not (self.edits or self.needs.attention):
+            return None
+        batch = len(self.pads) // len(specs)
+        rows = {spec.name: slice(i * batch, (i + 1) * batch) for i, spec in enumerate(specs)}
+        attention: list[tuple[AttentionEdit, slice]] = []
+        strengths: dict[int, Tensor] = {}
+        for edit in self.edits:
+            if isinstance(edit, StateEdit) and edit.branch in rows:
+                _edit_states(hooks, self.adapter.layers(), edit, rows[edit.branch])
+        named = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
+        for index, edit in enumerate(named):
+            if edit.branch not in rows:
+                continue
+            if index in self._strengths:  # of the last prompt row, or of root and nodes
+                given, width = self._strengths[index], positions.shape[1]
+                strengths[len(attention)] = (
+                    torch.nn.functional.pad(given, (width - 1, 0), value=1.0)
+                    if is_prompt
+                    else given.expand(-1, width)
+                )
+            attention.append((edit, rows[edit.branch]))
+        if not (attention or self.needs.attention):
+            return None
+        assert self._images is not None and self._noise is not None, "read with the prompt"
+        law = torch.ones_like(positions.expand(len(self.pads), -1), dtype=torch.bool)
+        if is_prompt:
+            law[:, :-1] = False
+        plan = Plan(
+            sites={id(m): i for i, m in enumerate(self.adapter.attention_sites())},
+            depth=self.adapter.num_layers,
+            edits=attention,
+            reads=self.needs.attention,
+            images=self._images,
+            law_rows=law,
+            is_prompt=is_prompt,
+            positions=positions.expand(len(self.pads), -1),
+            keys=keys,
+            noise=self._noise,
+            strengths=strengths,
+        )
+        hooks.enter_context(planned(plan))
+        return plan
 
     def _compiled(self) -> Callable[..., Tensor]:
-        if all(isinstance(index, str) for index in self.needs.hidden):
+        inside = self.edits or self.needs.attention
+        if all(isinstance(index, str) for index in self.needs.hidden) and not inside:
             return capture.Compiled(self.adapter)
         warn("nothing is compiled: states of inner layers are taken by hooks", stacklevel=2)
         return self.adapter.forward
@@ -138,24 +270,41 @@ class ModelBranches:
             path, count = path.repeat(repeat, 1), count.repeat(repeat)
         self.cache.commit(count, None if chain else path)
 
+    def rename(self, name: str, new: str) -> None:
+        """Lets a branch, if it is here, answer to another name."""
+        self.specs = [replace(s, name=new) if s.name == name else s for s in self.specs]
+        self.edits = [replace(e, branch=new) if e.branch == name else e for e in self.edits]
+
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows`` of every branch; repeated rows are forks."""
         batch = len(self.pads) // len(self.specs)
         rows = torch.cat([rows + branch * batch for branch in range(len(self.specs))])
         self._past.reorder_cache(rows)
         self.pads = self.pads[rows]
+        self._images = None if self._images is None else self._images[rows]
 
     def _split(
-        self, states: Mapping[int | str, Tensor], prompt: Mapping[int | str, Tensor]
+        self,
+        specs: Sequence[BranchSpec],
+        states: Mapping[int | str, Tensor],
+        weights: Mapping[int, Tensor],
+        prompt: Mapping[int | str, Tensor],
     ) -> dict[str, Scores]:
         logits = self.adapter.head(states["last"]).float()
-        batch = len(logits) // len(self.specs)
+        exits = {
+            layer: self.adapter.head(self.adapter.norm(states[layer])).float()
+            for layer in self.needs.exits
+        }
+        batch = len(logits) // len(specs)
         result = {}
-        for index, spec in enumerate(self.specs):
+        for index, spec in enumerate(specs):
             rows = slice(index * batch, (index + 1) * batch)
             result[spec.name] = Scores(
                 logits=logits[rows],
                 hidden={key: value[rows] for key, value in states.items()},
+                exits={key: value[rows] for key, value in exits.items()},
+                attention={key: value[rows] for key, value in weights.items()},
+                images=None if self._images is None else self._images[rows],
                 prompt_hidden={key: value[rows] for key, value in prompt.items()},
             )
         return result
@@ -216,10 +365,18 @@ def distances(relative: Tensor, depths: Tensor) -> Tensor:
         relative: Each slot's distance from the block's first, ``(R, K)``.
         depths: Distance of each token from the first, ``(R, Q)``.
     """
+    return depths[:, :, None] - places(relative, depths)[:, None]
+
+
+def places(relative: Tensor, depths: Tensor) -> Tensor:
+    """Where each slot lies in the text, counted from a block's first token, ``(R, K)``.
+
+    Arguments as of `distances`, but ``depths`` may have one row for all.
+    """
     width = depths.shape[1]
     inside = (relative >= 0) & (relative < width)
-    place = torch.where(inside, depths.gather(1, relative.clamp(0, width - 1)), relative)
-    return depths[:, :, None] - place[:, None]
+    depth = depths.expand(len(relative), -1).gather(1, relative.clamp(0, width - 1))
+    return torch.where(inside, depth, relative)
 
 
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:
@@ -234,13 +391,37 @@ def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
     return torch.arange(width, device=device)[None], None
 
 
-def _left_pad(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """All prompts as wide as the widest."""
-    width = max(p.ids.shape[1] for p in prompts)
-    padded = []
-    for prompt in prompts:
-        missing = (width - prompt.ids.shape[1], 0)
-        ids = torch.nn.functional.pad(prompt.ids, missing)
-        mask = torch.nn.functional.pad(prompt.mask, missing)
-        padded.append(Prompt(ids=ids, mask=mask, inputs=prompt.inputs))
-    return padded
+def _edit_states(
+    hooks: ExitStack, layers: Sequence[torch.nn.Module], edit: StateEdit, rows: slice
+) -> None:
+    """Lets an edit of states hold: each layer's output is shown to it, with those before."""
+    before: list[Tensor] = []
+
+    def after(layer: int) -> Callable[..., Any]:
+        def change(_: torch.nn.Module, args: Any, output: Any) -> Any:
+            states = output[0] if isinstance(output, tuple) else output
+            if layer == 0:
+                before.clear()
+            own = states[rows]
+            edited = edit.change(layer, own, before)
+            before.append(edited)
+            if edited is own:
+                return output
+            states = torch.cat([states[: rows.start], edited, states[rows.stop :]])
+            return (states, *output[1:]) if isinstance(output, tuple) else states
+
+        return change
+
+    for index, layer in enumerate(layers):
+        hooks.enter_context(layer.register_forward_hook(after(index)))
+
+
+def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:
+    """Flags of prompts of unequal width as one ``(R, P)``; the cache holds each from slot 0."""
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    width = max(mask.shape[1] for mask in present)
+    return torch.cat(
+        [torch.nn.functional.pad(mask, (0, width - mask.shape[1])) for mask in present]
+    )

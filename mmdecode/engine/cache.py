@@ -10,6 +10,7 @@ Storage grows in buckets, and attention sees the bucket in use, not the capacity
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,6 +121,27 @@ class RaggedCache(Cache):
     def __init__(self, layers: int, batch: int, device: torch.device, reserved: int = 0) -> None:
         self.rows = _Rows(batch, device, bucket(reserved) if reserved else 0)
         super().__init__(layers=[RaggedLayer(self.rows) for _ in range(layers)])
+
+    @classmethod
+    def join(cls, caches: Sequence[RaggedCache], reserved: int = 0) -> RaggedCache:
+        """The rows of several caches, one after the other, each with its own write positions."""
+        first = caches[0]
+        batch = sum(len(cache.start) for cache in caches)
+        joined = cls(len(first.layers), batch, first.start.device, reserved)
+        joined.set_start(torch.cat([cache.start for cache in caches]))
+        joined.rows.visible = max(cache.rows.visible for cache in caches)
+        for index, layer in enumerate(joined.layers):
+            parts = [cache.layers[index] for cache in caches]
+            if not parts[0].is_initialized:
+                continue  # a view of the model leaves it out
+            layer.lazy_initialization(parts[0].keys, parts[0].values)
+            row = 0
+            for part in parts:
+                rows, slots = part.keys.shape[0], part.keys.shape[2]
+                layer.keys[row : row + rows, :, :slots] = part.keys
+                layer.values[row : row + rows, :, :slots] = part.values
+                row += rows
+        return joined
 
     @property
     def start(self) -> Tensor:

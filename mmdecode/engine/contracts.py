@@ -41,6 +41,7 @@ class Context:
         adapter: Of the main model: what drafts and guides ask about it.
         longest: Generated tokens of the longest row at the last transfer; a host number. Where
             rounds are captured it is rounded up, so that shapes which follow from it change rarely.
+        copies: Rows that came of one, one after the other, by ``num_return_sequences``.
         fixed: Whether rounds are captured: tensors stay where they are, storage is reserved.
     """
 
@@ -57,6 +58,7 @@ class Context:
     draft_free: bool = False
     adapter: Any = None
     longest: int = 0
+    copies: int = 1
     fixed: bool = False
     mm_inputs: Mapping[str, Any] = field(default_factory=dict)
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -125,11 +127,17 @@ class Scores:
         hidden: Layer to ``(B, N + 1, H)``: ``hidden[i]`` is the input of layer i,
             ``hidden["last"]`` the state after the final norm.
         prompt_hidden: At prefill, the same for the whole prompt, ``(B, P, H)``, where asked for.
+        exits: Layer to ``(B, N + 1, V)``: logits of ``hidden[i]`` through the final norm and head.
+        attention: Layer to weights over the columns of the prompt, ``(B, heads, N + 1, P)``.
+        images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention``.
     """
 
     logits: Tensor
     candidates: Tensor | None = None
     hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
+    exits: Mapping[int, Tensor] = field(default_factory=dict)
+    attention: Mapping[int, Tensor] = field(default_factory=dict)
+    images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
 
 
@@ -142,18 +150,24 @@ class Needs:
         prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
         tail: How the rest of a rejected chain is refilled for a Jacobi drafter: ``"redraw"`` with
             fresh noise, ``"coupled"`` with the noise of the positions; ``None``: not wanted.
+        exits: Layers whose exit logits are wanted.
+        attention: Layers whose attention weights over the prompt are wanted.
     """
 
     hidden: frozenset[int | str] = frozenset()
     prompt_hidden: bool = False
     tail: Literal["redraw", "coupled"] | None = None
+    exits: frozenset[int] = frozenset()
+    attention: frozenset[int] = frozenset()
 
     def union(self, other: Needs) -> Needs:
         """Both."""
         return Needs(
-            hidden=self.hidden | other.hidden,
+            hidden=self.hidden | other.hidden | self.exits | other.exits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
             tail=self.tail or other.tail,
+            exits=self.exits | other.exits,
+            attention=self.attention | other.attention,
         )
 
 
@@ -233,6 +247,8 @@ class BranchSpec:
         view_options: Arguments of the view.
         model: Another model with the same vocabulary; ``None``: the called one.
         stage: Branches of a later stage see the scores of earlier ones.
+        replaces: Name of a branch that is read with the prompt only: from round 1 on this one
+            answers in its place. For a law that depends on what the other said of the prompt.
         build: Makes a `Scorer` of one's own instead (another tokenizer, sparse answers); called
             with the context.
     """
@@ -244,7 +260,23 @@ class BranchSpec:
     view_options: Mapping[str, Any] = field(default_factory=dict)
     model: Any = None
     stage: int = 1
+    replaces: str | None = None
     build: Callable[[Context], Scorer] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateEdit:
+    """A change to the hidden states of one branch, the same for every row of every pass.
+
+    Attributes:
+        branch: Whose.
+        change: ``(layer, states (B, Q, H), earlier) -> states``: of a layer's output, where
+            ``earlier`` are the outputs of the layers before it, as edited. A position must be
+            edited by its own states alone, so that a cached pass equals a full one.
+    """
+
+    branch: str
+    change: Callable[[int, Tensor, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +287,14 @@ class Prompt:
         ids: ``(B, P)``, padded on the left.
         mask: True where not padding, ``(B, P)``.
         inputs: What else the model's forward takes, by name, rows first.
+        sees: What each token may see of the others, ``(B, P, P)`` bool, where the engine's mask is
+            used and a prompt is not read from left to right; ``None``: all before it.
     """
 
     ids: Tensor
     mask: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    sees: Tensor | None = None
 
 
 Mask = Tensor | Mapping[str, Tensor]
@@ -281,11 +316,14 @@ class Adapter(Protocol):
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The whole prompt of a branch."""
 
-    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Several prompts as one batch, branch by branch."""
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of all branches, in order, as few passes as they can be read in."""
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """What the model is given as ``past_key_values``, around the engine's ragged cache."""
+
+    def join(self, pasts: Sequence[Any], cache: Any) -> Any:
+        """As `open`, around a cache joined of several that `open` was given, in order."""
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States of the whole prompt; a model that sees images or mixes directions looks here."""
@@ -299,8 +337,17 @@ class Adapter(Protocol):
     def unembed(self, hidden: Tensor) -> Tensor:
         """By the shared output matrix alone, which extra heads use too."""
 
+    def norm(self, hidden: Tensor) -> Tensor:
+        """By the norm behind the last layer: what `head` wants of an earlier layer's states."""
+
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers, first to last."""
+
+    def attention_sites(self) -> Sequence[torch.nn.Module]:
+        """The decoder's self-attention, by layer: the modules that call an attention function."""
+
+    def image_mask(self, ids: Tensor) -> Tensor:
+        """Which tokens of a prompt stand for parts of an image, bool ``(B, P)``."""
 
 
 class Scorer(Protocol):
@@ -330,7 +377,9 @@ class Guide(Protocol):
     and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
     on. A guide that looks further says so in a class attribute ``looks``, a tuple of ``"back"`` (at
     the laws of earlier positions) and ``"ahead"`` (at the laws behind tokens it has yet to weigh);
-    `mmdecode.engine.decoder.Decoder` refuses it, since a round shows neither.
+    `mmdecode.engine.decoder.Decoder` refuses it, since a round shows neither. A guide that changes
+    what happens inside a branch lists it in a class or instance attribute ``edits``, a sequence of
+    `mmdecode.engine.attention.AttentionEdit` and `StateEdit`.
     """
 
     needs: Needs

@@ -13,6 +13,7 @@ cut), `noise` (why a seed gives the same tokens with and without a draft).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine import capture, setup
+from mmdecode.engine import attention, capture, setup
+from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import (
     Accept,
@@ -206,6 +208,7 @@ class Decoder:
             mm_request=mm_request,
             spare=MAX_NODES + 1,
             criteria=stopping_criteria,
+            named=bool(config.do_sample) or guide is not None,
         )
         ctx.tail = self.draft.needs.tail
         ctx.draft_free = getattr(rule, "draft_free", False)
@@ -242,8 +245,10 @@ class Decoder:
         if self.trace is not None:
             run.trace = [[] for _ in range(ctx.batch)]
             self.trace.extend(run.trace)
+        edited = _looks_inside(guide, self.draft.needs)
         try:
-            longest = run.decode()
+            with attention.switched(model) if edited else nullcontext():
+                longest = run.decode()
         finally:
             self.draft.reset()
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
@@ -317,6 +322,7 @@ class Run:
         for scorer in self.scorers:
             scores |= scorer.prefill(ctx, scores)
         self.constants = self.guide.begin(ctx, scores) if self.guide else None
+        self.replace(scores)
         self.draft.begin(ctx, scores["main"], self.kind)
         if self.streamer is not None:
             self.streamer.put(ctx.prompt_ids.cpu())
@@ -334,6 +340,23 @@ class Run:
                 return status.longest
             settled = step(settled.proposal.narrow(status.width))
             self.stats.scored(settled.counts)
+
+    def replace(self, scores: dict[str, Scores]) -> None:
+        """Lets go of branches that were read with the prompt only; see `BranchSpec.replaces`."""
+        for spec in self.guide.branches if self.guide else ():
+            if spec.replaces is None:
+                continue
+            scores[spec.replaces] = scores.pop(spec.name)
+            kept: list[Scorer] = []
+            for scorer in self.scorers:
+                if isinstance(scorer, ModelBranches):
+                    names = [other.name for other in scorer.specs]
+                    if names == [spec.replaces]:
+                        continue
+                    assert spec.replaces not in names, "it shares a pass with another branch"
+                    scorer.rename(spec.name, spec.replaces)
+                kept.append(scorer)
+            self.scorers = kept
 
     def round(self, proposal: Proposal) -> Settled:
         """Root and nodes are scored, then settled."""
@@ -502,6 +525,13 @@ class NoDraft:
         """Nothing to forget."""
 
 
+def _looks_inside(guide: Guide | None, needs: Needs) -> bool:
+    """Whether attention is edited or read in this call."""
+    if needs.attention or (guide and guide.needs.attention):
+        return True
+    return any(isinstance(edit, AttentionEdit) for edit in getattr(guide, "edits", ()))
+
+
 def width_bucket(width: int, size: int) -> int:
     """Nodes to score when the widest row uses ``width`` of ``size``: 0, powers of two, or all."""
     if width == 0:
@@ -512,6 +542,7 @@ def width_bucket(width: int, size: int) -> int:
 def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> list[Scorer]:
     """By stage; within a stage the main model's branches, other models, then a guide's own."""
     specs = list(guide.branches) if guide else []
+    edits = getattr(guide, "edits", ())
     if guide:
         needs = needs.union(guide.needs)
     groups: dict[tuple[int, int], list[BranchSpec]] = {(1, 0): [MAIN]}
@@ -529,7 +560,7 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
                 f"branch {members[0].name!r} has a vocabulary of {part.vocab}, the main model one "
                 f"of {adapter.vocab}; expected the same tokenizer"
             )
-        scorers.append(ModelBranches(part, members, Needs() if other else needs))
+        scorers.append(ModelBranches(part, members, Needs() if other else needs, edits))
     return sorted(scorers + built, key=lambda scorer: scorer.stage)
 
 

@@ -80,6 +80,14 @@ class Noise:
         """The noise of the rows ``rows``, ``(B',)``."""
         return Noise(self.seed, self.requests[rows])
 
+    def generator(self, row: int, *parts: str | int) -> torch.Generator:
+        """A generator on the CPU for what a row draws before its first token, named by ``parts``.
+
+        The same for a row in any batch and on any device; asks for the row's key on the host.
+        """
+        key = request_key(self.seed, int(self.requests[row]), *parts)
+        return torch.Generator().manual_seed(key)
+
     def _state(self, positions: Tensor, role: Role, trial: Tensor | None) -> Tensor:
         state = _absorb(self._rows[:, None], positions)
         state = _absorb(state, int(role))
@@ -102,6 +110,25 @@ class Noise:
         tokens = torch.arange(vocab, device=positions.device)
         unit = _open_unit(_absorb(self._state(positions, role, trial)[..., None], tokens))
         return -(-unit.log()).log().float()
+
+
+    def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:
+        """Draws in (0, 1) for every pair of a query and a key in a layer, float32.
+
+        The same wherever a key lies in the cache, and whatever else is in the pass.
+
+        Args:
+            queries: Tokens before each query, padding not counted, ``(B, Q)``.
+            keys: The same of each key, ``(B, K)``.
+            layer: Index of the layer.
+            heads: Their number, H.
+
+        Returns:
+            ``(B, H, Q, K)``.
+        """
+        state = _absorb(self._state(queries, Role.GUIDE, None), layer)[:, None]  # (B, 1, Q)
+        state = _absorb(state, torch.arange(heads, device=queries.device)[:, None])
+        return _open_unit(_absorb(state[..., None], keys[:, None, None])).float()
 
 
 def _open_unit(state: Tensor) -> Tensor:

@@ -131,8 +131,12 @@ def open_context(
     mm_request: Any,
     spare: int,
     criteria: StoppingCriteriaList,
+    named: bool,
 ) -> Context:
-    """The rows of a call before their first token; ``spare`` columns are scratch for blocks."""
+    """The rows of a call before their first token.
+
+    ``spare`` columns are scratch for blocks; ``named``: whether anything draws noise by row.
+    """
     batch, width = input_ids.shape
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     limit = min([int(config.max_length), *lengths]) - width
@@ -150,7 +154,7 @@ def open_context(
     zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
     do_sample = bool(config.do_sample)
     mm_inputs = dict(mm_inputs or {})
-    keys = _requests(input_ids, mask, config, mm_inputs, mm_request) if do_sample else [0] * batch
+    keys = _requests(input_ids, mask, config, mm_inputs, mm_request) if named else [0] * batch
     return Context(
         prompt_ids=input_ids,
         prompt_mask=mask.bool(),
@@ -161,6 +165,7 @@ def open_context(
         noise=Noise.of(seed, keys, input_ids.device),
         limit=limit,
         do_sample=do_sample,
+        copies=int(config.num_return_sequences or 1),
         mm_inputs=mm_inputs,
         model_inputs=inputs,
     )
@@ -226,6 +231,8 @@ def _bytes(item: Any) -> bytes:
         return item.encode()
     if not isinstance(item, Tensor):
         item = torch.from_numpy(np.ascontiguousarray(item))
+    if item.ndim > 3:  # several images, of which empty ones fill up the batch
+        item = item[item.flatten(1).any(1)]
     return item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -217,13 +217,13 @@ class TableAdapter:
             ids, mask = ids[:, -1:], mask[:, -1:]
         return Prompt(ids=ids, mask=mask, inputs={"salt": salt})
 
-    def stack(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Rows of all prompts, branch by branch."""
-        return Prompt(
-            ids=torch.cat([p.ids for p in prompts]),
-            mask=torch.cat([p.mask for p in prompts]),
-            inputs={"salt": torch.cat([p.inputs["salt"] for p in prompts])},
-        )
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Each prompt is read alone, so that joining them is tested."""
+        return list(prompts)
+
+    def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
+        """The cache with the salt of all."""
+        return TablePast(cache, torch.cat([past.salt for past in pasts]))
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> TablePast:
         """The cache with the salt."""

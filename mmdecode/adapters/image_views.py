@@ -1,0 +1,356 @@
+"""Views of a vision-language prompt: what a branch may be shown instead of what was asked.
+
+A guide names a view and says what to change; which tensors that touches is the family's to know.
+
+- ``pixels``: ``change(values, draw) -> values`` of each image's normalised pixels, in whatever
+  shape the processor left them (tiles, flattened patches).
+- ``questions``: ``change(question, draw) -> question`` of the text and the images as PIL has them;
+  the caller hands over ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
+- ``no_image``: the placeholders are left out; what stands around them stays.
+- ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row as the text
+  model reads them.
+- ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens that
+  stay, in the order in which they are read, at consecutive positions. ``salience`` is the attention
+  that the image encoder pays to each, see `salience`.
+- ``tower``: ``edit(weights (R, heads, Q, K), layer, draw) -> weights`` of the image encoder's
+  attention at its ``layers``, a pair of fractions of its depth.
+
+``draw`` is a generator seeded by the request and the image's place among the row's, never by the
+batch, so an item is changed alike in every batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from mmdecode.adapters.vision_language import VisionLanguageAdapter
+
+PIXELS = ("pixel_values", "pixel_values_videos")
+
+
+Raw = dict[str, Tensor]
+"""Pixels and what describes them, by the names that the model's forward has for them."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Image tokens of a batch, row by row.
+
+    Attributes:
+        features: As the text model reads them, ``(n, H)``.
+        deeper: What some models add to them in their first layers, each ``(n, H)``.
+        salience: Attention the image encoder pays to each, ``(n,)``, where asked for.
+    """
+
+    features: Tensor
+    deeper: Sequence[Tensor] = ()
+    salience: Tensor | None = None
+
+
+def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Prompt:
+    """The prompt of a branch that names a view.
+
+    Raises:
+        IncompatibleError: The view is unknown, or needs what the call did not hand over.
+    """
+    view = VIEWS.get(str(spec.view))
+    if view is None:
+        raise IncompatibleError.between(
+            f"branch {spec.name!r} with view {spec.view!r}",
+            type(adapter.model).__name__,
+            "there is no such view",
+            f"use one of {', '.join(VIEWS)}",
+        )
+    return view(adapter, ctx, spec, **spec.view_options)
+
+
+def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
+    """Pixels of each row, empty for a row without images.
+
+    Raises:
+        IncompatibleError: The call has no images, or they were encoded before it began.
+    """
+    given = {**ctx.model_inputs, **ctx.mm_inputs}
+    raw = {n: given[n].to(ctx.device) for n in adapter.raw_names if given.get(n) is not None}
+    if not any(name in raw for name in PIXELS):
+        name = type(adapter.model).__name__
+        if not bool(adapter.image_mask(ctx.prompt_ids).any()):
+            raise IncompatibleError.between(
+                "a guide that looks at images",
+                "a prompt without any",
+                f"{name} was asked a question without an image",
+                "give it one, or leave the guide out",
+            )
+        raise IncompatibleError.between(
+            "a guide that changes images",
+            name,
+            "generate has encoded them before the decoder began",
+            "call mmdecode.generate, or generate inside mmdecode.attach(model)",
+        )
+    # what generate prepared has the rows of num_return_sequences, what the caller gave has not
+    copies = ctx.copies if any(name in ctx.mm_inputs for name in PIXELS) else 1
+    return [own for own in adapter.split(raw, ctx.prompt_ids[::copies]) for _ in range(copies)]
+
+
+def joined(rows: Sequence[Raw]) -> Raw:
+    """The tensors of all rows, one after the other."""
+    names = dict.fromkeys(name for own in rows for name in own)
+    return {name: torch.cat([own[name] for own in rows if name in own]) for name in names}
+
+
+def pixels(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    change: Callable[[Tensor, torch.Generator], Tensor],
+) -> Prompt:
+    """Each image's pixels changed; the layout stays."""
+    rows = []
+    for row, own in enumerate(raw_images(adapter, ctx)):
+        new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
+        for ordinal, (name, place) in enumerate(adapter.images(own)):
+            draw = ctx.noise.generator(row, "pixels", ordinal)
+            new[name][place] = adapter.image(change(own[name][place], draw).to(own[name]))
+        rows.append(new)
+    return adapter.whole(ctx, joined(rows))
+
+
+def questions(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    change: Callable[[Any, torch.Generator], Any],
+) -> Prompt:
+    """Each row's question changed, and made into inputs again."""
+    asked = ctx.mm_inputs.get("questions")
+    if asked is None:
+        raise IncompatibleError.between(
+            "a guide that rewrites the question or its images",
+            "a call of ids and pixels",
+            "the text and the images as they were before the processor are not at hand",
+            "use mmdecode.vlm.Answerer, or give mmdecode.generate mm_inputs={'questions': [...]}",
+        )
+    rows = [question for question in asked for _ in range(ctx.batch // len(asked))]
+    changed = [
+        change(question, ctx.noise.generator(row, "questions")) for row, question in enumerate(rows)
+    ]
+    built = {
+        name: value.to(ctx.device) if isinstance(value, Tensor) else value
+        for name, value in rows[0].build(changed).items()
+    }
+    same = all(a.images is b.images for a, b in zip(rows, changed, strict=True))
+    return adapter.built(ctx, built, same)
+
+
+def no_image(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Prompt:
+    """The prompt without its image tokens."""
+    keep = ctx.prompt_mask & ~adapter.image_mask(ctx.prompt_ids)
+    order = _order(keep)
+    inputs = {
+        name: _gather(value, order)
+        for name, value in ctx.model_inputs.items()
+        if name in adapter.by_token and value is not None
+    }
+    return Prompt(ids=ctx.prompt_ids.gather(1, order), mask=keep.gather(1, order), inputs=inputs)
+
+
+def features(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    change: Callable[[Tensor, torch.Generator], Tensor],
+) -> Prompt:
+    """The image tokens of each row, changed."""
+    encoded = encode(adapter, joined(raw_images(adapter, ctx)))
+    counts = adapter.image_mask(ctx.prompt_ids).sum(1).tolist()
+    new = [
+        change(states, ctx.noise.generator(row, "features")) if len(states) else states
+        for row, states in enumerate(encoded.features.split(counts))
+    ]
+    return of_features(adapter, ctx, ctx.prompt_mask, torch.cat(new), encoded.deeper)
+
+
+def tokens(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    select: Callable[[Tensor, Tensor], Tensor],
+) -> Prompt:
+    """Some image tokens of each row, at consecutive positions."""
+    encoded = encode(adapter, joined(raw_images(adapter, ctx)), salient=True)
+    assert encoded.salience is not None, "asked for"
+    images = adapter.image_mask(ctx.prompt_ids)
+    first = 0
+    keep, order = ctx.prompt_mask & ~images, []
+    for row, count in enumerate(images.sum(1).tolist()):
+        if not count:
+            continue
+        part = slice(first, first + count)
+        chosen = select(encoded.features[part], encoded.salience[part])
+        places = images[row].nonzero()[:, 0]
+        keep[row, places[chosen]] = True
+        order.append(first + chosen[_runs(places)[chosen].argsort(stable=True)])
+        first += count
+    index = torch.cat(order)
+    deeper = [level[index] for level in encoded.deeper]
+    return of_features(adapter, ctx, keep, encoded.features[index], deeper)
+
+
+def tower(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    edit: Callable[[Tensor, int, torch.Generator], Tensor],
+    layers: tuple[float, float] = (0.0, 1.0),
+) -> Prompt:
+    """The images encoded again with edited attention; row by row, since draws are the row's."""
+    sites = adapter.tower_sites()
+    named = frozenset(layer_range(layers, len(sites)))
+    parts = []
+    for row, own in enumerate(raw_images(adapter, ctx)):
+        if own:
+            draw = ctx.noise.generator(row, "tower")
+            change = functools.partial(_drawn, edit, draw)
+            with reading(adapter, TowerPlan(sites=_numbered(sites), edit=change, layers=named)):
+                parts.append(encode(adapter, own))
+    merged = torch.cat([part.features for part in parts])
+    deeper = [torch.cat(level) for level in zip(*(part.deeper for part in parts), strict=True)]
+    return of_features(adapter, ctx, ctx.prompt_mask, merged, deeper)
+
+
+def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: bool = False) -> Encoded:
+    """Images through the encoder and into the text model's space."""
+    plan = None
+    if salient:
+        sites = adapter.tower_sites()
+        layer = adapter.salient_layer % len(sites)
+        plan = TowerPlan(sites=_numbered(sites), reads=frozenset([layer]))
+    with reading(adapter, plan) if plan else nullcontext():
+        found = adapter.encode(raw)
+    parts = [part.reshape(-1, part.shape[-1]) for part in found.pooler_output]
+    deeper = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
+    weights = [chunk for read in plan.weights.values() for chunk in read] if plan else []
+    paid = adapter.salience(weights, raw, [len(part) for part in parts]) if plan else None
+    return Encoded(torch.cat(parts), deeper, paid)
+
+
+def of_features(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    keep: Tensor,
+    features: Tensor,
+    deeper: Sequence[Tensor],
+) -> Prompt:
+    """A prompt that the text model reads by embeddings, with image features in their places.
+
+    Args:
+        adapter: Of the model.
+        ctx: The call.
+        keep: Columns of the prompt that stay, ``(B, P)``; as many image tokens as ``features``.
+        features: ``(n, H)``.
+        deeper: See `Encoded`.
+    """
+    order = _order(keep)
+    ids, mask = ctx.prompt_ids.gather(1, order), keep.gather(1, order)
+    images = adapter.image_mask(ids) & mask
+    words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
+    embeds = adapter.model.get_input_embeddings()(words)
+    embeds = embeds.masked_scatter(images[..., None], features.to(embeds))
+    inputs: dict[str, Any] = {"inputs_embeds": embeds}
+    if deeper:
+        inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
+    kept_all = bool((keep == ctx.prompt_mask).all())
+    inputs |= adapter.places(ctx) if kept_all else {}
+    return Prompt(ids=ids, mask=mask, inputs=inputs, sees=adapter.sees(images, mask))
+
+
+@contextmanager
+def reading(adapter: VisionLanguageAdapter, plan: TowerPlan) -> Iterator[TowerPlan]:
+    """Lets a plan hold for passes through the image encoder."""
+    with ExitStack() as stack:
+        stack.enter_context(switched(adapter.tower()))
+        stack.enter_context(planned(plan))
+        yield plan
+
+
+def salience(weights: Sequence[Tensor], has_cls: bool) -> list[Tensor]:
+    """Attention that each patch gets, summed to one: by the class token, or on average by all.
+
+    Args:
+        weights: Chunks of one layer's weights, each ``(R, heads, Q, K)``.
+        has_cls: Whether the first token is a class token.
+
+    Returns:
+        One ``(R, patches)`` per chunk, averaged over heads.
+    """
+    if has_cls:
+        return [chunk.mean(1)[:, 0, 1:] for chunk in weights]
+    return [chunk.mean((1, 2)) for chunk in weights]
+
+
+def pooled(values: Tensor, tokens: int) -> Tensor:
+    """``(R, patches)`` of a square grid in raster order, as means over what each token merges."""
+    rows, patches = values.shape
+    if patches == tokens:
+        return values
+    side, cells = round(patches**0.5), round(tokens**0.5)
+    if side * side != patches or cells * cells != tokens or side % cells:
+        raise IncompatibleError(
+            f"{patches} patches are merged into {tokens} image tokens, which is no square grid "
+            "over another; attention to tokens cannot be told from that to patches"
+        )
+    grid = values.reshape(rows, 1, side, side)
+    return avg_pool2d(grid, side // cells).reshape(rows, tokens)
+
+
+def _drawn(
+    edit: Callable[[Tensor, int, torch.Generator], Tensor],
+    draw: torch.Generator,
+    weights: Tensor,
+    layer: int,
+) -> Tensor:
+    return edit(weights, layer, draw)
+
+
+def _numbered(sites: Sequence[torch.nn.Module]) -> dict[int, int]:
+    return {id(site): index for index, site in enumerate(sites)}
+
+
+def _runs(places: Tensor) -> Tensor:
+    """Number of the run of neighbours that each place belongs to; places ascend."""
+    return (places.diff(prepend=places[:1]) > 1).cumsum(0)
+
+
+def _order(keep: Tensor) -> Tensor:
+    """Columns that bring what is kept to the right, as few as the longest row needs."""
+    width = int(keep.sum(1).amax())
+    return keep.long().argsort(dim=1, stable=True)[:, keep.shape[1] - width :]
+
+
+def _gather(values: Tensor, order: Tensor) -> Tensor:
+    """``values (B, ..., P)`` at the columns ``order (B, P')``."""
+    index = order.reshape(len(order), *[1] * (values.ndim - 2), -1)
+    return values.gather(-1, index.expand(*values.shape[:-1], -1))
+
+
+VIEWS: Mapping[str, Callable[..., Prompt]] = {
+    "pixels": pixels,
+    "questions": questions,
+    "no_image": no_image,
+    "features": features,
+    "tokens": tokens,
+    "tower": tower,
+}

@@ -1,0 +1,312 @@
+"""The registered attention function: what a call reads of attention, and what it edits.
+
+A model attends by `NAME` only while `switched` lasts. A layer that no plan names runs as before,
+bit for bit; a layer of the plan computes scores and weights in the open, so that a part may read or
+change them. Edits see prompt columns and rows of a block, never how the cache lies behind them.
+
+Which layers of a model attend where is the adapter's to say; when a plan is active is the branch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mmdecode._compat import attention_configs
+from mmdecode.engine.noise import Noise
+
+NAME = "mmdecode"
+
+Rows = Literal["law", "last_prompt", "all"]
+"""Queries an edit changes: ``law``: the last prompt row and all later ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What an edit is told of one layer's attention in one pass; R rows, Q queries, K keys.
+
+    Attributes:
+        layer: Index of the layer.
+        depth: Layers of the stack.
+        images: Keys that are image tokens, bool ``(R, 1, 1, K)``.
+        seen: Keys each query may see, bool ``(R or 1, 1, Q, K)``.
+        strength: Of each query, ``(R, 1, Q, 1)``; ones where the edit names no function.
+        positions: Logical positions of the queries, ``(R, Q)``: how many tokens lie before them.
+        keys: The same of the keys, ``(R, K)``; negative where there is padding.
+        noise: Of the rows; an edit that draws asks `Noise.pairs` of it.
+    """
+
+    layer: int
+    depth: int
+    images: Tensor
+    seen: Tensor
+    strength: Tensor
+    positions: Tensor
+    keys: Tensor
+    noise: Noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionEdit:
+    """A change to the attention of one branch.
+
+    Attributes:
+        branch: Whose.
+        layers: First and last layer to edit as fractions of the depth, both included; 0 is the
+            first layer, 1 the last. A text model of 32 layers has layer 16 at 16 / 31.
+        rows: Which queries.
+        scores: Changes scaled scores before the mask is added and before the softmax, float32
+            ``(R, H, Q, K)``.
+        weights: Changes the softmax's result, the same shape.
+        strength: ``(ctx, scores of earlier stages) -> (B, N + 1)``, or ``(B, 1)``, handed on as
+            `Site.strength`; 0 leaves a query as it is, bit for bit within the layer.
+    """
+
+    branch: str
+    layers: tuple[float, float] = (0.0, 1.0)
+    rows: Rows = "law"
+    scores: Callable[[Tensor, Site], Tensor] | None = None
+    weights: Callable[[Tensor, Site], Tensor] | None = None
+    strength: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
+
+    def covers(self, layer: int, depth: int) -> bool:
+        """Whether a layer of a stack of ``depth`` layers is edited."""
+        return layer in layer_range(self.layers, depth)
+
+
+def layer_range(fractions: tuple[float, float], depth: int) -> range:
+    """Layers between two fractions of the depth, both included; at least one."""
+    first, last = (round(f * (depth - 1)) for f in fractions)
+    return range(first, last + 1)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What one pass edits and reads.
+
+    Attributes:
+        sites: Attention module (by id) to layer index.
+        depth: Layers of the stack.
+        edits: With the rows of the pass that each may change, as a slice.
+        reads: Layers whose weights are kept.
+        images: Keys that are image tokens, bool ``(R, K)``.
+        law_rows: Queries of the law, bool ``(R, Q)``: see `Rows`.
+        is_prompt: Whether the pass reads the prompt.
+        positions: Tokens before each query, ``(R, Q)``.
+        keys: Tokens before each key, ``(R, K)``.
+        noise: Of the rows of one branch; those of all branches draw alike.
+        strengths: By edit, ``(rows of the edit, Q)``.
+        weights: What was read, layer to ``(R, H, Q, K)``.
+    """
+
+    sites: Mapping[int, int]
+    depth: int
+    edits: Sequence[tuple[AttentionEdit, slice]] = ()
+    reads: frozenset[int] = frozenset()
+    images: Tensor
+    law_rows: Tensor
+    is_prompt: bool
+    positions: Tensor
+    keys: Tensor
+    noise: Noise
+    strengths: Mapping[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+
+    def active(self, layer: int) -> list[tuple[int, AttentionEdit, slice]]:
+        """Edits of a layer in this pass."""
+        return [
+            (index, edit, rows)
+            for index, (edit, rows) in enumerate(self.edits)
+            if edit.covers(layer, self.depth) and (self.is_prompt or edit.rows != "last_prompt")
+        ]
+
+    def keep(self, layer: int, weights: Tensor) -> None:
+        """Keeps what was asked for."""
+        self.weights[layer] = weights
+
+    def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
+        """Scores or weights with the edits of a layer; rows no edit names stay as they are."""
+        for index, edit, rows in self.active(layer):
+            change = getattr(edit, stage)
+            if change is None:
+                continue
+            chosen = torch.ones_like(self.law_rows) if edit.rows == "all" else self.law_rows
+            chosen = chosen[rows][:, None, :, None]
+            strength = self.strengths.get(index)
+            strength = (
+                torch.ones_like(chosen, dtype=values.dtype)
+                if strength is None
+                else strength.to(values.dtype)[:, None, :, None]
+            )
+            before = values[rows]
+            site = Site(
+                layer=layer,
+                depth=self.depth,
+                images=_as_wide(self.images[rows], before.shape[-1])[:, None, None],
+                seen=seen[rows] if len(seen) > 1 else seen,
+                strength=strength,
+                positions=self.positions[rows],
+                keys=self.keys[rows, : before.shape[-1]],
+                noise=self.noise,
+            )
+            after = torch.where(chosen & (strength != 0), change(before, site), before)
+            values = torch.cat([values[: rows.start], after, values[rows.stop :]])
+        return values
+
+
+@dataclass(kw_only=True)
+class TowerPlan:
+    """What one pass through an image encoder edits and reads.
+
+    Encoders see images as wholes, some of them chunk by chunk, so there are no rows to choose.
+
+    Attributes:
+        sites: Attention module (by id) to layer index.
+        edit: ``(weights (R, H, Q, K), seen (R or 1, 1, Q, K), layer) -> weights``, after the
+            softmax, where ``seen`` says which keys there are; ``None``: none.
+        layers: Layers that are edited.
+        reads: Layers whose weights are kept.
+        joined: Whether what is read is as if the heads were one: the softmax of ``q k^T`` over the
+            square root of the full width, ``(R, 1, Q, K)``.
+        weights: What was read: layer to chunks in order, each ``(R, H, Q, K)``.
+    """
+
+    sites: Mapping[int, int]
+    edit: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    layers: frozenset[int] = frozenset()
+    reads: frozenset[int] = frozenset()
+    joined: bool = False
+    weights: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def active(self, layer: int) -> bool:
+        """Whether a layer is edited."""
+        return self.edit is not None and layer in self.layers
+
+    def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
+        """Weights as edited; scores stay."""
+        if stage == "weights" and self.edit is not None and layer in self.layers:
+            return self.edit(values, seen, layer)
+        if stage == "scores" and self.joined and layer in self.reads:
+            whole = values.sum(1, keepdim=True) / values.shape[1] ** 0.5  # scaled for one head
+            self._read(layer, masked_softmax(whole, seen))
+        return values
+
+    def keep(self, layer: int, weights: Tensor) -> None:
+        """Keeps one more chunk of what was read."""
+        if not self.joined:
+            self._read(layer, weights)
+
+    def _read(self, layer: int, weights: Tensor) -> None:
+        self.weights.setdefault(layer, []).append(weights)
+
+
+_plan: ContextVar[Plan | TowerPlan | None] = ContextVar("mmdecode_plan", default=None)
+_stock: ContextVar[Mapping[int, str]] = ContextVar("mmdecode_stock", default={})  # noqa: B039
+
+
+@contextmanager
+def planned(plan: Plan | TowerPlan | None) -> Iterator[None]:
+    """Lets a plan hold for the passes within."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+@contextmanager
+def switched(model: nn.Module) -> Iterator[None]:
+    """Lets all of a model attend by the function here; afterwards it is as before.
+
+    The name of an attention function lies in configs, so models that share one switch together, and
+    two threads must not decode with edits of one model at a time.
+    """
+    with attention_configs(model, NAME) as stock:
+        token = _stock.set({**_stock.get(), **stock})
+        try:
+            yield
+        finally:
+            _stock.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As transformers' attention functions: ``(B, H, Q, D)`` in, ``(B, Q, H, D)`` out."""
+    plan = _plan.get()
+    layer = None if plan is None else plan.sites.get(id(module))
+    if plan is None or layer is None or not (layer in plan.reads or plan.active(layer)):
+        plan = layer = None
+    stock = _stock.get().get(id(getattr(module, "config", None)), "sdpa")
+    if plan is None and stock != "eager":
+        return ALL_ATTENTION_FUNCTIONS[stock](
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    heads = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(heads, 1) if heads > 1 else t for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    seen = _seen(module, scores, attention_mask, is_causal)
+    if plan is not None and layer is not None:
+        scores = plan.apply(scores.float(), layer, seen, "scores")
+    weights = masked_softmax(scores, seen)
+    if plan is not None and layer is not None:
+        weights = plan.apply(weights, layer, seen, "weights")
+        if layer in plan.reads:
+            plan.keep(layer, weights)
+    weights = weights.to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Weights over the keys that are seen, float32; over all where a query sees none."""
+    low = torch.finfo(scores.dtype).min
+    return scores.masked_fill(~seen, low).softmax(-1, dtype=torch.float32)
+
+
+def _seen(module: nn.Module, scores: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor:
+    """Keys each query may see, from a boolean mask, an additive one, or none at all."""
+    queries, keys = scores.shape[-2:]
+    if mask is not None:
+        mask = mask[..., :keys]
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=scores.device)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+    return seen.tril() if causal and queries > 1 else seen
+
+
+def _as_wide(flags: Tensor, width: int) -> Tensor:
+    """``flags (R, P)`` over ``width`` keys: prompt columns come first."""
+    return torch.nn.functional.pad(flags, (0, width - flags.shape[1]))
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, eager_mask)

@@ -1,0 +1,175 @@
+"""What a branch may be shown instead of the prompt, on every family: see adapters.image_views."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import mmdecode
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import IncompatibleError
+from mmdecode.guide.linear import Linear
+from tests.conformance.tiny_vlm import (
+    IMAGE,
+    NEW,
+    QWEN,
+    plain,
+    reference,
+    vision_inputs,
+    vision_model,
+)
+
+FAMILIES = (
+    "llava",
+    "llava_next",
+    *QWEN,
+    "idefics3",
+    "smolvlm",
+    "internvl",
+    "gemma3",
+    "paligemma",
+    "janus",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question whose processor output is known: what Answerer hands over, in small."""
+
+    text: str
+    images: tuple
+    inputs: dict
+
+    def build(self, questions):
+        return self.inputs
+
+
+def seen(family, view, inputs=None, mm_inputs=None, **options):
+    """Greedy output of the branch alone that a view shows."""
+    spec = BranchSpec(name="seen", view=view, view_options=options)
+    decoder = Decoder(guide=Linear([spec], [0.0, 1.0]), seed=3)
+    return mmdecode.generate(
+        vision_model(family),
+        decoder=decoder,
+        max_new_tokens=NEW,
+        do_sample=False,
+        mm_inputs=mm_inputs,
+        **(inputs or vision_inputs(family)),
+    )
+
+
+def questions(family):
+    inputs = vision_inputs(family)
+    return {"questions": [Asked("?", (), inputs)] * len(inputs["input_ids"])}
+
+
+UNCHANGED = {
+    "pixels": {"change": lambda values, draw: values},
+    "features": {"change": lambda features, draw: features},
+    "tokens": {"select": lambda features, salience: torch.arange(len(features))},
+    "tower": {"edit": lambda weights, layer, draw: weights},
+    "questions": {"change": lambda question, draw: question},
+}
+
+
+@pytest.mark.parametrize("view", UNCHANGED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_view_that_changes_nothing_is_the_main_branch(family, view):
+    if view == "tokens" and family in QWEN:
+        pytest.skip("chosen tokens are read at consecutive positions, not on their grid")
+    expected, _ = reference(family)
+    found = seen(family, view, mm_inputs=questions(family), **UNCHANGED[view])
+    assert found.tolist() == expected.tolist()
+
+
+CHANGED = {
+    "pixels": {"change": lambda v, draw: v + torch.randn(v.shape, generator=draw)},
+    "features": {"change": lambda f, draw: f + torch.randn(f.shape, generator=draw)},
+    "tokens": {"select": lambda f, salience: salience.topk(1).indices},
+    "tower": {"edit": lambda w, layer, draw: w.flip(-1) if w.shape[-1] > 1 else w * 0},
+}
+
+
+@pytest.mark.parametrize("view", CHANGED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_changed_alike_in_every_batch(family, view):
+    inputs = vision_inputs(family)
+    together = seen(family, view, **CHANGED[view])[:, -NEW:]
+    expected, _ = reference(family)
+    assert together[0].tolist() != expected[0, -NEW:].tolist()  # it does change something
+    assert together[1].tolist() == expected[1, -NEW:].tolist()  # a row without images
+    alone = vision_inputs(family, batch=1)
+    mask = inputs["attention_mask"][0].bool()
+    assert inputs["input_ids"][0][mask].tolist() == alone["input_ids"][0].tolist()
+    first = {**alone, **_images_of_row_0(family, inputs)}
+    found = seen(family, view, inputs=first, **CHANGED[view])[0, -NEW:]
+    assert found.tolist() == together[0].tolist()
+
+
+def _images_of_row_0(family, inputs):
+    if family in QWEN:
+        patches = int(inputs["image_grid_thw"][0].prod())
+        return {
+            "pixel_values": inputs["pixel_values"][:patches],
+            "image_grid_thw": inputs["image_grid_thw"][:1],
+        }
+    found = {"pixel_values": inputs["pixel_values"][:1]}
+    if family in ("idefics3", "smolvlm"):
+        found["pixel_values"] = inputs["pixel_values"][:1, :1]
+    if "image_sizes" in inputs:
+        found["image_sizes"] = inputs["image_sizes"][:1]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_images_the_prompt_is_what_stands_around_them(family):
+    inputs = vision_inputs(family)
+    rows = [
+        [t for t, real in zip(ids, mask, strict=True) if real and t != IMAGE]
+        for ids, mask in zip(
+            inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True
+        )
+    ]
+    width = max(map(len, rows))
+    words = {
+        "input_ids": torch.tensor([[0] * (width - len(r)) + r for r in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows]),
+    }
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            words[name] = torch.zeros_like(words["input_ids"])
+    expected = plain(family, inputs=words)[:, -NEW:]
+    assert seen(family, "no_image")[:, -NEW:].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copies_of_a_row_share_its_images(family):
+    inputs = vision_inputs(family)
+    options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": NEW}
+    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    outputs = [
+        mmdecode.generate(
+            vision_model(family), decoder=Decoder(guide=guide, seed=3), **options, **inputs
+        )
+        for guide in (None, Linear([spec], [0.0, 1.0]))
+    ]
+    assert outputs[0].tolist() == outputs[1].tolist()
+
+
+def test_images_that_were_encoded_before_are_refused():
+    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    decoder = Decoder(guide=Linear([spec], [0.0, 1.0]))
+    model = vision_model("llava")
+    options = {"max_new_tokens": 2, "do_sample": False, **vision_inputs("llava")}
+    if "mm_encoder_outputs" in model.base_model.forward.__code__.co_varnames:
+        with pytest.raises(IncompatibleError, match=r"attach\(model\)"):
+            model.generate(custom_generate=decoder, **options)
+    with mmdecode.attach(model):
+        model.generate(custom_generate=decoder, **options)
+    with pytest.raises(IncompatibleError, match="no such view"):
+        seen("llava", "noise")
+    with pytest.raises(IncompatibleError, match="Answerer"):
+        seen("llava", "questions", change=lambda question, draw: question)
+    with pytest.raises(IncompatibleError, match="without any"):
+        seen("llava", "pixels", inputs=vision_inputs("llava", images=False), **UNCHANGED["pixels"])
