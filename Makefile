@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # what tests, lint and types need
-EXTRAS := asr,train,eval,vad,media,bench,dev
+EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest lint types gpu bench clean
@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(PY)
 	$(PIP) hatchling
-	$(PIP) --no-build-isolation -e '.[asr]'
+	$(PIP) --no-build-isolation -e '.[asr,vlm]'
 	@touch $@
 
 demo:

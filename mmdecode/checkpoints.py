@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import InputError, UnknownNameError
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
 
 ZOO = Path(__file__).parent / "zoo" / "models"
 
@@ -34,6 +37,44 @@ def local_path(name: str | Path) -> str:
             f"model folder {text!r} does not exist; give a folder, a Hub id or zoo:NAME"
         )
     return str(path) if path.exists() else text
+
+
+def dtype_of(name: str | torch.dtype | None) -> torch.dtype:
+    """A floating dtype; ``None``: float32.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    import torch
+
+    kind = getattr(torch, name, None) if isinstance(name, str) else name or torch.float32
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise OptionError(f"dtype={name!r}; expected float32, bfloat16 or float16")
+    return kind
+
+
+def placed(model: Any, device: str | torch.device | None) -> Any:
+    """The model on a device; ``None``: CUDA where there is one.
+
+    Raises:
+        OptionError: The device cannot be used.
+    """
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {device!r} cannot be used: {error}") from error
+
+
+def cannot_load(model_id: str, error: Exception) -> InputError:
+    """The error of a checkpoint that transformers cannot read."""
+    return InputError(
+        f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
+        "folder, a Hub id that can be reached, or zoo:NAME"
+    )
 
 
 def config_of(path: str) -> Any:

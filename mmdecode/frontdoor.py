@@ -26,6 +26,8 @@ _RAW = (
     "image_grid_thw",
     "pixel_values_videos",
     "video_grid_thw",
+    "qformer_input_ids",
+    "qformer_attention_mask",
     "input_features",
     "input_values",
 )
@@ -93,6 +95,7 @@ def generate(
             custom_generate=decoder,
             mm_inputs=raw,
             mm_request=request,
+            mm_model=model,
             mm_streamer=streamer,
             **kwargs,
         )
@@ -121,6 +124,7 @@ def attach(model: Any) -> Iterator[Any]:
     def generate_with_raw_inputs(*args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("custom_generate"), Decoder):
             kwargs["mm_inputs"] = _raw(model, args, kwargs)
+            kwargs["mm_model"] = model
         return stock(*args, **kwargs)
 
     model.generate = generate_with_raw_inputs

@@ -15,6 +15,7 @@ attributes; ``mmdecode methods`` shows them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -94,6 +95,14 @@ _BUILTIN = (
         summary="a smaller model drafts a chain",
         law="exact",
         source="Leviathan et al. 2023",
+    ),
+    Entry(
+        kind="draft",
+        name="amateur",
+        target="mmdecode.draft.amateur:Amateur",
+        summary="the model itself drafts, without the image",
+        law="exact",
+        source="speculative contrastive decoding, Yuan et al. 2024",
     ),
     Entry(
         kind="draft",
@@ -209,9 +218,163 @@ _BUILTIN = (
     Entry(
         kind="guide",
         name="contrast",
-        target="mmdecode.guide.linear:Linear",
+        target="mmdecode.guide.linear:Contrast",
         summary="linear combination of branches with a plausibility cut",
         source="Li et al. 2023; in the form of VCD, Leng et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="vcd",
+        target="mmdecode.guide.vcd:VCD",
+        summary="away from what the model says of a noised image",
+        source="Leng et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="icd",
+        target="mmdecode.guide.icd:ICD",
+        summary="away from what the model says under a disturbing instruction",
+        source="Wang et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="m3id",
+        target="mmdecode.guide.m3id:M3ID",
+        summary="away from the answer without the image, more with every token",
+        source="Favero et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="ritual",
+        target="mmdecode.guide.ritual:RITUAL",
+        summary="together with what the model says of a transformed image",
+        source="Woo et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="agla",
+        target="mmdecode.guide.agla:AGLA",
+        summary="together with the part of the image that is attended to most; the mask is ours",
+        source="An et al. 2024, in its style",
+    ),
+    Entry(
+        kind="guide",
+        name="cfg_image",
+        target="mmdecode.guide.cfg_image:CFGImage",
+        summary="classifier-free guidance: away from the model without the image",
+        source="Kornblith et al. 2023; Ho and Salimans 2022",
+    ),
+    Entry(
+        kind="guide",
+        name="rbd",
+        target="mmdecode.guide.rbd:RBD",
+        summary="away from a noised image, towards its most attended tokens; weights are ours",
+        source="Liang et al. 2024, in its style",
+    ),
+    Entry(
+        kind="guide",
+        name="plausible",
+        target="mmdecode.guide.plausible:Plausible",
+        summary="control: the plausibility cut alone; for sampling",
+        source="Yin et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="temperature_matched",
+        target="mmdecode.guide.plausible:TemperatureMatched",
+        summary="control: the cut at the temperature that a method hides; for sampling",
+        source="Yin et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="margin_shift",
+        target="mmdecode.guide.margin_shift:MarginShift",
+        summary="control: a constant towards yes at the first token",
+        source="Yin et al. 2025, its mechanism",
+    ),
+    Entry(
+        kind="guide",
+        name="prompt_bias",
+        target="mmdecode.guide.prompt_bias:PromptBias",
+        summary="control: the model is asked to answer yes (PBA)",
+        source="Yin et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="near_ties",
+        target="mmdecode.guide.near_ties:NearTies",
+        summary="control: near ties of yes and no go to yes (OLM)",
+        source="Yin et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="dola",
+        target="mmdecode.guide.dola:DoLa",
+        summary="the last layer against the early one that differs most",
+        source="Chuang et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="dcla",
+        target="mmdecode.guide.dcla:DCLA",
+        summary="hidden states that drift from earlier layers are pulled back",
+        source="DCLA 2025; range and weights are ours",
+    ),
+    Entry(
+        kind="guide",
+        name="dfd",
+        target="mmdecode.guide.dfd:DFD",
+        summary="a temperature for each token, low where layers disagree; for sampling",
+        source="Dynamic Focus Decoding 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="scalingvis",
+        target="mmdecode.guide.scalingvis:ScalingVis",
+        summary="attention of the last prompt token to the image, sharpened or smoothed",
+        source="Chen et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="adaptvis",
+        target="mmdecode.guide.adaptvis:AdaptVis",
+        summary="as scalingvis, sharpened or smoothed by the model's confidence",
+        source="Chen et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="pai",
+        target="mmdecode.guide.pai:PAI",
+        summary="more attention to the image, and away from the answer without it",
+        source="Liu et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="conscious_gaze",
+        target="mmdecode.guide.conscious_gaze:ConsciousGaze",
+        summary="more attention to the image where image and words act together",
+        source="Conscious Gaze 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="dagcd",
+        target="mmdecode.guide.dagcd:DAGCD",
+        summary="words of attended image tokens become likelier, the more in doubt",
+        source="Huang et al. 2025",
+    ),
+    Entry(
+        kind="guide",
+        name="damro",
+        target="mmdecode.guide.damro:DAMRO",
+        summary="away from the image tokens that the image encoder attends to most",
+        source="Gong et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="causalmm",
+        target="mmdecode.guide.causalmm:CausalMM",
+        summary="away from counterfactual attention in the encoder or the language model",
+        source="Zhou et al. 2024",
     ),
     Entry(
         kind="adapters",
@@ -265,6 +428,13 @@ _BUILTIN = (
         target="mmdecode.adapters.vision_language:LlavaAdapter",
         summary="LLaVA and LLaVA-NeXT",
         source="Liu et al. 2023, 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="instructblip",
+        target="mmdecode.adapters.instructblip:InstructBlipAdapter",
+        summary="the language model of InstructBLIP, and the views of its images",
+        source="Dai et al. 2023",
     ),
     Entry(
         kind="adapters",
@@ -533,18 +703,32 @@ def adapter_class(model_type: str) -> Any:
     )
 
 
-def adapter_for(model: Any) -> Any:
+def adapter_for(model: Any, around: Any = None) -> Any:
     """Builds the adapter for a model by its ``config.model_type``; see `adapter_class`.
+
+    Args:
+        model: The model that decodes.
+        around: The model that ``generate`` was called on, where that is known. If it hands
+            decoders a part of itself, ``model``, and has an adapter that says so by a static method
+            ``inner(around) -> model``, that one is built, of ``around``.
 
     Raises:
         UnsupportedModelError: The model has no adapter of its own and the default one does not fit.
     """
-    config = getattr(model, "config", None)
     cls: Any
+    if around is not None and around is not model:
+        with contextlib.suppress(UnsupportedModelError):
+            cls = adapter_class(_model_type(around))
+            if hasattr(cls, "inner") and cls.inner(around) is model:
+                return cls(around)
     try:
-        cls = adapter_class(getattr(config, "model_type", type(model).__name__))
+        cls = adapter_class(_model_type(model))
     except UnsupportedModelError:
         cls = _load(_entries("adapters")["default"])
         if not cls.fits(model):
             raise
     return cls(model)
+
+
+def _model_type(model: Any) -> str:
+    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)

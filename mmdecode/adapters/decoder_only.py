@@ -45,7 +45,8 @@ class DecoderOnlyAdapter:
     )
     no_views: ClassVar = (
         "a text model has no input to change",
-        "use a prompt instead, or a model with images or audio",
+        "use a prompt instead, or a model with images or audio; where another model gave it "
+        "embeddings, call mmdecode.generate, or generate inside mmdecode.attach(model)",
     )
     """Why a branch with a view is refused, and what to do."""
 

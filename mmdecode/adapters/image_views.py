@@ -6,14 +6,24 @@ A guide names a view and says what to change; which tensors that touches is the 
   shape the processor left them (tiles, flattened patches).
 - ``questions``: ``change(question, draw) -> question`` of the text and the images as PIL has them;
   the caller hands over ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
+- ``pictures``: ``change(picture (..., 3, H, W), draw) -> picture`` of each image with channels of
+  0..1 and in one piece: the images of ``mm_inputs["questions"]`` where these are at hand, else what
+  the pixels were made of, see `mmdecode.adapters.pictures`. Sizes stay, and so does the layout.
 - ``no_image``: the placeholders are left out; what stands around them stays.
+- ``only_images``: the image tokens and the last token of the prompt, which has to be there for the
+  first one to follow; between two images the token before the second, which keeps them apart.
+  ``change``, where given, is that of ``pixels``, with the same draws.
 - ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row as the text
   model reads them.
 - ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens that
   stay, in the order in which they are read, at consecutive positions. ``salience`` is the attention
-  that the image encoder pays to each, see `salience`.
-- ``tower``: ``edit(weights (R, heads, Q, K), layer, draw) -> weights`` of the image encoder's
-  attention at its ``layers``, a pair of fractions of its depth.
+  that the image encoder pays to each, see `salience`; ``heads`` says how: ``"mean"`` of the heads,
+  or ``"joined"``, as if they were one.
+- ``tower``: ``edit(weights (R, heads, Q, K), seen (R or 1, 1, Q, K), layer, draw) -> weights`` of
+  the image encoder's attention at its ``layers``, a pair of fractions of its depth; ``seen`` are
+  the keys that are there.
+- ``patches``: ``change(states (R, n, H), weights (R, heads, Q, K), draw) -> states`` of what the
+  encoder hands to the projector, where ``weights`` are those of the layer that `salience` reads.
 
 ``draw`` is a generator seeded by the request and the image's place among the row's, never by the
 batch, so an item is changed alike in every batch.
@@ -24,19 +34,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
+from torch.nn.functional import avg_pool2d, pad
 
+from mmdecode.adapters import pictures as painting
 from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from mmdecode.adapters.vision_language import VisionLanguageAdapter
+
+Heads = Literal["mean", "joined"]
+"""How the heads of an image encoder say together what they attend to."""
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 
@@ -118,6 +132,15 @@ def pixels(
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
     """Each image's pixels changed; the layout stays."""
+    return adapter.whole(ctx, joined(_changed(adapter, ctx, change)))
+
+
+def _changed(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    change: Callable[[Tensor, torch.Generator], Tensor],
+) -> list[Raw]:
+    """What each row has, with each image's pixels changed."""
     rows = []
     for row, own in enumerate(raw_images(adapter, ctx)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
@@ -125,7 +148,35 @@ def pixels(
             draw = ctx.noise.generator(row, "pixels", ordinal)
             new[name][place] = adapter.image(change(own[name][place], draw).to(own[name]))
         rows.append(new)
+    return rows
+
+
+def pictures(
+    adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec, change: painting.Change
+) -> Prompt:
+    """Each image changed as a whole, before the processor or as if it had been."""
+    if ctx.mm_inputs.get("questions") is not None:
+        return questions(adapter, ctx, spec, functools.partial(_repainted, change))
+
+    marks = adapter.image_mask(ctx.prompt_ids)
+    runs = (marks & ~pad(marks, (1, -1))).sum(1).tolist()
+    rows = []
+    for row, own in enumerate(raw_images(adapter, ctx)):
+        new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
+        places = adapter.images(own)
+        if adapter.are_parts(len(places), runs[row]):
+            painting.refuse_parts(adapter.model)
+        for ordinal, (name, place) in enumerate(places):
+            seed = ctx.noise.generator(row, "pictures", ordinal).initial_seed()
+            paint = functools.partial(painting.changed, change=change, seed=seed)
+            new[name][place] = adapter.image(adapter.repaint(own, name, place, paint).to(own[name]))
+        rows.append(new)
     return adapter.whole(ctx, joined(rows))
+
+
+def _repainted(change: painting.Change, question: Any, draw: torch.Generator) -> Any:
+    images = tuple(painting.changed_image(image, change, draw) for image in question.images)
+    return replace(question, images=images)
 
 
 def questions(
@@ -157,7 +208,11 @@ def questions(
 
 def no_image(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Prompt:
     """The prompt without its image tokens."""
-    keep = ctx.prompt_mask & ~adapter.image_mask(ctx.prompt_ids)
+    return _kept(adapter, ctx, ctx.prompt_mask & ~adapter.image_mask(ctx.prompt_ids))
+
+
+def _kept(adapter: VisionLanguageAdapter, ctx: Context, keep: Tensor) -> Prompt:
+    """Columns ``keep (B, P)`` of the prompt, with what is given by token and nothing else."""
     order = _order(keep)
     inputs = {
         name: _gather(value, order)
@@ -165,6 +220,24 @@ def no_image(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> 
         if name in adapter.by_token and value is not None
     }
     return Prompt(ids=ctx.prompt_ids.gather(1, order), mask=keep.gather(1, order), inputs=inputs)
+
+
+def only_images(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+) -> Prompt:
+    """The prompt without its words; most marks around images go too."""
+    images = adapter.image_mask(ctx.prompt_ids)
+    first = images & ~pad(images, (1, -1))
+    later = first & (first.cumsum(1) > 1)
+    keep = ctx.prompt_mask & (images | pad(later, (-1, 1)))
+    keep[:, -1] = True
+    left = _kept(adapter, ctx, keep)
+    raw = joined(_changed(adapter, ctx, change) if change else raw_images(adapter, ctx))
+    inputs = {**left.inputs, **raw, "input_ids": left.ids, "attention_mask": left.mask}
+    return adapter.built(ctx, inputs, same=change is None)
 
 
 def features(
@@ -188,9 +261,10 @@ def tokens(
     ctx: Context,
     spec: BranchSpec,
     select: Callable[[Tensor, Tensor], Tensor],
+    heads: Heads = "mean",
 ) -> Prompt:
     """Some image tokens of each row, at consecutive positions."""
-    encoded = encode(adapter, joined(raw_images(adapter, ctx)), salient=True)
+    encoded = encode(adapter, joined(raw_images(adapter, ctx)), salient=heads)
     assert encoded.salience is not None, "asked for"
     images = adapter.image_mask(ctx.prompt_ids)
     first = 0
@@ -213,38 +287,75 @@ def tower(
     adapter: VisionLanguageAdapter,
     ctx: Context,
     spec: BranchSpec,
-    edit: Callable[[Tensor, int, torch.Generator], Tensor],
+    edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
     layers: tuple[float, float] = (0.0, 1.0),
 ) -> Prompt:
-    """The images encoded again with edited attention; row by row, since draws are the row's."""
+    """The images encoded again with edited attention."""
     sites = adapter.tower_sites()
     named = frozenset(layer_range(layers, len(sites)))
-    parts = []
-    for row, own in enumerate(raw_images(adapter, ctx)):
-        if own:
-            draw = ctx.noise.generator(row, "tower")
-            change = functools.partial(_drawn, edit, draw)
-            with reading(adapter, TowerPlan(sites=_numbered(sites), edit=change, layers=named)):
-                parts.append(encode(adapter, own))
+
+    def encoded(own: Raw, draw: torch.Generator) -> Encoded:
+        change = functools.partial(_drawn, edit, draw)
+        with reading(adapter, TowerPlan(sites=_numbered(sites), edit=change, layers=named)):
+            return encode(adapter, own)
+
+    return _row_by_row(adapter, ctx, "tower", encoded)
+
+
+def patches(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    spec: BranchSpec,
+    change: Callable[[Tensor, Tensor, torch.Generator], Tensor],
+) -> Prompt:
+    """What the image encoder hands to the projector, changed."""
+
+    def encoded(own: Raw, draw: torch.Generator) -> Encoded:
+        plan = salient_plan(adapter)
+
+        def changed(states: Tensor) -> Tensor:
+            return change(states, torch.cat(plan.chunks()), draw)
+
+        with reading(adapter, plan), adapter.patches(changed):
+            return encode(adapter, own)
+
+    return _row_by_row(adapter, ctx, "patches", encoded)
+
+
+def _row_by_row(
+    adapter: VisionLanguageAdapter,
+    ctx: Context,
+    name: str,
+    encoded: Callable[[Raw, torch.Generator], Encoded],
+) -> Prompt:
+    """The caller's prompt with each row's images encoded alone, since draws are the row's."""
+    parts = [
+        encoded(own, ctx.noise.generator(row, name))
+        for row, own in enumerate(raw_images(adapter, ctx))
+        if own
+    ]
     merged = torch.cat([part.features for part in parts])
     deeper = [torch.cat(level) for level in zip(*(part.deeper for part in parts), strict=True)]
     return of_features(adapter, ctx, ctx.prompt_mask, merged, deeper)
 
 
-def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: bool = False) -> Encoded:
+def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = None) -> Encoded:
     """Images through the encoder and into the text model's space."""
-    plan = None
-    if salient:
-        sites = adapter.tower_sites()
-        layer = adapter.salient_layer % len(sites)
-        plan = TowerPlan(sites=_numbered(sites), reads=frozenset([layer]))
+    plan = salient_plan(adapter, salient) if salient else None
     with reading(adapter, plan) if plan else nullcontext():
         found = adapter.encode(raw)
     parts = [part.reshape(-1, part.shape[-1]) for part in found.pooler_output]
     deeper = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
-    weights = [chunk for read in plan.weights.values() for chunk in read] if plan else []
-    paid = adapter.salience(weights, raw, [len(part) for part in parts]) if plan else None
+    counts = [len(part) for part in parts]
+    paid = adapter.salience(plan.chunks(), raw, counts) if plan else None
     return Encoded(torch.cat(parts), deeper, paid)
+
+
+def salient_plan(adapter: VisionLanguageAdapter, heads: Heads = "mean") -> TowerPlan:
+    """Reads the layer of the image encoder that says which patches matter."""
+    sites = adapter.tower_sites()
+    layer = adapter.salient_layer % len(sites)
+    return TowerPlan(sites=_numbered(sites), reads=frozenset([layer]), joined=heads == "joined")
 
 
 def of_features(
@@ -266,15 +377,21 @@ def of_features(
     order = _order(keep)
     ids, mask = ctx.prompt_ids.gather(1, order), keep.gather(1, order)
     images = adapter.image_mask(ids) & mask
-    words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
-    embeds = adapter.model.get_input_embeddings()(words)
-    embeds = embeds.masked_scatter(images[..., None], features.to(embeds))
-    inputs: dict[str, Any] = {"inputs_embeds": embeds}
+    inputs: dict[str, Any] = {"inputs_embeds": embedded(adapter, ids, images, features)}
     if deeper:
         inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
     kept_all = bool((keep == ctx.prompt_mask).all())
     inputs |= adapter.places(ctx) if kept_all else {}
     return Prompt(ids=ids, mask=mask, inputs=inputs, sees=adapter.sees(images, mask))
+
+
+def embedded(
+    adapter: VisionLanguageAdapter, ids: Tensor, images: Tensor, features: Tensor
+) -> Tensor:
+    """``ids (B, P)`` as the text model reads them, with ``features (n, H)`` at ``images``."""
+    words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
+    embeds = adapter.model.get_input_embeddings()(words)
+    return embeds.masked_scatter(images[..., None], features.to(embeds))
 
 
 @contextmanager
@@ -317,12 +434,13 @@ def pooled(values: Tensor, tokens: int) -> Tensor:
 
 
 def _drawn(
-    edit: Callable[[Tensor, int, torch.Generator], Tensor],
+    edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
     draw: torch.Generator,
     weights: Tensor,
+    seen: Tensor,
     layer: int,
 ) -> Tensor:
-    return edit(weights, layer, draw)
+    return edit(weights, seen, layer, draw)
 
 
 def _numbered(sites: Sequence[torch.nn.Module]) -> dict[int, int]:
@@ -349,8 +467,11 @@ def _gather(values: Tensor, order: Tensor) -> Tensor:
 VIEWS: Mapping[str, Callable[..., Prompt]] = {
     "pixels": pixels,
     "questions": questions,
+    "pictures": pictures,
     "no_image": no_image,
+    "only_images": only_images,
     "features": features,
     "tokens": tokens,
     "tower": tower,
+    "patches": patches,
 }

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.adapters import image_views
+from mmdecode.adapters import image_views, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
@@ -49,6 +50,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         "janus",
         "emu3",
     )
+    shows_images: ClassVar = True
+    """Whether a guide that needs images finds them here."""
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "image_sizes")
     """What the caller hands over for images."""
     salient_layer: int = -1
@@ -68,9 +71,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         if "final_logit_softcapping" not in (*code.co_names, *code.co_consts):
             self._cap = None
         self._scale = 1.0
-        names = ("image_token_id", "image_token_index", "video_token_id")
-        marks = (getattr(model.config, name, None) for name in names)
-        self._marks = sorted({mark for mark in marks if mark is not None})
+        self._marks = placeholders(model.config)
         self._takes = set(inspect.signature(self._whole.forward).parameters) - _ENGINE
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
@@ -169,6 +170,23 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """Pixels as the model may be given them."""
         return values
 
+    def are_parts(self, images: int, runs: int) -> bool:
+        """Whether a row's images are parts of larger ones; ``runs`` of image tokens it has."""
+        return images > runs
+
+    def repaint(
+        self, own: Mapping[str, Tensor], name: str, place: Any, paint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """An image's pixels with a change made to the picture that they are of.
+
+        Args:
+            own: What a row has, as `split` gives it.
+            name: With ``place`` one entry of `images`.
+            place: See ``name``.
+            paint: ``(..., 3, H, W)`` of normalised pixels to the same.
+        """
+        return paint(own[name][place])
+
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
         """The model's own output: features by image or row as ``pooler_output``."""
         return self._whole.get_image_features(**raw, return_dict=True)
@@ -205,6 +223,19 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """
         found = torch.cat(image_views.salience(weights, self.has_cls()))
         return image_views.pooled(found, sum(counts) // len(found)).flatten()
+
+    def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+        """Lets ``change(states (R, n, H)) -> states`` of patches hold for what is projected.
+
+        Raises:
+            IncompatibleError: Patches do not go from the encoder to a projector as they are.
+        """
+        raise IncompatibleError.between(
+            "a guide that changes what enters the projector",
+            type(self.model).__name__,
+            "its adapter knows of no projector that takes patches one by one",
+            "use a guide that changes the encoder's attention, or pixels",
+        )
 
     def has_cls(self) -> bool:
         """Whether the encoder's first token stands for the whole image."""
@@ -264,6 +295,34 @@ class LlavaAdapter(VisionLanguageAdapter):
         runs = (images & ~pad(images, (1, -1))).sum(1).tolist()
         return runs if sum(runs) == len(raw["pixel_values"]) else super().per_row(raw, images)
 
+    def are_parts(self, images: int, runs: int) -> bool:
+        """Tiles are of one image, which may stand right beside another."""
+        return False
+
+    def repaint(
+        self, own: Mapping[str, Tensor], name: str, place: Any, paint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """As of any; of LLaVA-NeXT, the whole image and that of its tiles, changed alike."""
+        values = own[name][place]
+        if values.ndim == 3:
+            return paint(values)
+        config: Any = self.model.config
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+
+        rows, columns = get_anyres_image_grid_shape(
+            own["image_sizes"][place].tolist(), config.image_grid_pinpoints, values.shape[-1]
+        )
+        last = 1 + rows * columns
+        tiles = values[1:last].unflatten(0, (rows, columns))
+        whole = pictures.to_tiles(paint(pictures.of_tiles(tiles)), rows, columns)
+        return torch.cat([paint(values[0])[None], whole.flatten(0, 1), values[last:]])
+
+    def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+        """As of any; the class token was dropped before."""
+        return self._whole.multi_modal_projector.register_forward_pre_hook(
+            lambda _, args: (change(args[0]), *args[1:])
+        )
+
     def salience(
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
@@ -298,6 +357,10 @@ class IdeficsAdapter(VisionLanguageAdapter):
         if values is None:
             return []
         return [("pixel_values", (0, i)) for i in range(values.shape[1]) if values[0, i].any()]
+
+    def are_parts(self, images: int, runs: int) -> bool:
+        """Several may be tiles of one, which only the text between them tells."""
+        return images > 1
 
     def image(self, values: Tensor) -> Tensor:
         """A blank image must not look like an empty one."""
@@ -440,6 +503,21 @@ class QwenVLAdapter(VisionLanguageAdapter):
             found += [(name, slice(a, b)) for a, b in itertools.pairwise([0, *ends])]
         return found
 
+    def are_parts(self, images: int, runs: int) -> bool:
+        """Each is in one piece."""
+        return False
+
+    def repaint(
+        self, own: Mapping[str, Tensor], name: str, place: Any, paint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Patches put together and taken apart; the frames of a video are changed alike."""
+        described = "image_grid_thw" if name == "pixel_values" else "video_grid_thw"
+        starts = own[described].prod(1).cumsum(0) - own[described].prod(1)
+        grid = own[described][starts.tolist().index(place.start)].tolist()
+        vision: Any = self.tower().config
+        cut = (grid, vision.spatial_merge_size, vision.temporal_patch_size)
+        return pictures.to_patches(paint(pictures.of_patches(own[name][place], *cut)), *cut)
+
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
         """As of any; not of videos."""
         if "pixel_values_videos" in raw:
@@ -494,6 +572,13 @@ class QwenVLPast:
         """Keeps the rows ``rows``, in that order."""
         self.cache.reorder_cache(rows)
         self.distances = self.distances[rows]
+
+
+def placeholders(config: Any) -> list[int]:
+    """Ids that stand for parts of an image or video."""
+    names = ("image_token_id", "image_token_index", "video_token_id")
+    marks = (getattr(config, name, None) for name in names)
+    return sorted({mark for mark in marks if mark is not None})
 
 
 def _distances(places: Tensor, mask: Tensor) -> Tensor:

@@ -7,18 +7,16 @@ and renamed, so that a file that exists is complete.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.subtitles import DEFAULT, Layout, clean, cues
 from mmdecode.errors import OptionError, did_you_mean
+from mmdecode.files import to_json
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Segment, Transcript
@@ -133,39 +131,6 @@ class Names:
         self._numbers[stem.casefold()] = number
         self._taken.add(name.casefold())
         return name
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Writes a file that either is complete or does not exist."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that can be written as UTF-8 and does not depend on how recordings were batched.
-
-    Numbers that JSON cannot hold become null. Times, whose names end in ``_s`` or are those of a
-    manifest, are kept as they are; probabilities and other fractions are rounded to four decimals,
-    since their last digits vary with the other recordings of the batch.
-    """
-    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    # half characters, as in names of files that are not UTF-8, have an escape of the same form
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _plain(value: Any, exact: bool = False) -> Any:
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return value if exact else round(value, 4)
-    if isinstance(value, Mapping):
-        times = ("_s", "offset", "duration")
-        return {key: _plain(item, str(key).endswith(times)) for key, item in value.items()}
-    return [_plain(item, exact) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _spoken(transcript: Transcript) -> Iterator[tuple[Segment, str]]:

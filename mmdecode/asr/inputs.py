@@ -14,6 +14,7 @@ from pathlib import Path
 from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
+from mmdecode.files import find_files
 
 STDIN = "-"
 """In place of a path: standard input."""
@@ -61,27 +62,12 @@ def gathered(
 
 
 def find_audio(paths: Iterable[str]) -> list[str]:
-    """Named files as they are, folders searched; each file once.
+    """Named files as they are, folders searched for audio; each file once.
 
     Raises:
         InputError: A folder holds no audio.
     """
-    found: dict[str, None] = {}
-    for path in paths:
-        if not os.path.isdir(path):
-            found[path] = None
-            continue
-        inside = [
-            str(file)
-            for file in sorted(Path(path).rglob("*"))
-            if file.suffix.lower() in SUFFIXES and file.is_file() and file.name[0] != "."
-        ]
-        if not inside:
-            raise InputError(
-                f"the folder {path} holds no audio files; expected {', '.join(sorted(SUFFIXES))}"
-            )
-        found.update(dict.fromkeys(inside))
-    return list(found)
+    return find_files(paths, SUFFIXES, "audio")
 
 
 def sizes(entries: Sequence[Entry]) -> list[float]:

@@ -11,7 +11,7 @@ Each line has the ``id`` and the absolute ``audio`` path, of a part also where i
 ``results.jsonl`` is itself a manifest (`mmdecode.asr.manifest`).
 
 A folder with results is continued only on request, only under the same settings
-(`mmdecode.asr.folders`), and only where an id still names the recording whose transcript is there;
+(`mmdecode.files`), and only where an id still names the recording whose transcript is there;
 recordings that failed are tried again.
 """
 
@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.asr import crashes
-from mmdecode.asr.folders import (
+from mmdecode.asr.formats import FORMATS, Names
+from mmdecode.asr.manifest import Entry
+from mmdecode.asr.prompts import language_code
+from mmdecode.asr.subtitles import DEFAULT, Layout
+from mmdecode.asr.transcriber import Failure, Transcript
+from mmdecode.errors import InputError, OptionError
+from mmdecode.files import (
     RUN,
     append_line,
     check_settings,
@@ -33,13 +39,9 @@ from mmdecode.asr.folders import (
     explained,
     lock,
     note_settings,
+    to_json,
+    write_atomically,
 )
-from mmdecode.asr.formats import FORMATS, Names, to_json, write_atomically
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.prompts import language_code
-from mmdecode.asr.subtitles import DEFAULT, Layout
-from mmdecode.asr.transcriber import Failure, Transcript
-from mmdecode.errors import InputError, OptionError
 
 RESULTS, PARTS = "results.jsonl", "parts"
 JOURNAL = ".reading-{}.tmp"

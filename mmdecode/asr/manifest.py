@@ -12,21 +12,17 @@ stands under one of `LANGUAGE`.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-import json
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mmdecode.asr.audio import Source, part, recording
-from mmdecode.asr.formats import write_atomically
 from mmdecode.errors import InputError
+from mmdecode.tables import any_of, first_of, read_rows, text_of
 
 AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
 TEXT = ("text", "transcript", "transcription", "sentence", "reference")
@@ -102,9 +98,9 @@ def read_manifest(
     for line, row in itertools.islice(read_rows(path), limit):
         entry = _entry(row, f"{path}, line {line}", path.parent)
         if audio and entry.audio is None:
-            raise InputError(f"{path}, line {line} names no recording; expected {_any(AUDIO)}")
+            raise InputError(f"{path}, line {line} names no recording; expected {any_of(AUDIO)}")
         if text and entry.text is None:
-            raise InputError(f"{path}, line {line} has no text; expected {_any(TEXT)}")
+            raise InputError(f"{path}, line {line} has no text; expected {any_of(TEXT)}")
         if entry.id in seen:
             raise InputError(
                 f"{path}, line {line} has the id {entry.id!r} of line {seen[entry.id]}; give each "
@@ -117,84 +113,13 @@ def read_manifest(
     return entries
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a table and the line on which each stands, from 1.
-
-    Raises:
-        InputError: The file cannot be read or is no table.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
-    if path.suffix.lower() in (".csv", ".tsv"):
-        yield from _table(path, text)
-    elif path.suffix.lower() in (".trn", ".ref", ".hyp"):
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield number, _transcript(line, f"{path}, line {number}")
-    elif text.lstrip().startswith("["):
-        for number, row in enumerate(_parse(text, str(path)), 1):
-            yield number, _mapping(row, f"{path}, item {number}")
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                yield number, _mapping(_parse(line, where), where)
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes JSON lines; the file either is complete or does not exist."""
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    write_atomically(path, "".join(lines))
-
-
-def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = io.StringIO(text, newline="")
-    if path.suffix.lower() == ".tsv":  # a quotation mark there is part of the text
-        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    else:
-        reader = csv.DictReader(lines)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise InputError(
-                    f"{path}, line {reader.line_num} does not have the "
-                    f"{len(reader.fieldnames or ())} columns of the header"
-                )
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num} cannot be read: {error}") from error
-
-
-def _transcript(line: str, where: str) -> dict[str, Any]:
-    found = re.fullmatch(r"(.*)\(([^()]+)\)\s*", line)
-    if not found:
-        raise InputError(f"{where} does not end with an id; expected 'some words (id)'")
-    return {"id": found[2].strip(), "text": found[1].strip()}
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {error}") from error
-
-
-def _mapping(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise InputError(f"{where} holds {type(row).__name__}; expected an object with fields")
-    return row
-
-
 def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
     audio = text_of(row, AUDIO, where)
     if audio is not None and (not audio.strip() or "\0" in audio):
         raise InputError(f"{where} has the path {audio!r}; expected the path of a recording")
     name = text_of(row, ID, where)
     if name is None and audio is None:
-        raise InputError(f"{where} has neither {_any(ID)} nor {_any(AUDIO)}")
+        raise InputError(f"{where} has neither {any_of(ID)} nor {any_of(AUDIO)}")
     offset, duration = seconds_of(row, OFFSET, where), seconds_of(row, DURATION, where)
     if not offset and duration is None:
         offset = None
@@ -213,30 +138,6 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
     )
 
 
-def first_of(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """The first of some columns that a row has; ``None``: it has none of them."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | None:
-    """The first of some columns that a row has, as text; ``None``: it has none of them.
-
-    Raises:
-        InputError: What stands there is no text.
-    """
-    value = first_of(row, names)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        found = f"{type(value).__name__} {str(value)[:40]!r}"
-        raise InputError(f"{where} has {found} under {_any(names)}; expected text")
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where} has half a character under {_any(names)}") from None
-    return str(value)
-
-
 def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:
     """The first of some columns that a row has, as seconds; ``None``: it has none of them.
 
@@ -251,9 +152,5 @@ def seconds_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> floa
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise InputError(f"{where} has {str(value)[:40]!r} under {_any(names)}; expected seconds")
+        raise InputError(f"{where} has {str(value)[:40]!r} under {any_of(names)}; expected seconds")
     return seconds
-
-
-def _any(names: Iterable[str]) -> str:
-    return " or ".join(repr(name) for name in names)

@@ -17,7 +17,7 @@ from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, in_order, timed_words
-from mmdecode.checkpoints import local_path
+from mmdecode.checkpoints import cannot_load, dtype_of, local_path, placed
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
 from mmdecode.models.whisper_medusa import load_target
@@ -350,11 +350,7 @@ def load(
     """
     from transformers import AutoConfig, WhisperForConditionalGeneration, WhisperProcessor
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise OptionError(f"dtype={dtype!r}; expected float32, bfloat16 or float16")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = dtype_of(dtype)
     path = local_path(model_id)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -373,11 +369,5 @@ def load(
     except MMDecodeError:
         raise
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
-            "folder, a Hub id that can be reached, or zoo:NAME"
-        ) from error
-    try:
-        return model.to(device), processor
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"device {device!r} cannot be used: {error}") from error
+        raise cannot_load(model_id, error) from error
+    return placed(model, device), processor

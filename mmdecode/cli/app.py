@@ -32,6 +32,7 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS = {
     "demo": "Transcribe shipped speech with a shipped model, plain and drafted.",
     "transcribe": "Transcribe audio files.",
+    "ask": "Ask questions about images.",
     "stream": "Transcribe while the audio still comes.",
     "evaluate": "Score a model, or transcripts made elsewhere.",
     "train": "Train heads or zoo models.",

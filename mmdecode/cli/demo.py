@@ -162,9 +162,10 @@ def _run(
     """Items of all recordings and the texts of the noisy clips; writes texts as it goes."""
     from rich.progress import track
 
-    from mmdecode.asr.formats import FORMATS, write_atomically
+    from mmdecode.asr.formats import FORMATS
     from mmdecode.asr.subtitles import DEFAULT
     from mmdecode.asr.transcriber import Transcript
+    from mmdecode.files import write_atomically
 
     drafted = ways[1]
     timed = _with_words(drafted)

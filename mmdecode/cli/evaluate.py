@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmdecode.cli import evaluate_vlm
 from mmdecode.cli.flags import (
     Device,
     Dtype,
@@ -137,11 +138,12 @@ def wer(
 
       mmdecode evaluate wer --manifest test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
     """
-    from mmdecode.asr.folders import claimed
     from mmdecode.errors import OptionError
+    from mmdecode.evaluation.journal import is_taken
     from mmdecode.evaluation.normalisers import normaliser_of
-    from mmdecode.evaluation.runs import is_taken
+    from mmdecode.evaluation.runs import SAMPLES
     from mmdecode.evaluation.word_report import WERReport
+    from mmdecode.files import claimed
 
     given = {"--model": model, "--hypotheses": hypotheses, "--rescore": rescore}
     if sum(bool(value) for value in given.values()) != 1:
@@ -170,7 +172,7 @@ def wer(
     folder = out_dir or rescore
     with claimed(folder) if folder else contextlib.nullcontext():
         own = rescore and folder and folder.resolve() == rescore.resolve()
-        if folder and not own and not resume and is_taken(folder):
+        if folder and not own and not resume and is_taken(folder, SAMPLES):
             advice = "continue it with --resume, or " if model else ""
             raise OptionError(f"{folder} holds an earlier report; {advice}choose another --out")
         if model:
@@ -249,6 +251,10 @@ def wer(
         raise typer.Exit(1)
 
 
+for _command in evaluate_vlm.COMMANDS:
+    app.command()(_command)
+
+
 def _entries(manifest: Path, limit: int | None, normalise: Any) -> list[Entry]:
     """Recordings with texts; with a normaliser only those the leaderboard would score."""
     from mmdecode.asr.manifest import read_manifest
@@ -298,13 +304,13 @@ def _run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
     from mmdecode.evaluation.conditions import conditions_of
-    from mmdecode.evaluation.runs import Journal, data_hash, record
+    from mmdecode.evaluation.runs import data_hash, journal_of, record
 
     conditions = conditions_of(transcribers) | settings
     conditions["batch_size"] = settings["options"]["batch_size"]
     conditions["data_hash"] = data_hash(entries)
     fixed = {k: v for k, v in conditions.items() if k != "load_average"}
-    journal = Journal(out_dir, fixed, resume) if out_dir else None
+    journal = journal_of(out_dir, fixed, resume) if out_dir else None
     with progress_bar() as bar:
         task = bar.add_task("transcribing", total=len(entries) * len(transcribers))
         if journal:

@@ -91,7 +91,8 @@ def zoo(
     name: Annotated[
         str,
         typer.Argument(
-            help="whisper-synth, whisper-synth-medusa, aligner, speech-test or joined-words."
+            help="whisper-synth, whisper-synth-medusa, aligner, speech-test, joined-words, "
+            "llava-scenes or scenes-test."
         ),
     ],
     work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
@@ -100,13 +101,15 @@ def zoo(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the result; default: WORK/model.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Time box of the training proper.")] = 80.0,
+    minutes: Annotated[
+        float, typer.Option(help="Time box of whisper-synth's training proper.")
+    ] = 80.0,
     base: Annotated[
         str, typer.Option(help="The Whisper of heads and aligner.")
     ] = "zoo:whisper-synth",
     json: JsonFlag = False,
 ) -> None:
-    """Rebuild a member of the zoo; needs espeak-ng. Run again to resume."""
+    """Rebuild a member of the zoo; those that speak need espeak-ng. Run again to resume."""
     from mmdecode.errors import UnknownNameError
     from mmdecode.train import whisper_synth
 
@@ -135,8 +138,23 @@ def zoo(
         out = out or work / "speech-test"
         build_speech_test(out)
         result = {"folder": str(out)}
+    elif name == "llava-scenes":
+        from mmdecode.train import llava_scenes
+
+        out = out or work / "model"
+        result = llava_scenes.run(llava_scenes.Options(), work, out)
+    elif name == "scenes-test":
+        from mmdecode.zoo import scene_sets
+
+        out = out or work / "scenes-test"
+        scene_sets.build_scene_sets(out)
+        scene_sets.write_images(out / "images")
+        result = {"folder": str(out)}
     else:
-        known = "whisper-synth whisper-synth-medusa aligner speech-test joined-words".split()
+        known = (
+            "whisper-synth whisper-synth-medusa aligner speech-test joined-words llava-scenes "
+            "scenes-test"
+        ).split()
         raise UnknownNameError.of("zoo recipe", name, known)
     console.print(f"result in [bold]{out}[/bold]")
     if json:

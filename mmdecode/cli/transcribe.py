@@ -368,8 +368,8 @@ def _transcribe(
 ) -> _Tally:
     """This process's part of the work, and in the leading one the tally of all."""
     from mmdecode.asr import jobs
-    from mmdecode.asr.folders import claimed
     from mmdecode.asr.inputs import sizes
+    from mmdecode.files import claimed
 
     if output.folder is None:
         return _work(entries, load, None, output.language)

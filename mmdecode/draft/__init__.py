@@ -1,6 +1,7 @@
 """Drafters, one a file: who proposes the tokens. A drafter changes speed, never the law."""
 
 from mmdecode.draft.adaptive import Adaptive
+from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.layer_skip import LayerSkip
@@ -11,6 +12,7 @@ from mmdecode.draft.source import Source
 
 __all__ = [
     "Adaptive",
+    "Amateur",
     "Assistant",
     "FirstOf",
     "LayerSkip",

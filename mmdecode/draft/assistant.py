@@ -67,6 +67,12 @@ class Assistant:
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
+        self._kind = kind
+        self._branch = self._opened(ctx, prefill)
+        self._branch.prefill(ctx, {})
+
+    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
+        """The branch that drafts, before it has read anything."""
         if self._follows:
             self.model.to(device=ctx.device, dtype=ctx.adapter.model.dtype)
         adapter = registry.adapter_for(self.model)
@@ -78,9 +84,7 @@ class Assistant:
                 f"{prefill.logits.shape[-1]}",
                 "use an assistant with the same tokenizer",
             )
-        self._kind = kind
-        self._branch = ModelBranches(adapter, [MAIN])
-        self._branch.prefill(ctx, {})
+        return ModelBranches(adapter, [MAIN])
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""
@@ -116,7 +120,7 @@ class Assistant:
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Moves the write position behind the last but one committed token."""
         assert self._branch is not None
-        self._branch.cache.set_start(ctx.end() - 2)
+        self._branch.cache.set_start(self._branch.width + ctx.length - 2)
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""

@@ -200,6 +200,10 @@ class TowerPlan:
             self._read(layer, masked_softmax(whole, seen))
         return values
 
+    def chunks(self) -> list[Tensor]:
+        """What was read, layer by layer."""
+        return [chunk for read in self.weights.values() for chunk in read]
+
     def keep(self, layer: int, weights: Tensor) -> None:
         """Keeps one more chunk of what was read."""
         if not self.joined:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine import capture
-from mmdecode.engine.attention import AttentionEdit, Plan, planned
+from mmdecode.engine.attention import AttentionEdit, Plan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.contracts import (
     Adapter,
@@ -179,9 +179,7 @@ class ModelBranches:
             for index in self.needs.hidden:
                 if isinstance(index, int):
                     hooks.enter_context(_capture(adapter.layers()[index], states, index))
-            place = places(torch.arange(visible, device=begin.device) - begin[:, None], depths)
-            keys = (begin - self.pads)[:, None] + place
-            plan = self._enter_edits(hooks, specs, logical, keys, prompt is not None)
+            plan = self._enter_edits(hooks, specs, logical, visible, prompt is not None)
             if prompt is not None:
                 states["last"] = adapter.prefill(prompt, mask, positions, self._past)
             else:
@@ -201,7 +199,7 @@ class ModelBranches:
         self._strengths = {
             index: edit.strength(ctx, earlier)
             for index, edit in enumerate(attention)
-            if edit.strength is not None
+            if edit.strength is not None and (prompt is not None or edit.rows != "last_prompt")
         }
 
     def _enter_edits(
@@ -209,7 +207,7 @@ class ModelBranches:
         hooks: ExitStack,
         specs: Sequence[BranchSpec],
         positions: Tensor,
-        keys: Tensor,
+        visible: int,
         is_prompt: bool,
     ) -> Plan | None:
         """Lets edits and readings hold for a pass; what is read lies in the plan."""
@@ -240,6 +238,8 @@ class ModelBranches:
         law = torch.ones_like(positions.expand(len(self.pads), -1), dtype=torch.bool)
         if is_prompt:
             law[:, :-1] = False
+        first = positions[:, :1]
+        slots = torch.arange(visible, device=positions.device)
         plan = Plan(
             sites={id(m): i for i, m in enumerate(self.adapter.attention_sites())},
             depth=self.adapter.num_layers,
@@ -249,7 +249,7 @@ class ModelBranches:
             law_rows=law,
             is_prompt=is_prompt,
             positions=positions.expand(len(self.pads), -1),
-            keys=keys,
+            keys=first + places(slots - first - self.pads[:, None], positions - first),
             noise=self._noise,
             strengths=strengths,
         )
@@ -396,6 +396,7 @@ def _edit_states(
 ) -> None:
     """Lets an edit of states hold: each layer's output is shown to it, with those before."""
     before: list[Tensor] = []
+    covered = layer_range(edit.layers, len(layers))
 
     def after(layer: int) -> Callable[..., Any]:
         def change(_: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -403,7 +404,7 @@ def _edit_states(
             if layer == 0:
                 before.clear()
             own = states[rows]
-            edited = edit.change(layer, own, before)
+            edited = edit.change(layer, own, before) if layer in covered else own
             before.append(edited)
             if edited is own:
                 return output

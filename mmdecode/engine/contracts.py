@@ -270,13 +270,16 @@ class StateEdit:
 
     Attributes:
         branch: Whose.
+        layers: First and last layer to edit as fractions of the depth, both included, as those of
+            `mmdecode.engine.attention.AttentionEdit`.
         change: ``(layer, states (B, Q, H), earlier) -> states``: of a layer's output, where
-            ``earlier`` are the outputs of the layers before it, as edited. A position must be
+            ``earlier`` are the outputs of all layers before it, as edited. A position must be
             edited by its own states alone, so that a cached pass equals a full one.
     """
 
     branch: str
     change: Callable[[int, Tensor, Sequence[Tensor]], Tensor]
+    layers: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +385,8 @@ class Guide(Protocol):
     `mmdecode.engine.attention.AttentionEdit` and `StateEdit`.
     """
 
-    needs: Needs
+    needs: Needs | Callable[[Adapter], Needs]
+    """What it wants of the passes; a method where that depends on the model's depth."""
     branches: Sequence[BranchSpec]
     neutral: bool
     """Whether the settings leave the main branch's law untouched; then nothing is run."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -52,6 +52,21 @@ MAX_NODES = 256
 
 
 @dataclass(frozen=True)
+class Step:
+    """What a guide made of one committed token, as a trace records it.
+
+    Attributes:
+        survivors: Tokens that the guided law leaves, before the caller's processors.
+        changed: Whether its likeliest token is another than the main branch's.
+        distances: By branch, the largest difference of a log-probability from the main branch's.
+    """
+
+    survivors: int
+    changed: bool
+    distances: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Round:
     """One round of one row, as a trace records it.
 
@@ -61,6 +76,9 @@ class Round:
         decided: The token that the law decided after the path.
         bonus: Whether the path ended at a leaf, so that ``decided`` corrects nothing.
         kept: Tokens committed after stop rules.
+        steps: What the guide made of each of them; empty without a guide.
+        opening: Logits ``(V,)`` at the row's first token by branch, ``"guided"`` among them: the
+            guided law before a plausibility cut. ``None`` in later rounds.
     """
 
     drafted: tuple[int, ...]
@@ -68,14 +86,21 @@ class Round:
     decided: int
     bonus: bool
     kept: int
+    steps: tuple[Step, ...] = ()
+    opening: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Guided:
-    """What a scoring pass says: the main branch's scores and the guided logits."""
+    """What a scoring pass says: the main branch's scores and the guided logits.
+
+    ``branches`` are the logits of all branches, and of the guided law before a plausibility cut,
+    where a trace wants them.
+    """
 
     main: Scores
     logits: Tensor
+    branches: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,6 +194,7 @@ class Decoder:
         mm_inputs: Mapping[str, Any] | None = None,
         mm_request: Any = None,
         mm_streamer: Any = None,
+        mm_model: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
@@ -182,6 +208,7 @@ class Decoder:
             mm_inputs: Raw inputs for guides and drafts, by name, one entry per row.
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
             mm_streamer: A streamer for the one row of the batch; the caller ends it.
+            mm_model: The model that ``generate`` was called on, which may be one around ``model``.
             **model_kwargs: What ``generate`` prepared.
 
         Returns:
@@ -213,7 +240,9 @@ class Decoder:
         ctx.tail = self.draft.needs.tail
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
-        adapter = ctx.adapter = registry.adapter_for(model)
+        adapter = ctx.adapter = registry.adapter_for(model, mm_model)
+        _refuse_blind(guide, adapter)
+        needs = self.draft.needs.union(_needs(guide, adapter))
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:
             raise OptionError(
@@ -231,7 +260,7 @@ class Decoder:
             guide=guide,
             rule=rule,
             kind=kind,
-            scorers=_scorers(adapter, guide, self.draft.needs, ctx),
+            scorers=_scorers(adapter, guide, needs, ctx),
             processors=Processors(processors),
             stopping=Stopping(
                 stopping_criteria, setup.token_ids(config.eos_token_id), ctx.limit, ctx.device
@@ -245,7 +274,7 @@ class Decoder:
         if self.trace is not None:
             run.trace = [[] for _ in range(ctx.batch)]
             self.trace.extend(run.trace)
-        edited = _looks_inside(guide, self.draft.needs)
+        edited = _looks_inside(guide, needs)
         try:
             with attention.switched(model) if edited else nullcontext():
                 longest = run.decode()
@@ -374,14 +403,21 @@ class Run:
         logits = scores["main"].logits
         if self.guide:
             logits = self.guide.apply(self.constants, self.ctx, proposal, scores)
-        return Guided(scores["main"], logits)
+        if self.trace is None:
+            return Guided(scores["main"], logits)
+        branches = {
+            name: score.logits for name, score in scores.items() if score.candidates is None
+        }
+        combine = getattr(self.guide, "combine", None)
+        uncut = combine(self.constants, self.ctx, proposal, scores) if combine else logits
+        return Guided(scores["main"], logits, branches | {"guided": uncut})
 
     def settle(self, proposal: Proposal, scored: Guided, first: bool = False) -> Settled:
         """Decides what of a scored proposal is kept, commits it, and proposes again."""
         ctx, main = self.ctx, scored.main
         law = Law(scored.logits, ctx, proposal, self.processors)
         outcome = self.rule(proposal, law, ctx.noise, ctx)
-        counts = self.commit(proposal, main, law, outcome, first)
+        counts = self.commit(proposal, scored, law, outcome, first)
         self.draft.observe(ctx, proposal, main, outcome)
         # before the transfer, so that one transfer tells the next proposal's width too
         proposal = self.draft.propose(ctx, self.budget)
@@ -397,7 +433,7 @@ class Run:
         return MAX_NODES if ctx.fixed else min(ctx.limit - self.shortest - 1, MAX_NODES)
 
     def commit(
-        self, proposal: Proposal, main: Scores, law: Law, outcome: Outcome, first: bool
+        self, proposal: Proposal, scored: Guided, law: Law, outcome: Outcome, first: bool
     ) -> Tensor:
         """Cuts the block where a row ends, writes it, and moves caches; returns `Stats` counts."""
         ctx = self.ctx
@@ -413,12 +449,13 @@ class Run:
         count, ended = self.stopping.cut(ctx, block, count)
         kept = order < count[:, None]
         for name in self.recorder.rows:
-            along = law.along(path) if name == "scores" else rows_along(main.logits, path)
+            along = law.along(path) if name == "scores" else rows_along(scored.main.logits, path)
             self.recorder.add(name, along, count)
         if self.streamer is not None:
             self.streamer.put(block[0, : int(count[0])].cpu())
         if self.trace is not None:
-            _record(self.trace, proposal, tokens, outcome, count)
+            steps = _steps(scored, path, count) if self.guide else {}
+            _record(self.trace, proposal, tokens, outcome, count, steps, scored, first)
         columns = ctx.end()[:, None] + order
         ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
         if not first:
@@ -525,9 +562,16 @@ class NoDraft:
         """Nothing to forget."""
 
 
+def _needs(guide: Guide | None, adapter: Any) -> Needs:
+    """What a guide wants of the passes of this model."""
+    if guide is None:
+        return Needs()
+    return guide.needs(adapter) if callable(guide.needs) else guide.needs
+
+
 def _looks_inside(guide: Guide | None, needs: Needs) -> bool:
     """Whether attention is edited or read in this call."""
-    if needs.attention or (guide and guide.needs.attention):
+    if needs.attention:
         return True
     return any(isinstance(edit, AttentionEdit) for edit in getattr(guide, "edits", ()))
 
@@ -539,12 +583,22 @@ def width_bucket(width: int, size: int) -> int:
     return min(size, 1 << (width - 1).bit_length())
 
 
+def _refuse_blind(guide: Guide | None, adapter: Any) -> None:
+    """Raises where a guide of images meets a model that shows none."""
+    if getattr(guide, "images", False) and not getattr(adapter, "shows_images", False):
+        raise IncompatibleError.between(
+            f"guide {type(guide).__name__}",
+            type(adapter.model).__name__,
+            "the guide needs images, and this model reads none itself",
+            "use a vision-language model; one that hands its images to an inner language model "
+            "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
+        )
+
+
 def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> list[Scorer]:
     """By stage; within a stage the main model's branches, other models, then a guide's own."""
     specs = list(guide.branches) if guide else []
     edits = getattr(guide, "edits", ())
-    if guide:
-        needs = needs.union(guide.needs)
     groups: dict[tuple[int, int], list[BranchSpec]] = {(1, 0): [MAIN]}
     built: list[Scorer] = []
     for spec in specs:
@@ -564,8 +618,35 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
     return sorted(scorers + built, key=lambda scorer: scorer.stage)
 
 
+def _steps(scored: Guided, path: Tensor, count: Tensor) -> dict[int, tuple[Step, ...]]:
+    """By row, what the guide made of the tokens it keeps."""
+    guided, main = rows_along(scored.logits, path), rows_along(scored.main.logits, path)
+    survivors = (guided > -torch.inf).sum(-1).tolist()
+    changed = (guided.argmax(-1) != main.argmax(-1)).tolist()
+    reference = main.log_softmax(-1)
+    distances = {
+        name: (rows_along(logits, path).log_softmax(-1) - reference).abs().amax(-1).tolist()
+        for name, logits in scored.branches.items()
+        if name not in ("main", "guided")
+    }
+    return {
+        row: tuple(
+            Step(survivors[row][i], changed[row][i], {n: d[row][i] for n, d in distances.items()})
+            for i in range(kept)
+        )
+        for row, kept in enumerate(count.tolist())
+    }
+
+
 def _record(
-    trace: list[list[Round]], proposal: Proposal, tokens: Tensor, outcome: Outcome, count: Tensor
+    trace: list[list[Round]],
+    proposal: Proposal,
+    tokens: Tensor,
+    outcome: Outcome,
+    count: Tensor,
+    steps: Mapping[int, tuple[Step, ...]],
+    scored: Guided,
+    first: bool,
 ) -> None:
     parents, _, _ = proposal.structure()
     parents = parents.expand(len(count), -1)
@@ -587,5 +668,7 @@ def _record(
                 decided=int(outcome.next_token[row]),
                 bonus=not bool(below.any()),
                 kept=kept,
+                steps=steps.get(row, ()),
+                opening={n: v[row, 0].cpu() for n, v in scored.branches.items()} if first else None,
             )
         )

@@ -111,7 +111,6 @@ class Noise:
         unit = _open_unit(_absorb(self._state(positions, role, trial)[..., None], tokens))
         return -(-unit.log()).log().float()
 
-
     def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:
         """Draws in (0, 1) for every pair of a query and a key in a layer, float32.
 

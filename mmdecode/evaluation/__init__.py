@@ -1,18 +1,44 @@
 """How a number becomes believable: scorers with names, counts and intervals, and `audit`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from mmdecode.evaluation.audit import AuditReport, audit
 from mmdecode.evaluation.memory import RowBytes, row_bytes
 from mmdecode.evaluation.plain import Case, Plain
 from mmdecode.evaluation.word_report import Comparison, WERReport, wer_report
 
+if TYPE_CHECKING:
+    from mmdecode.evaluation.caption_report import CaptionReport
+    from mmdecode.evaluation.choice_report import ChoiceReport
+    from mmdecode.evaluation.yes_no_report import YesNoReport
+
 __all__ = [
     "AuditReport",
+    "CaptionReport",
     "Case",
+    "ChoiceReport",
     "Comparison",
     "Plain",
     "RowBytes",
     "WERReport",
+    "YesNoReport",
     "audit",
     "row_bytes",
     "wer_report",
 ]
+
+_LAZY = {
+    "CaptionReport": "caption_report",
+    "ChoiceReport": "choice_report",
+    "YesNoReport": "yes_no_report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

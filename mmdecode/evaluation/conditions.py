@@ -39,19 +39,25 @@ def load_average() -> str | None:
 
 def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
     """What texts and times depend on: model, options, device, versions."""
+    first = next(iter(transcribers.values()))
+    return {
+        **surroundings(first.model),
+        "drafts": {m: type(one.decoder.draft).__name__ for m, one in transcribers.items()},
+        "options": dataclasses.asdict(first.options),
+    }
+
+
+def surroundings(model: Any) -> dict[str, Any]:
+    """A model, where it runs, and the versions it runs under."""
     import torch
     import transformers
 
     import mmdecode
 
-    first = next(iter(transcribers.values()))
-    device = first.model.device
     return {
-        "model": os.path.basename(first.model.config.name_or_path) or type(first.model).__name__,
-        "drafts": {m: type(one.decoder.draft).__name__ for m, one in transcribers.items()},
-        "options": dataclasses.asdict(first.options),
-        "device": device_name(device),
-        "dtype": str(first.model.dtype).removeprefix("torch."),
+        "model": os.path.basename(model.config.name_or_path) or type(model).__name__,
+        "device": device_name(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "load_average": load_average(),
         "mmdecode": mmdecode.__version__,

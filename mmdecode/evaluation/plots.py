@@ -1,4 +1,4 @@
-"""Figures of a word error report."""
+"""Figures of reports on word errors, yes/no answers and captions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mmdecode.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from mmdecode.evaluation.item_comparison import ItemComparison
 
 EDGES = (0, 2, 5, 10, 20, 30, np.inf)
 """Seconds that separate the bars of `by_duration`."""
@@ -88,6 +90,96 @@ def by_duration(
     return figure
 
 
+def accuracy_against_yes(
+    modes: Mapping[str, Mapping[str, Mapping[str, Any]]], controls: Mapping[str, str]
+) -> Figure:
+    """Accuracy up and the share of yes to the right, a panel for each set.
+
+    Args:
+        modes: Scores (`mmdecode.evaluation.yes_no.YesNoScore`, as a mapping) by mode and set.
+        controls: Modes that are drawn hollow beside another, by the other's name.
+    """
+    sets = list(next(iter(modes.values())))
+    figure, panels = _panels("Accuracy against the share of yes", sets)
+    for name, axes in zip(sets, panels, strict=True):
+        scores = {mode: found[name] for mode, found in modes.items()}
+        _points(axes, scores, controls, ("yes_ratio", 100), "accuracy")
+        axes.set_xlabel("answers yes in %")
+    panels[0].set_ylabel("accuracy in %, with its 95 % interval")
+    _legend(figure, panels[0])
+    return figure
+
+
+def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: str) -> Figure:
+    """ROC of the margin of yes over no, with the point at which each mode answers.
+
+    Args:
+        margins: ``(questions,)`` by mode.
+        positive: ``(questions,)``, whether the right answer is yes.
+        title: Name of the set.
+    """
+    from mmdecode.evaluation.margins import auroc, roc
+
+    figure, axes = _figure(f"Margin of yes over no, {title}")
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, linestyle="--")
+    for mode, values in margins.items():
+        label = f"{mode} ({float(auroc(values, positive)):.3f})"
+        (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
+        said = values > 0
+        point = (
+            (said & ~positive).sum() / (~positive).sum(),
+            (said & positive).sum() / positive.sum(),
+        )
+        axes.plot(*point, "o", color=line.get_color())
+    axes.set_xlabel("no-questions answered yes")
+    axes.set_ylabel("yes-questions answered yes")
+    axes.legend(title="AUROC; the dot answers at margin 0")
+    return figure
+
+
+def chair_against_recall(
+    modes: Mapping[str, Mapping[str, Any]], controls: Mapping[str, str]
+) -> Figure:
+    """CHAIR_i up, recall and length to the right: less is told, less is made up.
+
+    Args:
+        modes: Scores (`mmdecode.evaluation.chair.ChairScore`, as a mapping) by mode.
+        controls: See `accuracy_against_yes`.
+    """
+    figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])
+    scales = (("recall", 100), "objects mentioned in %"), (("length", 1), "words per caption")
+    for axes, (scale, label) in zip(panels, scales, strict=True):
+        _points(axes, modes, controls, scale, "chair_i")
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("CHAIR_i in %, with its 95 % interval")
+    _legend(figure, panels[0])
+    return figure
+
+
+def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
+    """A difference of each comparison with its interval; ``None``: there is none.
+
+    Args:
+        comparisons: Of any number of pairs and sets.
+        name: Which of their differences.
+    """
+    shown = [found for found in comparisons if name in found.differences]
+    if not shown:
+        return None
+    figure, axes = _figure(f"Difference of {name}")
+    figure.set_size_inches(8, max(3, 0.3 * len(shown) + 1))
+    places = -np.arange(len(shown))
+    for place, found in zip(places, shown, strict=True):
+        one = found.differences[name]
+        spread = [[max(one.value - one.low, 0) * 100], [max(one.high - one.value, 0) * 100]]
+        axes.errorbar(100 * one.value, place, xerr=spread, fmt="o", capsize=3, color="C0")
+    axes.axvline(0, color="gray", linewidth=0.8)
+    labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
+    axes.set_yticks(places, labels, parse_math=False)
+    axes.set_xlabel("points, second minus first, with the 95 % interval")
+    return figure
+
+
 def png(figure: Figure) -> bytes:
     """A figure as a file of type PNG."""
     data = io.BytesIO()
@@ -95,11 +187,21 @@ def png(figure: Figure) -> bytes:
     return data.getvalue()
 
 
-def _figure(title: str) -> tuple[Figure, Any]:
+def drawable() -> None:
+    """Whether figures can be drawn at all; to be asked before long work.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
+
+
+def _figure(title: str) -> tuple[Figure, Any]:
+    drawable()
+    from matplotlib.figure import Figure
 
     class Shown(Figure):
         """Drawn by a notebook without pyplot."""
@@ -112,3 +214,48 @@ def _figure(title: str) -> tuple[Figure, Any]:
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _points(
+    axes: Any,
+    modes: Mapping[str, Mapping[str, Any]],
+    controls: Mapping[str, str],
+    right: tuple[str, float],
+    up: str,
+) -> None:
+    """A point with its interval for each mode; its control is hollow, and a line joins them."""
+    across, scale = right
+    for place, mode in enumerate(mode for mode in modes if mode not in controls.values()):
+        color, score = f"C{place % 10}", modes[mode]
+        x, y = scale * score[across], 100 * score[up]
+        low, high = (100 * end for end in score["intervals"][up])
+        spread = [[max(y - low, 0)], [max(high - y, 0)]]
+        marker = "osD^v"[place // 10 % 5]
+        axes.errorbar(
+            x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=mode.lstrip("_") or mode
+        )
+        if mode in controls:
+            beside = modes[controls[mode]]
+            end = scale * beside[across], 100 * beside[up]
+            axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
+            axes.plot(*end, marker, color=color, markerfacecolor="white")
+    axes.margins(0.15)
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    """Names of the points below all panels."""
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:
+    """Axes side by side with one scale upwards, each under its name."""
+    figure, first = _figure(names[0])
+    first.remove()
+    figure.set_size_inches(max(6, 4 * len(names)), 4)
+    panels = list(figure.subplots(1, len(names), sharey=True, squeeze=False)[0])
+    figure.suptitle(title)
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_title(name)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels

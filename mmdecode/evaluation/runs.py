@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,18 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.asr.audio import Source, blocks, source_of
-from mmdecode.asr.folders import (
-    RUN,
-    append_line,
-    check_settings,
-    complete_lines,
-    explained,
-    note_settings,
-)
-from mmdecode.asr.manifest import Entry, opened, write_rows
+from mmdecode.asr.manifest import Entry, opened
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.evaluation.conditions import now
+from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.samples import Sample, sample_of
+from mmdecode.files import complete_lines
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -37,54 +30,15 @@ if TYPE_CHECKING:
 SAMPLES = "samples.jsonl"
 
 
-class Journal:
-    """The samples of a run, in a folder: appended as they come, continued after an interruption.
-
-    Args:
-        folder: Created where it does not exist.
-        settings: What may change a sample.
-        resume: Continue what is there.
-
-    Attributes:
-        done: The last sample of each mode and recording, failures included.
-
-    Raises:
-        OptionError: The folder holds results, and ``resume`` is not set or the settings differ.
-        InputError: The folder cannot be read or written.
-    """
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        self.done: dict[tuple[str, str], Sample] = {}
-        self._path = path = folder / SAMPLES
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if is_taken(folder):
-                check_settings(folder, settings, resume)
-            if path.exists():
-                for sample in read_samples(folder):
-                    self.done[sample.mode, sample.id] = sample
-                os.truncate(path, sum(map(len, complete_lines(path))))
-            note_settings(folder, settings)
-            self._file = path.open("ab")
-
-    def add(self, sample: Sample) -> None:
-        """Writes a sample where a crash cannot lose it."""
-        line = json.dumps(sample.as_dict(), ensure_ascii=False, allow_nan=False)
-        append_line(self._file, line.encode() + b"\n")
-        self.done[sample.mode, sample.id] = sample
-
-    def finish(self, samples: Sequence[Sample]) -> None:
-        """Puts all samples in order, one per mode and recording, as they are scored."""
-        write_rows(self._path, [sample.as_dict() for sample in samples])
-
-    def close(self) -> None:
-        """No more samples."""
-        self._file.close()
-
-
-def is_taken(folder: Path) -> bool:
-    """Whether a folder holds a report, or what a run began."""
-    return any((folder / name).exists() for name in (RUN, SAMPLES, "summary.json"))
+def journal_of(folder: Path, settings: Mapping[str, Any], resume: bool) -> Journal[Sample]:
+    """The samples of a run, in a folder; see `Journal`."""
+    return Journal(
+        folder / SAMPLES,
+        lambda path: read_samples(path.parent),
+        lambda sample: (sample.mode, sample.id),
+        settings,
+        resume,
+    )
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -116,7 +70,7 @@ def read_samples(folder: Path) -> list[Sample]:
 def record(
     transcribers: Mapping[str, Transcriber],
     entries: Sequence[Entry],
-    journal: Journal | None = None,
+    journal: Journal[Sample] | None = None,
     *,
     group: str | None = None,
     batch_size: int | None = None,

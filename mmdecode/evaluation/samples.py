@@ -15,18 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.manifest import (
-    AUDIO,
-    ID,
-    TEXT,
-    Entry,
-    first_of,
-    read_rows,
-    seconds_of,
-    text_of,
-    write_rows,
-)
+from mmdecode.asr.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
+from mmdecode.tables import first_of, read_rows, text_of, write_rows
 
 HEARD = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
 KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -236,3 +237,74 @@ def holm(p_values: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = worst
     return adjusted
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Exact two-sided p-value of paired flips (McNemar, 1947): is either kind more likely?
+
+    It takes items as independent; beside it belongs an interval that draws what was sampled.
+
+    Args:
+        gained: Items that only the second has right.
+        lost: Items that only the first has right.
+    """
+    flips = gained + lost
+    tail = sum(math.comb(flips, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**flips)
+
+
+def bootstrap_p(draws: np.ndarray) -> float:
+    """Two-sided p-value of a difference from its draws; never under 2 / (draws + 1)."""
+    least = min((draws <= 0).sum(), (draws >= 0).sum())
+    return min(1.0, 2 * (float(least) + 1) / (len(draws) + 1))
+
+
+@lru_cache(maxsize=4)
+def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each unit comes in each draw with replacement; the same array for the same call.
+
+    Args:
+        units: Their number.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, units)``, not to be written to.
+    """
+    random = np.random.default_rng(seed)
+    drawn = random.multinomial(units, np.full(units, 1 / units), resamples).astype(np.float64)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def drawn_sums(
+    table: np.ndarray, groups: Sequence[str] | None, resamples: int = RESAMPLES, seed: int = 0
+) -> np.ndarray:
+    """Sums over groups drawn with replacement; tables of the same groups share their draws.
+
+    Args:
+        table: ``(items, columns)``.
+        groups: Unit of each item; ``None``: items are drawn.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, columns)``.
+    """
+    units = sums_by(table, groups)
+    return draw_units(len(units), resamples, seed) @ units
+
+
+def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray:
+    """How often each item counts when groups are drawn with replacement: the draws of `drawn_sums`.
+
+    Args:
+        groups: Unit of each item.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, items)``.
+    """
+    _, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    return draw_units(int(places.max()) + 1, resamples, seed)[:, places]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.formats import write_atomically
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
@@ -35,6 +34,7 @@ from mmdecode.evaluation.wer import (
     summed,
 )
 from mmdecode.evaluation.word_page import Worst, overview, page_of
+from mmdecode.files import write_atomically
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber

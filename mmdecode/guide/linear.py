@@ -2,7 +2,8 @@
 
 Raw logits: ``sum_i w_i z_i`` over the main branch and others; then tokens whose main probability is
 below ``beta`` times the best are excluded, judged on the *raw main* logits. With weights
-``(1 + alpha, -alpha)`` this is contrastive decoding in the form of VCD.
+``(1 + alpha, -alpha)`` this is contrastive decoding in the form of VCD. The sum of the weights, S,
+tells contrast from hidden sharpening: branches that agree give the main law at temperature 1 / S.
 
 Source: Li et al. 2023, arXiv:2210.15097, equations 2 and 3; Leng et al. 2024, arXiv:2311.16922,
 equations 3 and 4.
@@ -12,9 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
+from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
 from mmdecode.engine.proposal import Proposal
@@ -24,19 +28,31 @@ from mmdecode.errors import OptionError
 class Linear:
     """``weights[0] * main + weights[i] * branches[i - 1]``, then the plausibility cut.
 
+    A token that is ruled out (``-inf``) by any branch with a weight is out.
+
     Args:
-        branches: The other conditionings.
+        branches: The other conditionings; those of weight 0 are not run.
         weights: One for the main branch, then one per branch.
         beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
             branch. ``0`` keeps the vocabulary.
+        log_space: Whether log-probabilities are combined, as text guidance does it, and not raw
+            logits. Both give the same law, but not to processors that tell the two apart.
 
-    Neutral: weight 1 for the main branch and 0 for all others; then nothing is run and nothing cut.
+    Attributes:
+        images: Whether the guide is about images; then it warns where no branch differs.
+
+    Neutral: weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
     """
 
     needs = Needs()
+    images: bool = False
 
     def __init__(
-        self, branches: Sequence[BranchSpec], weights: Sequence[float], beta: float = 0.0
+        self,
+        branches: Sequence[BranchSpec],
+        weights: Sequence[float],
+        beta: float = 0.0,
+        log_space: bool = False,
     ) -> None:
         if len(weights) != len(branches) + 1:
             raise OptionError(
@@ -45,47 +61,100 @@ class Linear:
             )
         if not 0 <= beta <= 1:
             raise OptionError(f"beta must be in 0..1, got {beta}; 0 switches the cut off")
-        self.branches, self.weights, self.beta = list(branches), list(weights), beta
-        self.neutral = self.weights[0] == 1 and not any(self.weights[1:])
+        used = [pair for pair in zip(branches, weights[1:], strict=True) if pair[1]]
+        self.branches = [branch for branch, _ in used]
+        self.weights = [weights[0], *(weight for _, weight in used)]
+        self.beta, self.log_space = beta, log_space
+        self.neutral = self.weights == [1] and not beta
 
-    @classmethod
-    def contrast(cls, branch: BranchSpec, alpha: float = 1.0, beta: float = 0.1) -> Linear:
-        """``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` is neutral."""
-        if alpha < 0:
-            raise OptionError(f"alpha must be >= 0, got {alpha}; use 0 to switch contrast off")
-        return cls([branch], [1 + alpha, -alpha], beta)
+    @staticmethod
+    def contrast(branch: BranchSpec, alpha: float = 1.0, beta: float = 0.1) -> Linear:
+        """``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` leaves the cut alone."""
+        return Linear([branch], contrast(alpha), beta)
 
-    @classmethod
-    def from_options(
-        cls,
+    @property
+    def total(self) -> float:
+        """S, the sum of the weights."""
+        return float(sum(self.weights))
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants; warns where a guide about images has nothing to tell apart."""
+        if self.images:
+            for branch in self.branches:
+                warn_inactive(type(self).__name__, ctx, prefill, branch.name)
+
+    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+        """Weights of the main branch and the others; tensors where they change by position.
+
+        Returns:
+            Numbers, or tensors that go with ``(B, N + 1, V)``.
+        """
+        return self.weights
+
+    def combine(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """The law before the cut, ``(B, N + 1, V)``."""
+        values = [scores[name].logits for name in ("main", *(b.name for b in self.branches))]
+        if self.log_space:
+            values = [value.log_softmax(-1) for value in values]
+        weights = self.weigh(ctx, proposal)
+        combined = weights[0] * values[0]
+        for weight, value in zip(weights[1:], values[1:], strict=True):
+            combined = combined + weight * value
+        if len(values) == 1:
+            return combined
+        return combined.masked_fill(~(combined < torch.inf), -torch.inf)  # inf - inf is nan
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        combined = self.combine(constants, ctx, proposal, scores)
+        return plausible(combined, scores["main"].logits, self.beta)
+
+
+class Contrast(Linear):
+    """The contrast form against another prompt or view, as a string can name it.
+
+    Args:
+        alpha: See `Linear.contrast`.
+        beta: The plausibility cut.
+        prompt: The other branch's, see `mmdecode.engine.contracts.BranchSpec`.
+        view: What the other branch is shown.
+    """
+
+    def __init__(
+        self,
         alpha: float = 1.0,
         beta: float = 0.1,
-        prompt: str = "same",
+        prompt: Literal["same", "last_token"] = "same",
         view: str | None = None,
-    ) -> Linear:
-        """From a string: the contrast form, against another prompt or view."""
+    ) -> None:
         if prompt not in ("same", "last_token"):
             raise OptionError(f"prompt must be 'same' or 'last_token', got {prompt!r}")
         if prompt == "same" and view is None:
             raise OptionError(
                 "contrast needs something to pull away from; give prompt=last_token or a view"
             )
-        spec = BranchSpec(name="contrast", prompt=prompt, view=view)  # type: ignore[arg-type]
-        return cls.contrast(spec, alpha, beta)
+        branch = BranchSpec(name="contrast", prompt=prompt, view=view)
+        super().__init__([branch], contrast(alpha), beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
-        """No constants."""
 
-    def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
-    ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
-        main = scores["main"].logits
-        combined = self.weights[0] * main
-        for spec, weight in zip(self.branches, self.weights[1:], strict=True):
-            if weight:
-                combined = combined + weight * scores[spec.name].logits
-        return plausible(combined, main, self.beta)
+def contrast(alpha: float) -> list[float]:
+    """Weights ``(1 + alpha, -alpha)``."""
+    return [1 + not_negative("alpha", alpha), -alpha]
+
+
+def not_negative(name: str, value: float) -> float:
+    """The value of an option that is a strength; 0 switches it off.
+
+    Raises:
+        OptionError: It is negative or no number.
+    """
+    if isinstance(value, str) or not 0 <= value < math.inf:
+        raise OptionError(f"{name} must be >= 0, got {value}; use 0 to switch it off")
+    return value
 
 
 def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
@@ -94,3 +163,36 @@ def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
         return combined
     floor = main.amax(-1, keepdim=True) + math.log(beta)
     return combined.masked_fill(main < floor, -torch.inf)
+
+
+def generated(ctx: Context, proposal: Proposal) -> Tensor:
+    """Index of the token that each score row decides, counted from the first generated one.
+
+    Returns:
+        ``(B, N + 1)``.
+    """
+    _, depths, _ = proposal.structure()
+    return ctx.length[:, None] + pad(depths, (1, 0))
+
+
+def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, Scores], name: str) -> None:
+    """Warns where a branch says exactly what the main one does, of every row that has an image."""
+    same = (prefill["main"].logits == prefill[name].logits).flatten(1).all(1)
+    has_image = ctx.adapter.image_mask(ctx.prompt_ids).any(1)
+    if bool((same | (has_image.any() & ~has_image)).all()):
+        warn(
+            f"guide {guide} is inactive: its branch {name!r} says of these prompts exactly what "
+            "the model says without it; check that the prompts have images and that the guide's "
+            "options change what it is about",
+            stacklevel=2,
+        )
+
+
+def warn_inert(guide: str, ctx: Context) -> None:
+    """Warns where a guide that is about sampling meets greedy generation."""
+    if not ctx.do_sample:
+        warn(
+            f"guide {guide} is inert in greedy generation, where it changes no token; set "
+            "do_sample=True, or leave it out",
+            stacklevel=3,
+        )

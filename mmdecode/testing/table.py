@@ -244,9 +244,21 @@ class TableAdapter:
         """Logits."""
         return self.model.logits(hidden)
 
+    def norm(self, hidden: Tensor) -> Tensor:
+        """There is none."""
+        return hidden
+
     def layers(self) -> Sequence[nn.Module]:
         """The layers."""
         return list(self.model.decoder_layers)
+
+    def attention_sites(self) -> Sequence[nn.Module]:
+        """None: layers sum what the mask shows."""
+        return []
+
+    def image_mask(self, ids: Tensor) -> Tensor:
+        """Text alone."""
+        return torch.zeros_like(ids, dtype=torch.bool)
 
 
 def decode(

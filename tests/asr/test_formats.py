@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.formats import FORMATS, Names, file_stem, parse_formats, write_atomically
+from mmdecode.asr.formats import FORMATS, Names, file_stem, parse_formats
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.errors import OptionError
+from mmdecode.files import write_atomically
 
 
 def of(*segments, **fields):

@@ -13,12 +13,12 @@ import soundfile
 from mmdecode.asr import crashes, jobs
 from mmdecode.asr.audio import Source, blocks, recording
 from mmdecode.asr.crashes import Journal, suspects
-from mmdecode.asr.folders import claimed, note_settings
 from mmdecode.asr.jobs import ResultFolder, merge, prepare
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
+from mmdecode.files import claimed, note_settings
 
 HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]

@@ -7,8 +7,9 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.manifest import opened, read_manifest, write_rows
+from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.errors import InputError
+from mmdecode.tables import write_rows
 
 
 def write(folder, name, text):

@@ -1,6 +1,7 @@
 """InstructBLIP hands its language model merged embeddings beside the ids."""
 
 import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,11 +11,16 @@ import mmdecode
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
+from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG
+from mmdecode.guide.damro import DAMRO
+from mmdecode.guide.linear import Linear, contrast
 from tests.conformance.tiny import HiddenPath, text_model
 from tests.conformance.tiny_vlm import IMAGE, TEXT, TOWER
+from tests.guide.vision import assert_contrast_is_live, assert_drafts_change_nothing, decode
 
 NEW = 12
 
@@ -99,3 +105,146 @@ def test_embeddings_that_do_not_match_the_ids_are_refused():
     embeds = torch.zeros(1, 4, 32)
     with pytest.raises(IncompatibleError, match="inputs_embeds"):
         language.generate(inputs_embeds=embeds, max_new_tokens=3, custom_generate=Decoder())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, by the ids that the Q-Former and the language model read for it."""
+
+    row: int
+    text: tuple
+    images: tuple = ()
+
+    def build(self, questions):
+        """What a processor makes of several; the text stands behind the image tokens."""
+        own = inputs()
+        rows = [question.row for question in questions]
+        made = {name: own[name][rows] for name in ("pixel_values", "qformer_input_ids")}
+        ids = own["input_ids"][rows].clone()
+        for row, question in enumerate(questions):
+            if question.text:
+                made["qformer_input_ids"][row, : len(question.text)] = torch.tensor(question.text)
+                ids[row, -len(question.text) :] = torch.tensor(question.text)
+        return {**made, "input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def first_row():
+    return {name: value[:1] for name, value in inputs().items()}
+
+
+def seen(view, given=None, questions=None, **options):
+    """Greedy tokens of the branch alone that a view shows."""
+    given = given or inputs()
+    spec = BranchSpec(name="seen", view=view, view_options=options)
+    guide = Linear([spec], [0.0, 1.0])
+    asked = [Asked(row, ()) for row in range(len(given["input_ids"]))]
+    return decode(guide, model=model(), inputs=given, mm_inputs={"questions": questions or asked})
+
+
+UNCHANGED = {
+    "pixels": {"change": lambda values, draw: values},
+    "features": {"change": lambda features, draw: features},
+    "tower": {"edit": lambda weights, seen, layer, draw: weights},
+    "questions": {"change": lambda question, draw: question},
+}
+
+
+@pytest.mark.parametrize("view", UNCHANGED)
+def test_a_view_that_changes_nothing_is_the_main_branch(view):
+    assert seen(view, **UNCHANGED[view]) == plain()[:, -NEW:].tolist()
+
+
+CHANGED = {
+    "pixels": {"change": lambda v, draw: v + torch.randn(v.shape, generator=draw)},
+    "features": {"change": lambda f, draw: f + torch.randn(f.shape, generator=draw)},
+    "tokens": {"select": lambda f, salience: salience.topk(2).indices},
+    "tower": {"edit": lambda w, seen, layer, draw: w.flip(-1)},
+    "questions": {"change": lambda question, draw: replace(question, text=(9, 8))},
+}
+
+
+@pytest.mark.parametrize("view", CHANGED)
+def test_a_row_is_changed_alike_in_every_batch(view):
+    together = seen(view, **CHANGED[view])
+    for row, expected in zip(together, plain()[:, -NEW:].tolist(), strict=True):
+        assert row != expected
+    assert seen(view, given=first_row(), **CHANGED[view])[0] == together[0]
+
+
+def test_without_the_image_the_prompt_is_what_stands_around_it():
+    for row, found in enumerate(seen("no_image")):
+        ids = inputs()["input_ids"][row]
+        words = ids[(ids != IMAGE) & (ids != 0)][None]
+        alone = model().language_model.generate(words, max_new_tokens=NEW, do_sample=False)
+        assert found == alone[0, -NEW:].tolist()
+
+
+def test_a_question_is_rewritten_for_the_qformer_too():
+    change = CHANGED["questions"]["change"]
+    asked = [change(Asked(row, ()), None) for row in range(2)]
+    built = asked[0].build(asked)
+    expected = model().generate(**built, max_new_tokens=NEW, do_sample=False)[:, -NEW:].tolist()
+    assert seen("questions", change=change) == expected
+    unread = {**built, "qformer_input_ids": inputs()["qformer_input_ids"]}
+    other = model().generate(**unread, max_new_tokens=NEW, do_sample=False)[:, -NEW:].tolist()
+    assert other != expected
+
+
+def test_the_qformer_reads_the_chosen_patches():
+    chosen = [2, 0]
+    own = inputs()
+    before = model().vision_model.register_forward_hook(
+        lambda _, args, output: type(output)(
+            last_hidden_state=output.last_hidden_state[:, [1 + patch for patch in chosen]]
+        )
+    )
+    with before:
+        expected = model().generate(**own, max_new_tokens=NEW, do_sample=False)[:, -NEW:].tolist()
+    assert seen("tokens", select=lambda f, salience: torch.tensor(chosen)) == expected
+    assert not model().vision_model._forward_hooks
+
+
+def test_pixels_of_another_size_than_trained_for():
+    larger = {**inputs(), "pixel_values": torch.randn(2, 3, 12, 12), "max_new_tokens": NEW}
+    larger |= {"interpolate_pos_encoding": True, "do_sample": False}
+    expected = model().generate(**larger)
+    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    decoder = Decoder(guide=Linear([spec], [0.0, 1.0]))
+    assert mmdecode.generate(model(), decoder=decoder, **larger).tolist() == expected.tolist()
+
+
+def noised():
+    """In the manner of VCD."""
+    spec = BranchSpec(name="noised", view="pixels", view_options=CHANGED["pixels"])
+    return Linear([spec], contrast(1.0), 0.1)
+
+
+GUIDES = {
+    "noised": noised,
+    "damro": lambda: DAMRO(alpha=0.5, k=2, heads="joined"),
+    "causalmm": lambda: CausalMM("both", "random", gamma=0.5),
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guides_of_images_are_drafted_exactly_in_every_batch(guide):
+    options = {"model": model(), "inputs": inputs()}
+    assert_drafts_change_nothing(GUIDES[guide], **options)
+    assert_contrast_is_live(GUIDES[guide](), **options)
+
+
+def test_copies_of_a_row_share_its_image():
+    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    options = {"num_return_sequences": 2, "do_sample": True, "model": model(), "inputs": inputs()}
+    assert decode(Linear([spec], [0.0, 1.0]), **options) == decode(None, **options)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_plain_call_is_refused_and_an_attached_one_is_not(guide):
+    decoder = Decoder(guide=GUIDES[guide](), seed=3)
+    options = {"max_new_tokens": NEW, "do_sample": False, **inputs()}
+    with pytest.raises(IncompatibleError, match=r"attach\(model\)"):
+        model().generate(custom_generate=decoder, **options)
+    with mmdecode.attach(model()):
+        found = model().generate(custom_generate=decoder, **options)[:, -NEW:]
+    assert found.tolist() == decode(GUIDES[guide](), model=model(), inputs=inputs())

@@ -68,7 +68,7 @@ UNCHANGED = {
     "pixels": {"change": lambda values, draw: values},
     "features": {"change": lambda features, draw: features},
     "tokens": {"select": lambda features, salience: torch.arange(len(features))},
-    "tower": {"edit": lambda weights, layer, draw: weights},
+    "tower": {"edit": lambda weights, seen, layer, draw: weights},
     "questions": {"change": lambda question, draw: question},
 }
 
@@ -87,7 +87,7 @@ CHANGED = {
     "pixels": {"change": lambda v, draw: v + torch.randn(v.shape, generator=draw)},
     "features": {"change": lambda f, draw: f + torch.randn(f.shape, generator=draw)},
     "tokens": {"select": lambda f, salience: salience.topk(1).indices},
-    "tower": {"edit": lambda w, layer, draw: w.flip(-1) if w.shape[-1] > 1 else w * 0},
+    "tower": {"edit": lambda w, seen, layer, draw: w.flip(-1) if w.shape[-1] > 1 else w * 0},
 }
 
 
@@ -141,6 +141,45 @@ def test_without_images_the_prompt_is_what_stands_around_them(family):
             words[name] = torch.zeros_like(words["input_ids"])
     expected = plain(family, inputs=words)[:, -NEW:]
     assert seen(family, "no_image")[:, -NEW:].tolist() == expected.tolist()
+
+
+def wordless(ids, mask):
+    """Image tokens and the last token; the token before an image that another came before."""
+    kept = []
+    for place, (token, real) in enumerate(zip(ids, mask, strict=True)):
+        begins_later = IMAGE in kept and token != IMAGE and ids[place + 1 : place + 2] == [IMAGE]
+        if real and (token == IMAGE or begins_later or place + 1 == len(ids)):
+            kept.append(token)
+    return kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_images_are_the_prompt_without_its_words(family):
+    inputs = vision_inputs(family)
+    ids, mask = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
+    rows = [wordless(*row) for row in zip(ids, mask, strict=True)]
+    width = max(map(len, rows))
+    assert [len(row) for row in rows][1] == 1  # a row without images
+    left = {
+        **inputs,
+        "input_ids": torch.tensor([[0] * (width - len(r)) + r for r in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows]),
+    }
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            marked = (left["input_ids"] == IMAGE).long()
+            left[name] = marked * 0 if family == "paligemma" else marked
+    expected = plain(family, inputs=left)[:, -NEW:]
+    assert seen(family, "only_images")[:, -NEW:].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_images_can_be_changed_as_pixels_are(family):
+    before = seen(family, "only_images")[:, -NEW:].tolist()
+    same = seen(family, "only_images", **UNCHANGED["pixels"])[:, -NEW:].tolist()
+    found = seen(family, "only_images", **CHANGED["pixels"])[:, -NEW:].tolist()
+    assert same == before
+    assert found[0] != before[0] and found[1] == before[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

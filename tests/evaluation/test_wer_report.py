@@ -18,14 +18,15 @@ import soundfile
 from typer.testing import CliRunner
 
 import mmdecode as mm
-from mmdecode.asr.folders import claimed
-from mmdecode.asr.manifest import Entry, read_manifest, write_rows
+from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import runs
 from mmdecode.evaluation.runs import Journal, read_samples
 from mmdecode.evaluation.samples import Sample, match, read_results, write_results
 from mmdecode.evaluation.word_report import WERReport, wer_report
+from mmdecode.files import claimed
+from mmdecode.tables import write_rows
 from mmdecode.zoo.speech import speech_test
 
 

@@ -379,7 +379,7 @@ def test_fastest_takes_the_exact_rule_for_the_kind():
 def test_neutral_guides_leave_every_byte(do_sample):
     spec = BranchSpec(name="x", prompt="last_token")
     plain = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample)
-    for guide in (CFG(1.0), Linear.contrast(spec, alpha=0.0), Linear([spec], [1.0, 0.0], 0.5)):
+    for guide in (CFG(1.0), Linear.contrast(spec, 0.0, 0.0), Linear([spec], [1.0, 0.0])):
         assert guide.neutral
         found = run_rows(Decoder(None, guide, seed=SEED), MODEL, PROMPTS, do_sample=do_sample)
         assert found == plain

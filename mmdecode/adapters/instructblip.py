@@ -1,0 +1,119 @@
+"""InstructBLIP, whose Q-Former asks the image encoder about the question.
+
+``generate`` of an InstructBLIP model merges what its Q-Former says into the embeddings of the
+prompt and calls ``generate`` of its inner language model; a decoder is handed that one. Text is
+decoded as of any language model. Views of the image need the model around it and the Q-Former's
+ids, which `mmdecode.generate` and `mmdecode.attach` pass on; the registry then finds this adapter.
+
+Of the views, ``features`` are the query tokens that the language model reads, and ``tokens`` are
+the patches that the Q-Former may read: the number of query tokens stays. The class token is no
+patch, so all patches in their order are not quite the main branch. A question that is rewritten is
+rewritten for the Q-Former too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmdecode.adapters import image_views
+from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.setup import left_padded
+
+
+class InstructBlipAdapter(VisionLanguageAdapter):
+    """The language model within, and the images that the model around it reads for it.
+
+    Args:
+        model: The model around it; see `inner`.
+    """
+
+    model_types = ("instructblip",)
+    raw_names: ClassVar[Sequence[str]] = (
+        "pixel_values",
+        "qformer_input_ids",
+        "qformer_attention_mask",
+    )
+    salient_layer = -2  # as published for DAMRO
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.language_model)
+        self._whole = model
+        self._marks = placeholders(model.config)
+
+    @staticmethod
+    def inner(model: Any) -> Any:
+        """The part that decoders are handed, where this adapter can run it; else ``None``."""
+        language = model.language_model
+        fits = language.config.model_type in DecoderOnlyAdapter.model_types
+        return language if fits else None
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """The embeddings that generate merged, or a view of the image or the question."""
+        if spec.view == "tokens":
+            return self._of_patches(ctx, **spec.view_options)
+        if spec.view is not None:
+            return image_views.prompt(self, ctx, spec)
+        return DecoderOnlyAdapter.prompt(self, ctx, spec)
+
+    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """All in one pass, by embeddings."""
+        return DecoderOnlyAdapter.stack(self, prompts)
+
+    def whole(self, ctx: Context, images: Mapping[str, Any]) -> Prompt:
+        """The caller's prompt with what the Q-Former says of other images."""
+        features = image_views.encode(self, dict(images)).features
+        return image_views.of_features(self, ctx, ctx.prompt_mask, features, ())
+
+    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+        """A prompt of a processor's output; the Q-Former reads the new question of any image."""
+        raw = {name: inputs[name] for name in self.raw_names if name in inputs}
+        ids = inputs["input_ids"]
+        mask = left_padded(inputs.get("attention_mask", torch.ones_like(ids)))
+        features = image_views.encode(self, raw).features
+        embeds = image_views.embedded(self, ids, self.image_mask(ids) & mask, features)
+        return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
+
+    def encode(self, raw: Mapping[str, Tensor]) -> Any:
+        """Query tokens by row; positions of patches are interpolated where the size asks for it."""
+        size = self._whole.config.vision_config.image_size
+        return self._whole.get_image_features(
+            **raw,
+            interpolate_pos_encoding=raw["pixel_values"].shape[-2:] != (size, size),
+            return_dict=True,
+        )
+
+    def _of_patches(
+        self,
+        ctx: Context,
+        select: Callable[[Tensor, Tensor], Tensor],
+        heads: image_views.Heads = "mean",
+    ) -> Prompt:
+        """The prompt of a Q-Former that reads some patches of each row, and no class token."""
+        parts = []
+        for own in image_views.raw_images(self, ctx):
+            plan = image_views.salient_plan(self, heads)
+
+            def chosen(states: Tensor, plan: Any = plan) -> Tensor:
+                (paid,) = image_views.salience(plan.chunks(), has_cls=True)
+                patches = states[:, 1:]
+                return patches[:, select(patches[0], paid[0])]
+
+            with image_views.reading(self, plan), self._read_by_qformer(chosen):
+                parts.append(image_views.encode(self, own).features)
+        return image_views.of_features(self, ctx, ctx.prompt_mask, torch.cat(parts), ())
+
+    def _read_by_qformer(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+        """Lets ``change(states (R, 1 + n, H)) -> states`` hold for what the Q-Former reads."""
+
+        def after(_: torch.nn.Module, args: Any, output: Any) -> Any:
+            states = change(output.last_hidden_state)
+            return type(output)(**{**output, "last_hidden_state": states})
+
+        return self.tower().register_forward_hook(after)

@@ -1,0 +1,325 @@
+"""``mmdecode ask``: images and questions in, answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import TextColumn
+
+from mmdecode.cli.flags import Device, Dtype, refuse_without
+from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.progress import progress_bar, without_other_bars
+
+if TYPE_CHECKING:
+    from mmdecode.vlm.answerer import Answer, Answerer
+    from mmdecode.vlm.requests import Request
+
+SAMPLING = ("temperature", "top_p", "top_k")
+
+
+def command(
+    context: typer.Context,
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[IMAGE...]", help="Images, or folders to search for them."),
+    ] = None,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option("--question", "-q", help="Asked about each image; repeat it for more."),
+    ] = None,
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="Ask about all images at once, such as a video's frames."),
+    ] = False,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Ask without an image, and mean it.")
+    ] = False,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            help="A table of questions (.jsonl, .json, .csv or .tsv) with question, image or "
+            "images, and id.",
+        ),
+    ] = None,
+    image_folder: Annotated[
+        str | None,
+        typer.Option(help="Where the table's relative paths start; else at its own folder."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME."),
+    ] = "zoo:llava-scenes",
+    guide: Annotated[
+        str | None,
+        typer.Option(
+            help="The law the tokens follow, as name or name:key=value,...; see 'mmdecode methods "
+            "guide'."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Who drafts; see 'mmdecode methods draft'. Answers stay as they are."),
+    ] = None,
+    accept: Annotated[
+        str, typer.Option(help="The acceptance rule; auto keeps answers as without a draft.")
+    ] = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "--out", help="A .jsonl file for the answers; without it they are printed."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue in --output; same settings only.")
+    ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print each answer while it is decoded.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Questions decoded at once; answers do not depend on it.")
+    ] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw tokens; else the likeliest is taken.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample: of the law.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="With --sample: from the likeliest tokens that sum to this.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="With --sample: from so many tokens; 0: all.")
+    ] = 0,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Ask only the first so many questions.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Ask questions about images.
+
+    Each question is asked about each image. Prints the answers, or appends a line to --output as
+    each is given. Images that cannot be read are listed at the end, and make the exit code 1.
+    Whatever stops a run, --resume goes on.
+
+    For example:
+
+      mmdecode ask photo.jpg -q "Is there a dog in the image?"
+
+      mmdecode ask photo.jpg -q "Describe the image." --stream --draft lookup
+
+      mmdecode ask photos/ -q "What is in the image?" --output answers.jsonl
+
+      mmdecode ask --input questions.jsonl --output answers.jsonl --resume
+    """
+    from mmdecode.errors import OptionError
+    from mmdecode.vlm.answerer import Answerer, AnswerOptions
+    from mmdecode.vlm.requests import read_requests
+
+    if not sample:
+        refuse_without("--sample", SAMPLING, context)
+    if output is None:
+        refuse_without("--output", ["resume"], context)
+    if table is None:
+        refuse_without("--input", ["image_folder"], context)
+    if stream and (output or json):
+        raise OptionError("--stream prints answers as they come; leave out --output and --json")
+    options = AnswerOptions(
+        max_new_tokens=max_new_tokens,
+        do_sample=sample,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        batch_size=batch_size,
+        text_only=text_only,
+        margins=bool(output or json),  # a printed answer does not show them
+    )
+    without_other_bars()
+    if table is None:
+        requests = _asked(paths, questions, together, text_only)[:limit]
+    elif paths or questions or together:
+        raise OptionError("--input has images and questions of its own; leave out the others")
+    else:
+        requests = read_requests(table, limit, image_folder)
+    load: dict[str, Any] = {
+        "model_id": model,
+        "draft": draft,
+        "guide": guide,
+        "accept": accept,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    # what may change an answer; the batch does not
+    settings = {**dataclasses.asdict(options), **load}
+    for name in ("batch_size", "margins", "trace", "law"):
+        del settings[name]
+    with _warnings_shown(), contextlib.ExitStack() as stack:
+        file = None
+        if output is not None:  # refused before a model is loaded
+            from mmdecode.vlm.jobs import AnswerFile
+
+            file = stack.enter_context(
+                contextlib.closing(AnswerFile(output, settings, resume, requests))
+            )
+        todo = [request for request in requests if file is None or request.id not in file.done]
+        tally = _Tally(done_before=len(requests) - len(todo))
+        show = _Shown(requests)
+        if todo:
+            answerer = Answerer.from_pretrained(**load, device=device)
+            given = dataclasses.asdict(options)
+            started = time.perf_counter()
+            for answer in (
+                _streamed(answerer, todo, given, show)
+                if stream
+                else _with_bar(answerer, todo, given)
+            ):
+                (tally.failures if answer.error else tally.answers).append(answer)
+                if file:
+                    file.add(answer)
+            tally.wall_s = time.perf_counter() - started
+            tally.stats = answerer.stats.as_dict()
+        if file:
+            file.finish()
+    _report(tally, output, None if stream else show, json)
+    if tally.failures:
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Tally:
+    """What was done."""
+
+    done_before: int
+    answers: list[Answer] = field(default_factory=list)
+    failures: list[Answer] = field(default_factory=list)
+    wall_s: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def _asked(
+    paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
+) -> list[Request]:
+    """What the command line itself asks, in order."""
+    from mmdecode.errors import OptionError
+    from mmdecode.files import find_files
+    from mmdecode.vlm.images import SUFFIXES
+    from mmdecode.vlm.requests import asked_of
+
+    if not questions:
+        raise OptionError("nothing to ask; give -q with a question, or --input with a table")
+    if bool(paths) == text_only:
+        raise OptionError(
+            "--text-only asks without an image; leave out the images"
+            if paths
+            else "no image to ask about; give one, or --text-only to ask without"
+        )
+    return asked_of(find_files(paths or (), SUFFIXES, "image"), questions, together)
+
+
+def _with_bar(
+    answerer: Answerer, requests: list[Request], options: dict[str, Any]
+) -> Iterator[Answer]:
+    """Answers as their batches end."""
+    with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
+        task = bar.add_task("asking", total=len(requests), failed="")
+        failed = 0
+        for answer in answerer.answers(requests, **options):
+            failed += answer.error is not None
+            bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
+            yield answer
+
+
+def _streamed(
+    answerer: Answerer, requests: list[Request], options: dict[str, Any], show: _Shown
+) -> Iterator[Answer]:
+    """Answers one after the other, printed while they are decoded."""
+    from mmdecode.errors import InputError
+    from mmdecode.vlm.answerer import Answer
+
+    for request in requests:
+        names = tuple(image.name for image in request.images)
+        answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
+        text = ""
+        try:
+            for piece in answerer.stream(list(request.images), request.text, **options):
+                # rich prints whole lines only where there is no terminal
+                out.file.write(piece if text else show.before(answer) + piece.lstrip())
+                out.file.flush()
+                text += piece
+        except InputError as error:
+            yield dataclasses.replace(answer, error=str(error), kind=type(error).__name__)
+        else:
+            out.file.write("\n")
+            yield dataclasses.replace(answer, text=text.strip())
+
+
+class _Shown:
+    """How answers are printed: with what tells them apart before them."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.images = len({tuple(i.name for i in request.images) for request in requests}) > 1
+        self.questions = len({request.text for request in requests}) > 1
+
+    def before(self, answer: Answer) -> str:
+        """What stands before an answer."""
+        parts = [", ".join(answer.images) + ":"] if self.images else []
+        parts += [answer.question] if self.questions else []
+        # names of files need not be UTF-8
+        return "".join(f"{p} " for p in parts).encode("utf-8", "backslashreplace").decode()
+
+
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Shows our warnings as lines for people, each time."""
+
+    def shown(message: Any, *_: Any) -> None:
+        console.print(f"{message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", module=r"mmdecode\.")
+        warnings.showwarning = shown  # type: ignore[assignment]
+        yield
+
+
+def _report(tally: _Tally, output: Path | None, show: _Shown | None, as_json: bool) -> None:
+    answers = sorted(tally.answers, key=lambda answer: answer.index)
+    failures = sorted(tally.failures, key=lambda answer: answer.index)
+    if as_json:
+        from mmdecode.vlm.jobs import as_line
+
+        emit_json(
+            {
+                "answered": len(answers),
+                "resumed": tally.done_before,
+                "failed": len(failures),
+                "wall_s": round(tally.wall_s, 3),
+                "stats": tally.stats,
+                "output": output,
+                "answers": None if output else [as_line(answer) for answer in answers],
+                "failures": [as_line(answer) for answer in failures],
+            }
+        )
+    elif not output and show:
+        for answer in answers:
+            line = show.before(answer) + answer.text
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    line = f"{len(answers)} answered, {tally.done_before} done before, {len(failures)} failed"
+    if tally.stats.get("tokens") and tally.wall_s:
+        line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
+        if tally.stats["drafted"]:
+            line += f", {tally.stats['acceptance_length']:.2f} per pass"
+    console.print(line, highlight=False, soft_wrap=True)
+    for failure in failures:
+        console.print(
+            f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )

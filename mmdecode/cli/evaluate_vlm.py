@@ -1,0 +1,603 @@
+"""``mmdecode evaluate pope|chair|mme|amber|spatial``: modes of decoding a vision-language model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from mmdecode.cli.flags import Device, Dtype, refuse_without
+from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.progress import only_our_output, progress_bar
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.item_report import ItemReport
+    from mmdecode.evaluation.items import Item
+    from mmdecode.evaluation.vlm_data import Questions
+    from mmdecode.evaluation.vlm_runs import Mode, Recorder
+
+SHOWN = 5  # failures listed one by one
+WIDTH = 220  # of tables where there is no terminal
+RUN_OPTIONS = tuple(
+    "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
+    "batch_size max_new_tokens warmup resume device dtype".split()
+)
+"""Parameters that decide what is run; rescoring takes them from the run."""
+
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="'zoo' for the shipped scenes, else a folder or file; see below."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME."),
+]
+Guides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--guide",
+        help="A law to decode by, as name or name:key=value,...; 'mmdecode methods guide' lists "
+        "them. The plain model ('none') always stands beside. Repeat it for more.",
+    ),
+]
+Images = Annotated[Path | None, typer.Option(help="Folder of the images.")]
+Part = Annotated[
+    str, typer.Option(help="Of the zoo's sets: development to tune on, test to report.")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Repeats of each sampled mode.")]
+Sample = Annotated[
+    bool | None,
+    typer.Option(
+        "--sample/--greedy",
+        help="Draw tokens, or take the likeliest; default: both, each against its own baseline.",
+    ),
+]
+Controls = Annotated[
+    bool,
+    typer.Option(
+        "--controls/--no-controls",
+        help="Run beside the methods what a gain has to beat: greedy and sampled plain decoding, "
+        "the plausibility cut alone, a matched temperature, an instruction to say yes, the flip "
+        "of near ties, and a constant shift of the margin.",
+    ),
+]
+Suffix = Annotated[
+    str, typer.Option(help="Put behind each question: none, one-word, short, or a text.")
+]
+Parser = Annotated[
+    str,
+    typer.Option(help="Rule that reads answers: leading, original, vcd, lmms, vlmevalkit or mme."),
+]
+Redraw = Annotated[
+    bool,
+    typer.Option(
+        "--redraw/--no-redraw",
+        help="Draw the seeds' answers from one law of the first token, where no branch is random; "
+        "else decode every seed.",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Only the first so many questions; a smoke test.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Questions decoded at once.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of each guide's first batch.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "--out", help="Folder for rows, summary, tables, figures and page."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue in --output; same settings only.")]
+Rescore = Annotated[
+    Path | None, typer.Option(help="Score the raw answers of an earlier run's folder again.")
+]
+Resamples = Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")]
+Seed = Annotated[
+    int, typer.Option(help="The first of the seeds, of guides that draw, and of every bootstrap.")
+]
+
+
+def pope(
+    context: typer.Context,
+    data: Data = None,
+    model: Model = None,
+    guide: Guides = None,
+    images: Images = None,
+    part: Part = "test",
+    split: Annotated[
+        list[str] | None,
+        typer.Option(help="random, popular or adversarial; default: all. Repeat it for more."),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="What the files' names begin with, where --data is a folder.")
+    ] = "",
+    sample: Sample = None,
+    seeds: Seeds = 5,
+    controls: Controls = True,
+    suffix: Suffix = "none",
+    parser: Parser = "leading",
+    redraw: Redraw = True,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 32,
+    warmup: Warmup = 1,
+    output: Output = None,
+    resume: Resume = False,
+    rescore: Rescore = None,
+    resamples: Resamples = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Is there an object in the image? Accuracy, share of yes, and margins, by split.
+
+    --data is 'zoo', a folder with a file per split, or the files themselves (repeat it); questions
+    that several splits share are asked once. Rows go to --output as they come (items.jsonl). A
+    question that fails counts as wrong and makes the exit code 1.
+
+    For example:
+
+      mmdecode evaluate pope --model zoo:llava-scenes --guide vcd --data zoo --output run
+
+      mmdecode evaluate pope --model llava-hf/llava-1.5-7b-hf --guide vcd --guide ritual:alpha=3
+      --data coco/ --images val2014/ --suffix one-word --output run
+
+      mmdecode evaluate pope --rescore run --parser vcd
+    """
+    _evaluate("pope", **locals())
+
+
+def chair(
+    context: typer.Context,
+    data: Data = None,
+    model: Model = None,
+    guide: Guides = None,
+    images: Images = None,
+    part: Part = "test",
+    prompt: Annotated[
+        str | None, typer.Option(help="The request, in place of the data's own.")
+    ] = None,
+    synonyms: Annotated[
+        Path | None,
+        typer.Option(help="Words for the objects, a line each, its name first; default: COCO's."),
+    ] = None,
+    sample: Sample = None,
+    seeds: Seeds = 5,
+    controls: Controls = True,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 128,
+    warmup: Warmup = 1,
+    output: Output = None,
+    resume: Resume = False,
+    rescore: Rescore = None,
+    resamples: Resamples = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Objects that captions make up: CHAIR with recall and length, and cut to the same length.
+
+    --data is 'zoo', or JSON lines with image (or COCO's image_id) and objects, the names of what is
+    there. A caption that fails counts as empty and makes the exit code 1.
+
+    For example:
+
+      mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --output run
+    """
+    _evaluate("chair", **locals())
+
+
+def mme(
+    context: typer.Context,
+    data: Data = None,
+    model: Model = None,
+    guide: Guides = None,
+    images: Images = None,
+    part: Part = "test",
+    sample: Sample = None,
+    seeds: Seeds = 5,
+    controls: Controls = True,
+    suffix: Suffix = "none",
+    parser: Parser = "mme",
+    redraw: Redraw = True,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 32,
+    warmup: Warmup = 1,
+    output: Output = None,
+    resume: Resume = False,
+    rescore: Rescore = None,
+    resamples: Resamples = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Two questions about each image, one for yes and one for no; scores of MME's own tool too.
+
+    --data is 'zoo', MME's folder (the images may stand in it), or JSON lines with category, image,
+    question and answer.
+
+    For example:
+
+      mmdecode evaluate mme --model zoo:llava-scenes --guide vcd --data zoo --output run
+    """
+    _evaluate("mme", **locals())
+
+
+def amber(
+    context: typer.Context,
+    data: Data = None,
+    model: Model = None,
+    guide: Guides = None,
+    images: Images = None,
+    sample: Sample = None,
+    seeds: Seeds = 5,
+    controls: Controls = True,
+    suffix: Suffix = "none",
+    parser: Parser = "leading",
+    redraw: Redraw = True,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 32,
+    warmup: Warmup = 1,
+    output: Output = None,
+    resume: Resume = False,
+    rescore: Rescore = None,
+    resamples: Resamples = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: JsonFlag = False,
+) -> None:
+    """AMBER's questions on existence, attributes and relations, as published and plainly.
+
+    --data is a folder with query_discriminative.json and annotations.json; the images stand in its
+    folder image, or under --images.
+
+    For example:
+
+      mmdecode evaluate amber --model llava-hf/llava-1.5-7b-hf --guide vcd --data AMBER/data
+      --images AMBER/image --output run
+    """
+    _evaluate("amber", **locals())
+
+
+def spatial(
+    context: typer.Context,
+    data: Data = None,
+    model: Model = None,
+    guide: Guides = None,
+    images: Images = None,
+    part: Part = "test",
+    sample: Sample = None,
+    seeds: Seeds = 5,
+    controls: Controls = True,
+    suffix: Suffix = "none",
+    parser: Parser = "leading",
+    redraw: Redraw = True,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_new_tokens: MaxNewTokens = 32,
+    warmup: Warmup = 1,
+    output: Output = None,
+    resume: Resume = False,
+    rescore: Rescore = None,
+    resamples: Resamples = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Relations of two objects: single questions, pairs and whole sets; or VSR's statements.
+
+    --data is 'zoo', What's Up's JSON file, VSR's JSON lines, or JSON lines with image, question,
+    options, answer and group; images stand beside the file, or under --images. --parser and
+    --redraw are for VSR, whose answers are yes and no.
+
+    For example:
+
+      mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --output run
+    """
+    _evaluate("spatial", **locals())
+
+
+COMMANDS = (pope, chair, mme, amber, spatial)
+
+
+def _evaluate(
+    task: str,
+    *,
+    context: typer.Context,
+    model: str | None,
+    output: Path | None,
+    resume: bool,
+    rescore: Path | None,
+    resamples: int,
+    seed: int,
+    json: bool,
+    parser: str | None = None,
+    synonyms: Path | None = None,
+    **asked: Any,
+) -> None:
+    """Runs or rescores, writes the report and shows it."""
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.answers import parser_of
+    from mmdecode.evaluation.items import ITEMS
+    from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.plots import drawable
+    from mmdecode.files import claimed
+
+    if (model is None) == (rescore is None):
+        raise OptionError(
+            "expected one of --model and --rescore; a model runs, rescoring needs none"
+        )
+    if rescore is not None:
+        refuse_without("--model", RUN_OPTIONS, context)
+    if resume and output is None:
+        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+    if parser is not None:
+        parser_of(parser)
+    folder = output or rescore
+    if folder is not None:
+        drawable()
+    with claimed(folder) if folder else contextlib.nullcontext():
+        own = rescore is not None and folder is not None and folder.resolve() == rescore.resolve()
+        if folder and not own and not resume and is_taken(folder, ITEMS):
+            advice = "continue it with --resume, or " if model else ""
+            raise OptionError(f"{folder} holds an earlier report; {advice}choose another --output")
+        if rescore is not None:
+            run = _recorded(rescore, task)
+        else:
+            assert model is not None
+            run = _run(task, model, output, resume, seed, synonyms=synonyms, **asked)
+        report = _report(run, parser, {"resamples": resamples, "seed": seed})
+        if own and folder and (folder / "summary.json").exists():
+            console.print(f"replacing the report in {folder}; its rows stay", highlight=False)
+        files = report.save(folder) if folder else []
+    failures = [item for item in report.recorded if item.error is not None]
+    if json:
+        told = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
+        emit_json(report.summary | {"failures": told, "files": files})
+    else:
+        _show(report)
+    _tell(run, failures, files)
+    if failures:
+        raise typer.Exit(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Rows, and what they depend on."""
+
+    rows: list[Any]
+    modes: list[Mode]
+    settings: dict[str, Any]
+    conditions: dict[str, Any]
+    images: Any
+
+
+def _run(
+    task: str,
+    model: str,
+    output: Path | None,
+    resume: bool,
+    seed: int,
+    *,
+    data: list[str] | None,
+    guide: list[str] | None,
+    images: Path | None,
+    sample: bool | None,
+    seeds: int,
+    controls: bool,
+    limit: int | None,
+    batch_size: int,
+    max_new_tokens: int,
+    warmup: int,
+    device: str | None,
+    dtype: str,
+    part: str = "test",
+    split: list[str] | None = None,
+    prefix: str = "",
+    prompt: str | None = None,
+    synonyms: Path | None = None,
+    suffix: str = "none",
+    redraw: bool = True,
+) -> _Run:
+    """Decodes what is asked in all modes."""
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.conditions import surroundings
+    from mmdecode.evaluation.items import YesNoItem
+    from mmdecode.evaluation.pope import SUFFIXES
+    from mmdecode.evaluation.vlm_data import read_questions
+    from mmdecode.evaluation.vlm_runs import Recorder, modes_of
+    from mmdecode.vlm.answerer import load
+
+    if not data:
+        raise OptionError("nothing to ask; give --data with 'zoo', a folder or a file")
+    questions = read_questions(
+        task,
+        data,
+        part=part,  # type: ignore[arg-type]
+        images=images,
+        splits=split or (),
+        prefix=prefix,
+        synonyms=None if synonyms is None else str(synonyms),
+    ).limited(limit)
+    if prompt is not None:
+        asked = [dataclasses.replace(item, question=prompt) for item in questions.items]
+        questions = dataclasses.replace(questions, items=asked)
+    questions.check_images()
+    modes = modes_of(
+        guide or [],
+        greedy=sample is not True,
+        seeds=[] if sample is False else range(seed, seed + seeds),
+        controls=controls,
+        yes_no=isinstance(questions.items[0], YesNoItem),
+    )
+    if suffix not in SUFFIXES and not suffix[:1].isspace():
+        suffix = f" {suffix}"
+    options: dict[str, Any] = {
+        "suffix": SUFFIXES.get(suffix, suffix),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "seed": seed,
+        "redraw": redraw,
+        "warmup": warmup,
+    }
+    only_our_output()
+    network, processor = load(model, device, dtype)
+    recorder = Recorder(network, processor, questions.items, modes, questions.image, **options)
+    settings = {
+        "task": questions.task,
+        **surroundings(network),
+        "model": model,
+        "data": data,
+        "part": part if questions.folder is None else None,
+        "split": split or None,
+        "files": questions.hashes,
+        "images": None if questions.folder is None else str(questions.folder),
+        "synonyms": questions.synonyms,
+        "controls": controls,
+        "prompt": recorder.prompt,
+        **options,
+        "limit": limit,
+        "modes": [dataclasses.asdict(mode) for mode in modes],
+        "notes": list(questions.warnings),
+    }
+    load_average = settings.pop("load_average")
+    for note in questions.warnings:
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    rows = _decoded(recorder, questions, output, settings, resume)
+    return _Run(
+        rows=rows,
+        modes=modes,
+        settings=settings,
+        conditions={**settings, "load_average": load_average},
+        images=questions.shown,
+    )
+
+
+def _decoded(
+    recorder: Recorder[Any],
+    questions: Questions,
+    output: Path | None,
+    settings: dict[str, Any],
+    resume: bool,
+) -> list[Any]:
+    """Rows of all modes; appended to the output as they come."""
+    from mmdecode.evaluation.vlm_runs import journal_of
+
+    kind = type(questions.items[0])
+    journal = journal_of(output, kind, settings, resume) if output else None
+    with progress_bar() as bar, contextlib.ExitStack() as stack:
+        task = bar.add_task("asking", total=recorder.total)
+        if journal:
+            stack.callback(journal.close)
+            bar.advance(task, sum(row.error is None for row in journal.done.values()))
+        return recorder.run(journal, lambda row: bar.advance(task))
+
+
+def _recorded(folder: Path, task: str) -> _Run:
+    """What an earlier run wrote.
+
+    Raises:
+        InputError: It cannot be read.
+        OptionError: It is of another task.
+    """
+    from mmdecode.errors import InputError, OptionError
+    from mmdecode.evaluation.items import CaptionItem, ChoiceItem, YesNoItem, read_items
+    from mmdecode.evaluation.vlm_data import drawn_image
+    from mmdecode.evaluation.vlm_runs import Mode
+    from mmdecode.files import RUN
+
+    try:
+        settings = json_module.loads((folder / RUN).read_text(encoding="utf-8"))["settings"]
+        modes = [
+            Mode(**known | {name: tuple(known[name]) for name in ("seeds", "against")})
+            for known in settings["modes"]
+        ]
+        own = settings["task"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / RUN} cannot be read; expected the folder of an earlier run"
+        ) from error
+    if own != task and (own, task) != ("vsr", "spatial"):
+        raise OptionError(f"{folder} holds a run of {own}; rescore it with 'evaluate {own}'")
+    kinds: dict[str, type[Item]] = {"chair": CaptionItem, "spatial": ChoiceItem}
+    rows = read_items(folder, kinds.get(own, YesNoItem))
+    place = {mode.name: number for number, mode in enumerate(modes)}
+    rows = sorted((row for row in rows if row.mode in place), key=lambda row: place[row.mode])
+    return _Run(
+        rows=rows,
+        modes=modes,
+        settings=settings,
+        conditions=settings,
+        images=settings["images"] or drawn_image,
+    )
+
+
+def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[Any]:
+    """The report that goes with the task."""
+    from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
+    from mmdecode.evaluation.vlm_data import vocabulary_of
+    from mmdecode.evaluation.vlm_runs import NONE, comparisons_of
+
+    task = run.settings["task"]
+    basis |= {
+        "conditions": run.conditions,
+        "against": comparisons_of(run.modes),
+        "images": run.images,
+    }
+    if task == "spatial":
+        return ChoiceReport(run.rows, **basis)
+    basis["baseline_controls"] = run.settings["controls"]
+    if task == "chair":
+        return CaptionReport(run.rows, vocabulary=vocabulary_of(run.settings["synonyms"]), **basis)
+    controls = [mode.name for mode in run.modes if mode.control or mode.guide == NONE]
+    return YesNoReport(run.rows, task=task, parser=parser or "leading", controls=controls, **basis)
+
+
+def _show(report: ItemReport[Any]) -> None:
+    """Tables and comparisons, for people."""
+    for rows in report.tables():
+        table = Table(*map(escape, rows[0]))
+        for row in rows:
+            table.add_row(*map(escape, row.values()))
+        out.print(table, width=None if out.is_terminal else WIDTH)
+    out.print(report.about(), markup=False, highlight=False, soft_wrap=True)
+    for found in report.comparisons:
+        out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:
+    """Files, and what is to be known before a number is used."""
+    for path in files[:4]:
+        console.print(str(path), style="bold", markup=False, highlight=False, soft_wrap=True)
+    for note in run.settings["notes"]:
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for item in failures[:SHOWN]:
+        console.print(
+            f"failed ({item.mode}): {item.id}: {item.error}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    if failures:
+        console.print(f"{len(failures)} failed; they count as wrong", highlight=False)
+    if run.settings["limit"]:
+        console.print(
+            f"ONLY A PART WAS RUN (--limit {run.settings['limit']}): A SMOKE TEST, NOT A RESULT TO "
+            "REPORT",
+            style="bold yellow",
+            highlight=False,
+        )

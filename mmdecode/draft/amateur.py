@@ -1,0 +1,58 @@
+"""The model itself drafts from less than it was given: no image, or the end of the prompt alone.
+
+What a contrast pulls away from is also a draft, as in speculative contrastive decoding; that is
+exact with respect to the guided law, because a rule judges the draft by the law alone. A pass of
+the amateur costs what a pass of the model costs, less the attention to what it does not see, so it
+pays where drafts are cheap to score and the image is most of the prompt.
+
+Source: Yuan et al. 2024, arXiv:2311.08981 (which lets the amateur share the contrast's scores; here
+it keeps a cache of its own, one token behind).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.branch import ModelBranches
+from mmdecode.engine.contracts import BranchSpec, Context, Scores
+
+
+class Amateur(Assistant):
+    """Drafts ``length`` tokens with the model that is drafted for.
+
+    Args:
+        length: Tokens per round; 0 is neutral.
+        view: What the drafting branch is shown, see `mmdecode.adapters.image_views`; ``None``: as
+            the prompt says.
+        prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
+        view_options: Arguments of the view.
+
+    Raises:
+        IncompatibleError: When decoding begins, of a model that has no such view.
+    """
+
+    def __init__(
+        self,
+        length: int = 3,
+        view: str | None = "no_image",
+        prompt: Literal["same", "last_token"] | Tensor = "same",
+        view_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(None, length)
+        self.spec = BranchSpec(
+            name="amateur", view=view, prompt=prompt, view_options=view_options or {}
+        )
+
+    @classmethod
+    def from_options(  # type: ignore[override]
+        cls, length: int = 3, view: str = "no_image", prompt: str | None = None
+    ) -> Amateur:
+        """From a string; ``prompt=last_token`` is for models without images."""
+        return cls(length, view) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
+
+    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
+        return ModelBranches(ctx.adapter, [self.spec])

@@ -1,0 +1,127 @@
+"""What an answer in free text says: yes, no, or nothing that can be told.
+
+`PARSERS` holds the five rules that published numbers come from, which disagree, and ``leading``,
+the one to use: it looks at the first word, does not know the label, and leaves what is neither yes
+nor no unparsed. Numbers under two rules do not compare.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mmdecode.errors import OptionError, UnknownNameError
+
+Label = Literal["yes", "no"]
+
+
+@dataclass(frozen=True)
+class Parser:
+    """One rule.
+
+    Attributes:
+        name: In `PARSERS`.
+        origin: Whose rule it is.
+        parse: From an answer and its label to what it says; ``None``: neither yes nor no.
+        drops_unparsed: Whether unparsed answers to yes-questions leave the recall, as there, and
+            don't count as missed.
+    """
+
+    name: str
+    origin: str
+    parse: Callable[[str, Label], Label | None]
+    drops_unparsed: bool = False
+
+
+def leading(text: str, label: Label | None = None) -> Label | None:
+    """The first word, whatever stands around it: ``**Yes**, there is`` is yes, ``None`` nothing."""
+    found = re.match(r"[\W_]*(yes|no)(?![\w'\u2019]|[-/]\w)", text, re.IGNORECASE)
+    return _label(found[1].lower()) if found else None
+
+
+def original(text: str, label: Label | None = None) -> Label:
+    """POPE: no if the first sentence has the word No, no or not; everything else is yes."""
+    words = text.partition(".")[0].replace(",", "").split(" ")
+    return "no" if {"No", "no", "not"} & set(words) else "yes"
+
+
+def vcd(text: str, label: Label) -> Label:
+    """VCD: right if the letters of the label occur anywhere; "know" holds a no."""
+    other: Label = "no" if label == "yes" else "yes"
+    return label if label in text.lower() else other
+
+
+def lmms(text: str, label: Label | None = None) -> Label | None:
+    """lmms-eval: nothing but the word; "Yes." is unparsed."""
+    return _label(text.lower().strip())
+
+
+def vlmevalkit(text: str, label: Label | None = None) -> Label | None:
+    """VLMEvalKit: the one of the two words that occurs, if only one does."""
+    found = set(re.findall(r"\w+", text.lower())) & {"yes", "no"}
+    return _label(found.pop()) if len(found) == 1 else None
+
+
+def mme(text: str, label: Label | None = None) -> Label | None:
+    """MME and Otter: yes, or else no, within the first four characters; a lone y or n counts."""
+    said = text.lower().strip().replace(".", "")
+    if len(said) == 1:
+        return _label({"y": "yes", "n": "no"}.get(said, ""))
+    return "yes" if "yes" in said[:4] else "no" if "no" in said[:4] else None
+
+
+PARSERS = {
+    parser.name: parser
+    for parser in (
+        Parser("leading", "the first word", leading),
+        Parser("original", "AoiDragon/POPE evaluate.py", original),
+        Parser("vcd", "DAMO-NLP-SG/VCD experiments/eval/eval_pope.py", vcd),
+        Parser("lmms", "EvolvingLMMs-Lab/lmms-eval tasks/pope/utils.py", lmms, drops_unparsed=True),
+        Parser("vlmevalkit", "open-compass/VLMEvalKit dataset/utils/yorn.py", vlmevalkit),
+        Parser("mme", "MME's tool, lmms-eval tasks/mme/utils.py", mme),
+    )
+}
+
+
+def parser_of(name: str) -> Parser:
+    """A rule by its name.
+
+    Raises:
+        UnknownNameError: There is no such rule.
+    """
+    if name not in PARSERS:
+        raise UnknownNameError.of("parser", name, PARSERS)
+    return PARSERS[name]
+
+
+def choice(text: str, options: Sequence[str]) -> str | None:
+    """The one of several options that an answer names, in whole words; ``None``: none, or several.
+
+    An option inside a longer one that is named ("on" in "on top of") does not count.
+
+    Args:
+        text: The answer.
+        options: What could be said, each differently.
+
+    Raises:
+        OptionError: There are no options, one is empty, or two are the same.
+    """
+    words = {option: " ".join(_words(option)) for option in options}
+    if not words or "" in words.values() or len(set(words.values())) < len(words):
+        raise OptionError(f"the options are {list(options)}; expected different words")
+    rest, named = f" {' '.join(_words(text))} ", set()
+    for option in sorted(words, key=lambda option: -len(words[option])):
+        if f" {words[option]} " in rest:
+            named.add(option)
+            rest = rest.replace(f" {words[option]} ", " | ")
+    return named.pop() if len(named) == 1 else None
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _label(word: str) -> Label | None:
+    return "yes" if word == "yes" else "no" if word == "no" else None

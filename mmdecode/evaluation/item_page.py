@@ -1,0 +1,122 @@
+"""The page of a report on questions about images, and single answers with their images."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.evaluation import plots
+from mmdecode.evaluation.items import Item
+from mmdecode.evaluation.layout import html_table
+from mmdecode.evaluation.report import asset
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.item_report import ItemReport
+
+ImageSource = str | Path | Callable[[str], bytes] | None
+_SHOWN = 4 << 20  # bytes of an image that a page still holds
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Shown:
+    """Answers to look at; shows images in a notebook.
+
+    Attributes:
+        items: The most wrong one first.
+        notes: A line on each.
+        images: See `mmdecode.evaluation.item_report.ItemReport`.
+    """
+
+    items: Sequence[Item]
+    notes: Sequence[str]
+    images: ImageSource = None
+
+    def as_html(self) -> str:
+        """Images, questions and answers, without styles."""
+        return "".join(
+            f'<article class="clip"><h3>{html.escape(item.id)}</h3>'
+            f"{picture(item.image, self.images)}<p>{html.escape(note)}</p>"
+            f"<dl><dt>asked</dt><dd>{html.escape(item.question)}</dd>"
+            f"<dt>answered</dt><dd>{html.escape(item.error or item.output)}</dd></dl></article>"
+            for item, note in zip(self.items, self.notes, strict=True)
+        )
+
+    def _repr_html_(self) -> str:
+        return self.as_html()
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{item.id}: {note}\n  asked    {item.question}\n  answered {item.error or item.output}"
+            for item, note in zip(self.items, self.notes, strict=True)
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def picture(name: str, images: ImageSource) -> str:
+    """An image as HTML; nothing where it is not at hand, too large or of an unknown kind."""
+    if images is None or not name:
+        return ""
+    if callable(images):
+        data = images(name)
+    else:
+        path = Path(images) / name
+        data = path.read_bytes() if path.is_file() and path.stat().st_size <= _SHOWN else b""
+    kind = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
+    if kind is None:
+        return ""
+    return (
+        f'<img alt="{html.escape(name)}" style="max-width:20em" '
+        f'src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+    )
+
+
+def overview(report: ItemReport[Any]) -> str:
+    """The scores as tables, what they mean and the comparisons, without styles."""
+    tables = "".join(map(html_table, report.tables()))
+    compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in report.comparisons)
+    return f"{tables}<p>{html.escape(report.about())}</p><ul>{compared}</ul>"
+
+
+def page_of(report: ItemReport[Any]) -> str:
+    """One HTML file that holds everything: tables, figures, and the worst answers."""
+    figures = "".join(
+        f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
+        f'src="data:image/png;base64,{base64.b64encode(plots.png(figure)).decode()}"></figure>'
+        for name, figure in report.figures().items()
+    )
+    worst = "".join(
+        f"<h2>Most wrong, {html.escape(mode)}</h2>{shown.as_html()}"
+        for mode in report.modes
+        if (shown := report.worst(5, mode)).items
+    )
+    facts = "".join(
+        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
+        for name, value in report.conditions.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(report.title)}</title>
+<link rel="icon" href="data:,">
+<style>{asset("report.css")}</style>
+</head>
+<body>
+<h1>{html.escape(report.title)}</h1>
+{overview(report)}
+<section class="figures">{figures}</section>
+{worst}
+<h2>Conditions</h2>
+<div class="wide"><table>{facts}</table></div>
+</body>
+</html>
+"""

@@ -1,0 +1,57 @@
+"""Rows of text as Markdown, HTML and CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Mapping, Sequence
+
+Rows = Sequence[Mapping[str, str]]
+"""Each row has the same columns in the same order."""
+
+
+def without_empty(rows: Rows) -> list[dict[str, str]]:
+    """The rows without columns that are empty in all of them."""
+    used = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    return [{name: row[name] for name in used} for row in rows]
+
+
+def markdown(rows: Rows) -> str:
+    """A table with a line per row."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def html_table(rows: Rows) -> str:
+    """A table without styles."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def csv_text(rows: Rows) -> str:
+    """For spreadsheets."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number; empty where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def percent(value: float | None, form: str = ".2f") -> str:
+    """A share in percent; empty where there is none."""
+    return "" if value is None else format(100 * value, form)

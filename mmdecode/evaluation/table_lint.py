@@ -1,0 +1,149 @@
+"""Published rows of POPE that no answers can have produced.
+
+With ``t`` right and ``f`` wrong answers yes, everything that a row prints follows; on 1,500 yes-
+and 1,500 no-questions accuracy = 0.5 + 0.5 R (2 - 1 / P) and the share of yes = R / (2 P). So a row
+of one run either is rounded from some pair of counts or is wrong: all of them are tried. The mean
+of several runs need not be a pair of counts, but the same equations nearly hold for it.
+
+The yes-questions are the same in the three splits, so a decoder without randomness has the same
+recall in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from mmdecode.errors import OptionError
+
+SIZES = {"3,000 questions": (1500, 1500), "the old 2,910 questions": (1500, 1410)}
+"""Yes- and no-questions of one split of POPE, by its version."""
+_SLACK = 1e-9
+_BENT = 0.5  # points by which a mean of runs may miss the equations
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """What a table prints, in percent.
+
+    Attributes:
+        accuracy, precision, recall, f1, yes_ratio: ``None``: not printed.
+        step: Unit of the last digit. A printed number may be rounded or cut off.
+        averaged: Whether it is the mean of several runs, models or splits.
+    """
+
+    accuracy: float | None = None
+    precision: float | None = None
+    recall: float | None = None
+    f1: float | None = None
+    yes_ratio: float | None = None
+    step: float = 0.01
+    averaged: bool = False
+
+    def printed(self) -> dict[str, float]:
+        """What is there, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in _NAMES}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_NAMES = ("accuracy", "precision", "recall", "f1", "yes_ratio")
+
+
+def check_row(row: PublishedRow) -> list[str]:
+    """What is wrong with a row; nothing is, where the list is empty.
+
+    Raises:
+        OptionError: It prints fewer than two numbers, so that there is nothing to check.
+    """
+    printed = row.printed()
+    if len(printed) < 2:
+        raise OptionError(f"the row prints {sorted(printed)}; expected at least two numbers")
+    out_of_range = [f"{n} is {v}" for n, v in printed.items() if not 0 <= v <= 100]
+    if out_of_range:
+        return [f"{found}, and a share is 0 to 100" for found in out_of_range]
+    if row.averaged:
+        return _mean_problems(row)
+    fitting = [name for name, size in SIZES.items() if len(_fits(row, *size)[0])]
+    newest = next(iter(SIZES))
+    if newest in fitting:
+        return []
+    shown = ", ".join(f"{name} {value}" for name, value in printed.items())
+    if fitting:
+        return [f"no answers to {newest} give {shown}; answers to {fitting[0]} do"]
+    told = ", ".join(f"{name} of {value:.2f}" for name, value in _implied(row).items())
+    return [f"no answers of one run give {shown}{f'; they mean {told}' if told else ''}"]
+
+
+def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
+    """Whether rows of one decoder can have one recall, as they must where nothing is drawn.
+
+    Copies of the files with misspelt questions differ in their yes-questions, too, so that this
+    need not hold for them.
+
+    Args:
+        splits: The rows of one method by split; none may be an average.
+
+    Raises:
+        OptionError: A row prints fewer than two numbers, or is an average.
+    """
+    ranges = {}
+    for name, row in splits.items():
+        if row.averaged or len(row.printed()) < 2:
+            raise OptionError(f"the row of {name!r} does not tell a recall; expected one run's")
+        sizes = [(_fits(row, *size)[0], size[0]) for size in SIZES.values()]
+        true, asked = next((one for one in sizes if len(one[0])), sizes[0])
+        if not len(true):
+            return [f"the row of {name!r} is impossible already"]
+        ranges[name] = (100 * true.min() / asked, 100 * true.max() / asked)
+    if max(low for low, _ in ranges.values()) <= min(high for _, high in ranges.values()) + _SLACK:
+        return []
+    shown = ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())
+    return [f"the recalls differ ({shown}): sampled answers, or not the same yes-questions"]
+
+
+def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of right and of wrong answers yes that a row is rounded from."""
+    true, false = np.arange(asked_yes + 1.0)[:, None], np.arange(asked_no + 1.0)[None]
+    with np.errstate(invalid="ignore"):
+        found = {
+            "accuracy": (true + asked_no - false) / (asked_yes + asked_no),
+            "precision": true / (true + false),
+            "recall": true / asked_yes + 0 * false,
+            "f1": 2 * true / (true + false + asked_yes),
+            "yes_ratio": (true + false) / (asked_yes + asked_no),
+        }
+    fits = np.ones((asked_yes + 1, asked_no + 1), dtype=bool)
+    for name, value in row.printed().items():
+        # rounded: within half a step; cut off: up to a step above what is printed
+        above = 100 * np.nan_to_num(found[name]) - value
+        fits &= (above >= -row.step / 2 - _SLACK) & (above < row.step - _SLACK)
+    true_yes, false_yes = np.nonzero(fits)
+    return true_yes, false_yes
+
+
+def _mean_problems(row: PublishedRow) -> list[str]:
+    """Of a mean: what the equations say, with room for what averaging bends."""
+    printed = row.printed()
+    return [
+        f"the other numbers of the row mean {name} of {value:.2f}, and {printed[name]} is printed"
+        for name, value in _implied(row).items()
+        if name in printed and abs(value - printed[name]) > _BENT + row.step
+    ]
+
+
+def _implied(row: PublishedRow) -> dict[str, float]:
+    """What precision and recall, or else accuracy and F1, say about the rest, in percent."""
+    if row.precision and row.recall is not None:
+        precision, recall = row.precision / 100, row.recall / 100
+        return {
+            "accuracy": 50 + 50 * recall * (2 - 1 / precision),
+            "f1": 200 * precision * recall / (precision + recall),
+            "yes_ratio": 50 * recall / precision,
+        }
+    if row.accuracy is not None and row.f1 is not None and row.f1 < 100:
+        excess, f1 = row.accuracy / 100 - 0.5, row.f1 / 100
+        true = f1 * (0.5 - excess) / (2 - 2 * f1)
+        return {"yes_ratio": 100 * (2 * true - excess)}
+    return {}

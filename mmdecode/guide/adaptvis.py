@@ -1,0 +1,61 @@
+"""AdaptVis: ScalingVis with the weight chosen for each request by the model's own confidence.
+
+The prompt is read without any change; the largest probability of the first token, rounded to two
+decimals, is the confidence. Below the threshold image attention is smoothed by one weight, else
+sharpened by another, and the prompt is read again. From the first token on only the second reading
+goes on. Confidence is a probability: a path of the released code compares the raw logit instead.
+
+Source: Chen et al. 2025, arXiv:2503.01773; weights and threshold of its ``run.sh``, its README has
+a threshold of 0.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.attention import AttentionEdit, Site
+from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.errors import OptionError
+from mmdecode.guide.edited import Edited
+from mmdecode.guide.scalingvis import checked_weight
+
+_UNSURE, _SURE = 1.0, 2.0
+
+
+class AdaptVis(Edited):
+    """Two weights and a threshold.
+
+    Args:
+        unsure: Weight below the threshold, ``w1``.
+        sure: Weight from the threshold on, ``w2``. Both 1 is neutral.
+        threshold: Confidence, 0..1.
+    """
+
+    images = True
+    branches = (BranchSpec(name="law", stage=2, replaces="main"),)
+
+    def __init__(self, unsure: float = 0.5, sure: float = 1.5, threshold: float = 0.4) -> None:
+        if not 0 <= threshold <= 1:
+            raise OptionError(f"threshold must be a probability in 0..1, got {threshold}")
+        self.unsure, self.sure = checked_weight(unsure), checked_weight(sure)
+        self.threshold = threshold
+        self.neutral = self.unsure == self.sure == 1
+        edit = AttentionEdit(
+            branch="law", rows="last_prompt", scores=self._scaled, strength=self._choice
+        )
+        self.edits = [edit]
+
+    def confident(self, logits: Tensor) -> Tensor:
+        """Which first-token logits ``(..., V)`` are sharpened, bool."""
+        confidence = logits.double().softmax(-1).amax(-1)
+        return confidence.round(decimals=2) >= self.threshold
+
+    def _choice(self, ctx: Context, earlier: Mapping[str, Scores]) -> Tensor:
+        return torch.where(self.confident(earlier["main"].logits), _SURE, _UNSURE)
+
+    def _scaled(self, scores: Tensor, site: Site) -> Tensor:
+        weight = torch.where(site.strength == _SURE, self.sure, self.unsure)
+        return torch.where(site.images, scores * weight, scores)

@@ -1,0 +1,96 @@
+"""Yes and no: which tokens they are, and how far apart; for guides that steer a first word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.errors import IncompatibleError, OptionError
+
+YesNo = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids of yes, and of no."""
+
+
+@lru_cache(maxsize=8)
+def yes_no_ids(tokenizer: Any) -> YesNo:
+    """Ids of the tokens that are yes, and of those that are no; see `word_ids`."""
+    return tuple(word_ids(tokenizer, "yes")), tuple(word_ids(tokenizer, "no"))
+
+
+def word_ids(tokenizer: Any, word: str) -> list[int]:
+    """Ids of the tokens that are a word, in any case, with or without a space before it."""
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    marks = "\u2581\u0120 "  # how SentencePiece and byte-level BPE write the space
+    return [i for i, t in enumerate(tokens) if t and t.lstrip(marks).lower() == word]
+
+
+def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tensor:
+    """Log-odds of beginning with yes: ``logsumexp`` over its spellings minus that over no's.
+
+    Args:
+        logits: Of the first token, ``(..., V)``.
+        yes: Ids of yes, see `word_ids`.
+        no: Ids of no.
+
+    Returns:
+        ``(...)``; positive where yes is likelier.
+    """
+    logits = logits.float()
+    return logits[..., list(yes)].logsumexp(-1) - logits[..., list(no)].logsumexp(-1)
+
+
+class FirstWord:
+    """A guide that knows yes and no; what it does to the first token is up to its kind.
+
+    Args:
+        yes: Ids of yes; ``None``: by the tokenizer.
+        no: Ids of no; ``None``: by the tokenizer.
+        tokenizer: ``None``: that of the questions, as an Answerer hands them over.
+    """
+
+    needs = Needs()
+    branches: Sequence[BranchSpec] = ()
+
+    def __init__(
+        self,
+        yes: int | Iterable[int] | None = None,
+        no: int | Iterable[int] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self._given, self._tokenizer = (_ids("yes", yes), _ids("no", no)), tokenizer
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> tuple[Tensor, Tensor]:
+        """Which tokens are yes and no, as masks over the vocabulary, bool ``(V,)``.
+
+        Raises:
+            IncompatibleError: Nobody says which tokens they are.
+        """
+        asked = ctx.mm_inputs.get("questions") or [None]
+        tokenizer = self._tokenizer or getattr(asked[0], "tokenizer", None)
+        known: YesNo = ((), ()) if tokenizer is None else yes_no_ids(tokenizer)
+        yes, no = (own or found for own, found in zip(self._given, known, strict=True))
+        if not (yes and no):
+            raise IncompatibleError.between(
+                f"guide {type(self).__name__}",
+                "a call without a tokenizer" if tokenizer is None else "this tokenizer",
+                "nothing says which tokens are yes and no",
+                "use mmdecode.vlm.Answerer, or give the guide tokenizer=, or yes= and no= as ids",
+            )
+        vocab = torch.arange(prefill["main"].logits.shape[-1], device=ctx.device)
+        return _among(vocab, yes), _among(vocab, no)
+
+
+def _among(vocab: Tensor, ids: Sequence[int]) -> Tensor:
+    return torch.isin(vocab, torch.tensor(ids, device=vocab.device))
+
+
+def _ids(name: str, value: int | Iterable[int] | None) -> tuple[int, ...]:
+    ids = () if value is None else (value,) if isinstance(value, (int, str)) else tuple(value)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise OptionError(f"{name} must be a token id or several, got {value!r}")
+    return tuple(int(i) for i in ids)

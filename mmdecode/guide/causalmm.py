@@ -1,0 +1,200 @@
+"""CausalMM: away from what the model would say if its attention were made up.
+
+A counterfactual branch runs with another attention map, in the image encoder (``"vision"``), in the
+language model (``"language"``), or one branch of each (``"both"``). With n of them,
+``(1 + n * gamma) * main - gamma * (their sum)``, then the plausibility cut.
+
+What is made of a map, of which each query's row is taken alone:
+
+- ``random``: draws between 0 and 2 in the place of the weights;
+- ``uniform``: each weight is the mean;
+- ``reversed``: the largest weight minus each;
+- ``shuffle``: the weights in another order.
+
+Only keys that a query may see take part (none that comes later, no padding), rows are scaled to sum
+to one, and a row of zeros becomes uniform. Draws depend on the request, the layer, the head, the
+query and the key, so that a drafted run sees those of a plain one.
+
+The release edits a map as a whole, and other maps than one would think. For images it takes that of
+the layer whose states are projected, resizes it from queries and keys to the grid of patches,
+averages heads, and multiplies the states by it, which come out near zero; ``released=True`` does
+so, for encoders with square grids. Its language maps are masked after they were normalised, and its
+branch shares the cache of the main one, so that the contrast ends with the first token: neither is
+offered. It ships ``epsilon`` 0.6 for POPE, under which no token below 0.6 of the best is left, so
+that yes and no are not sampled any more once one of them has 62.5 %.
+
+Source: Zhou et al. 2024, arXiv:2410.04780, and its release (The-Martyr/CausalMM). In which layers
+the map is edited is left open there; all of them is our choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from mmdecode.engine.attention import AttentionEdit, Site
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.edited import checked_layers
+from mmdecode.guide.linear import Linear, not_negative
+
+LEVELS = {"vision": ("vision",), "language": ("language",), "both": ("vision", "language")}
+
+
+class CausalMM(Linear):
+    """Contrast against counterfactual attention.
+
+    Args:
+        level: ``"vision"``, ``"language"`` or ``"both"``.
+        intervention: ``"random"``, ``"uniform"``, ``"reversed"`` or ``"shuffle"``.
+        gamma: Strength of the contrast.
+        epsilon: Plausibility cut, 0..1.
+        layers: First and last layer that is edited, as fractions of the depth of the encoder and
+            of the language model.
+        released: Edits images as the release does, see above; ``layers`` then are of the language
+            model alone.
+
+    Neutral: ``gamma`` 0 and ``epsilon`` 0.
+    """
+
+    images = True
+
+    def __init__(
+        self,
+        level: Literal["vision", "language", "both"] = "vision",
+        intervention: str = "shuffle",
+        gamma: float = 1.0,
+        epsilon: float = 0.1,
+        layers: tuple[float, float] = (0.0, 1.0),
+        released: bool = False,
+    ) -> None:
+        if level not in LEVELS:
+            raise OptionError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+        if intervention not in INTERVENTIONS:
+            known = ", ".join(INTERVENTIONS)
+            raise OptionError(f"intervention must be one of {known}, got {intervention!r}")
+        layers = checked_layers(layers)
+        self._change = INTERVENTIONS[intervention]
+        vision = BranchSpec(
+            name="vision", view="tower", view_options={"edit": self._in_tower, "layers": layers}
+        )
+        if released:
+            options = {"change": self._of_patches}
+            vision = BranchSpec(name="vision", view="patches", view_options=options)
+        specs = {"vision": vision, "language": BranchSpec(name="language")}
+        names = LEVELS[level]
+        weights = [1 + not_negative("gamma", gamma) * len(names), *(-gamma for _ in names)]
+        super().__init__([specs[name] for name in names], weights, epsilon)
+        self.images = "vision" in names
+        edit = AttentionEdit(
+            branch="language", layers=layers, rows="all", weights=self._in_language
+        )
+        self.edits = [edit] if any(b.name == "language" for b in self.branches) else []
+
+    @classmethod
+    def from_options(
+        cls,
+        level: Literal["vision", "language", "both"] = "vision",
+        intervention: str = "shuffle",
+        gamma: float = 1.0,
+        epsilon: float = 0.1,
+        first: float = 0.0,
+        last: float = 1.0,
+        released: bool = False,
+    ) -> CausalMM:
+        """From a string: layers as two fractions of the depth."""
+        return cls(level, intervention, gamma, epsilon, (first, last), released)
+
+    def _in_tower(self, weights: Tensor, seen: Tensor, layer: int, draw: torch.Generator) -> Tensor:
+        return counterfactual(self._change, weights, seen, _uniform(weights, draw))
+
+    def _in_language(self, weights: Tensor, site: Site) -> Tensor:
+        draws = site.noise.pairs(site.positions, site.keys, site.layer, weights.shape[1])
+        return counterfactual(self._change, weights, site.seen, draws)
+
+    def _of_patches(self, states: Tensor, weights: Tensor, draw: torch.Generator) -> Tensor:
+        """States of patches ``(R, n, H)`` times the map of their layer, as released."""
+        whole = weights.flatten(2)
+        edited = self._change(
+            whole, torch.ones_like(whole, dtype=torch.bool), _uniform(whole, draw)
+        )
+        return states * patch_map(edited.view_as(weights), states.shape[1])[..., None]
+
+
+Intervention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(rows (..., n), allowed (..., n) bool, draws in (0, 1)) -> rows``; what is not allowed in a row
+does not count, and may be anything afterwards."""
+
+
+def _random(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+    return 2 * draws
+
+
+def _mean(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+    mean = (rows * allowed).sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp_min(1)
+    return mean.expand_as(rows)
+
+
+def _reversed(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+    return (rows * allowed).amax(-1, keepdim=True) - rows
+
+
+def _shuffle(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+    # what is allowed comes first in both orders: of the draws, and of the keys
+    source = draws.masked_fill(~allowed, 2.0).argsort(-1)
+    target = (~allowed).long().argsort(dim=-1, stable=True)
+    return torch.zeros_like(rows).scatter(-1, target, rows.gather(-1, source))
+
+
+INTERVENTIONS: dict[str, Intervention] = {
+    "random": _random,
+    "uniform": _mean,
+    "reversed": _reversed,
+    "shuffle": _shuffle,
+}
+
+
+def counterfactual(change: Intervention, weights: Tensor, seen: Tensor, draws: Tensor) -> Tensor:
+    """Attention weights, each query's changed among the keys it sees, and scaled to sum to one.
+
+    Args:
+        change: The intervention.
+        weights: ``(R, heads, Q, K)``.
+        seen: Bool, which broadcasts to them. A query that sees nothing keeps its weights.
+        draws: Between 0 and 1, of the same shape as the weights.
+    """
+    allowed = seen.expand_as(weights)
+    edited = change(weights, allowed, draws) * allowed
+    total = edited.sum(-1, keepdim=True)
+    uniform = allowed / allowed.sum(-1, keepdim=True).clamp_min(1)
+    edited = torch.where(
+        total > 0, edited / total.clamp_min(torch.finfo(total.dtype).tiny), uniform
+    )
+    return torch.where(allowed.any(-1, keepdim=True), edited, weights)
+
+
+def patch_map(weights: Tensor, patches: int) -> Tensor:
+    """A map of queries and keys ``(R, heads, N, N)`` as the release spreads it over patches.
+
+    Returns:
+        ``(R, patches)``: resized to the grid of patches, averaged over heads.
+
+    Raises:
+        IncompatibleError: The patches are no square grid.
+    """
+    side = round(patches**0.5)
+    if side * side != patches:
+        raise IncompatibleError(
+            f"the released form of CausalMM resizes attention to a square grid, and {patches} "
+            "patches are none; leave released out"
+        )
+    resized = interpolate(weights, size=(side, side), mode="bilinear", align_corners=False)
+    return resized.mean(1).flatten(1)
+
+
+def _uniform(values: Tensor, draw: torch.Generator) -> Tensor:
+    return torch.rand(values.shape, generator=draw).to(values.device)

@@ -1,0 +1,153 @@
+"""Conscious Gaze: look harder at the image wherever image and words act together.
+
+A sensor reads four branches that nothing changes: the prompt as it is, with noise for its images,
+without its words, and without either. Their Harsanyi interaction
+``I = L(image, words) - L(image) - L(words) + L(neither)`` is taken over the likeliest tokens of the
+first; where its variance is above ``threshold``, a fifth branch, read after the four, adds
+``alpha`` times the mean over heads of ``|s|`` to the scores of image keys in middle layers. The
+fifth is the law. It is gated at each row and node by the sensor at that very place: the released
+code steers a token by what it sensed at the token before.
+
+Ours, where the paper speaks of InstructBLIP alone: images are replaced by uniform noise over the
+range of their own normalised pixels; the empty prompt is the image tokens and the last token of the
+prompt, which every family has.
+
+Source: Conscious Gaze, arXiv:2512.05546; settings of its released code. The threshold is that of
+its README and script, the code's own default is 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.attention import AttentionEdit, Site
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.edited import checked_layers
+from mmdecode.guide.linear import not_negative, plausible, warn_inactive
+
+LAYERS = (5 / 31, 18 / 31)
+"""Layers 5 to 18 of 32, as published."""
+
+
+class ConsciousGaze:
+    """A sensor of four branches and a boosted fifth.
+
+    Args:
+        alpha: Boost of image keys; 0 leaves the fifth branch out.
+        threshold: Variance of the interaction above which the boost is on, ``k``.
+        candidates: Likeliest tokens that the variance is taken over.
+        update: Whether the interaction is also added to the logits, at places where its variance
+            over the vocabulary is at least ``update_from``, as the released sampler does; then the
+            plausibility cut follows. Neutral: off, with ``alpha = 0``.
+        update_from: See ``update``.
+        beta: Plausibility cut of the update, 0..1.
+        layers: First and last boosted layer, as fractions of the depth.
+    """
+
+    images = True
+    needs = Needs()
+    total = 1.0
+
+    def __init__(
+        self,
+        alpha: float = 0.5,
+        threshold: float = 1.0,
+        candidates: int = 50,
+        update: bool = False,
+        update_from: float = 1.0,
+        beta: float = 0.1,
+        layers: tuple[float, float] = LAYERS,
+    ) -> None:
+        if candidates < 2:
+            raise OptionError(f"a variance needs at least 2 candidates, got {candidates}")
+        if not 0 <= beta <= 1:
+            raise OptionError(f"beta must be in 0..1, got {beta}; 0 switches the cut off")
+        self.alpha = not_negative("alpha", alpha)
+        self.threshold, self.candidates = threshold, candidates
+        self.update, self.update_from, self.beta = update, update_from, beta
+        self.neutral = self.alpha == 0 and not update
+        noise = {"change": uniform_noise}
+        self.branches = [
+            BranchSpec(name="words", view="pixels", view_options=noise),
+            BranchSpec(name="image", view="only_images"),
+            BranchSpec(name="neither", view="only_images", view_options=noise),
+        ]
+        self.edits = []
+        if self.alpha:
+            self.branches.append(BranchSpec(name="law", stage=2))
+            boost = AttentionEdit(
+                branch="law",
+                layers=checked_layers(layers),
+                scores=self._boosted,
+                strength=self.gate,
+            )
+            self.edits.append(boost)
+
+    @classmethod
+    def from_options(
+        cls,
+        alpha: float = 0.5,
+        threshold: float = 1.0,
+        candidates: int = 50,
+        update: bool = False,
+        update_from: float = 1.0,
+        beta: float = 0.1,
+        first: float = LAYERS[0],
+        last: float = LAYERS[1],
+    ) -> ConsciousGaze:
+        """From a string: layers as two fractions of the depth."""
+        return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
+
+    def gate(self, ctx: Context, scores: Mapping[str, Scores]) -> Tensor:
+        """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
+        interaction, main = harsanyi(scores), scores["main"].logits
+        likeliest = main.topk(min(self.candidates, main.shape[-1]), -1).indices
+        return (interaction.gather(-1, likeliest).var(-1) > self.threshold).float()
+
+    def _boosted(self, scores: Tensor, site: Site) -> Tensor:
+        boost = self.alpha * site.strength * scores.abs().mean(1, keepdim=True)
+        return torch.where(site.images, scores + boost, scores)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants; warns where noise for the images changes nothing."""
+        warn_inactive(type(self).__name__, ctx, prefill, "words")
+
+    def combine(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """The law before the cut."""
+        logits = self._law(scores)
+        if not self.update:
+            return logits
+        interaction = harsanyi(scores)
+        strong = interaction.var(-1, keepdim=True) >= self.update_from
+        return torch.where(strong, logits + interaction, logits)
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        combined = self.combine(constants, ctx, proposal, scores)
+        return plausible(combined, self._law(scores), self.beta) if self.update else combined
+
+    def _law(self, scores: Mapping[str, Scores]) -> Tensor:
+        return scores["law" if self.alpha else "main"].logits
+
+
+def harsanyi(scores: Mapping[str, Scores]) -> Tensor:
+    """Interaction of image and words, ``(B, N + 1, V)``; 0 where the two only add up."""
+    both, image, words, neither = (
+        scores[name].logits for name in ("main", "image", "words", "neither")
+    )
+    return both - image - words + neither
+
+
+def uniform_noise(values: Tensor, draw: torch.Generator) -> Tensor:
+    """An image of noise between the least and the greatest of its normalised pixels."""
+    low, high = values.aminmax()
+    return low + (high - low) * torch.rand(values.shape, generator=draw).to(values)

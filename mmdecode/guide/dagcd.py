@@ -1,0 +1,151 @@
+"""DAGCD on image tokens: words that the attended parts of the image stand for become likelier.
+
+Each image token is given the word that the model's own head reads in its last state. At every step
+the attention that the token pays to the image says how much each word is used, ``U``; the law is
+``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the
+denominator), with H the entropy of P over ``log V``: a model that is
+sure is left alone. Attention to image tokens of one word counts once, by its mean; only words among
+the likeliest ``rank`` gain. Nothing changes where the likeliest token ends the text.
+
+The published method reads words of a text and picks heads, and their weights, by a probe trained
+for each model. No probe comes with this library: all heads of the chosen layers count alike, unless
+weights are given.
+
+Source: Huang et al. 2025, "Dynamic Attention-Guided Context Decoding", Findings of ACL; ``alpha``
+of chat models, 2 is for base models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.attention import layer_range
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.setup import token_ids
+from mmdecode.errors import OptionError
+from mmdecode.guide.edited import checked_layers, warn_without_images
+from mmdecode.guide.linear import not_negative
+
+_TINY = 1e-12
+"""Instead of a sum that is 0."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the image tokens of each row stand for.
+
+    Attributes:
+        ids: By column of the prompt, ``(B, P)``; 0 where there is no image.
+        share: Of each column in its word: one over the image tokens of that word, else 0.
+        ends: Tokens that end a text, ``(n,)``.
+    """
+
+    ids: Tensor
+    share: Tensor
+    ends: Tensor
+
+
+class DAGCD:
+    """Context words boosted by attention and doubt.
+
+    Args:
+        alpha: Strength; 0 is neutral.
+        layers: First and last layer whose attention counts, as fractions of the depth.
+        heads: Weight by ``(layer, head)``, of a trained probe, instead of ``layers``; negative
+            sums count as none.
+        rank: Only so many likeliest tokens can gain.
+    """
+
+    images = True
+    branches: Sequence[BranchSpec] = ()
+
+    def __init__(
+        self,
+        alpha: float = 4.0,
+        layers: tuple[float, float] = (0.5, 1.0),
+        heads: Mapping[tuple[int, int], float] | None = None,
+        rank: int = 10,
+    ) -> None:
+        if rank < 1:
+            raise OptionError(f"rank must be at least 1, got {rank}")
+        self.alpha, self.rank = not_negative("alpha", alpha), rank
+        self.layers, self.heads = checked_layers(layers), heads
+        self.neutral = self.alpha == 0
+
+    @classmethod
+    def from_options(
+        cls, alpha: float = 4.0, first: float = 0.5, last: float = 1.0, rank: int = 10
+    ) -> DAGCD:
+        """From a string: layers as two fractions of the depth, all heads alike."""
+        return cls(alpha, (first, last), rank=rank)
+
+    def needs(self, adapter: Any) -> Needs:
+        """Attention of the layers, and the states of the prompt."""
+        return Needs(prompt_hidden=True, attention=frozenset(self._layers(adapter)))
+
+    def _layers(self, adapter: Any) -> Sequence[int]:
+        if self.heads is None:
+            return layer_range(self.layers, adapter.num_layers)
+        layers = sorted({layer for layer, _ in self.heads})
+        if not all(0 <= layer < adapter.num_layers for layer in layers):
+            raise OptionError(
+                f"heads are of layers {layers}; the model has {adapter.num_layers}: give the "
+                "probe of this model"
+            )
+        return layers
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Words:
+        """The words of the image tokens."""
+        warn_without_images(type(self).__name__, ctx)
+        main = prefill["main"]
+        images = main.images
+        assert images is not None, "comes with attention"
+        ids = torch.zeros_like(ctx.prompt_ids)
+        for row, flags in enumerate(images):  # row by row: a vocabulary for each token is large
+            states = main.prompt_hidden["last"][row, flags]
+            ids[row, flags] = ctx.adapter.head(states).argmax(-1)
+        counts = main.logits.new_zeros(ctx.batch, main.logits.shape[-1])
+        counts = counts.scatter_add(1, ids, images.to(counts))
+        share = images / counts.gather(1, ids).clamp_min(1)
+        config = getattr(ctx.adapter.model, "generation_config", None)
+        ends = torch.tensor(token_ids(getattr(config, "eos_token_id", None)), device=ctx.device)
+        return Words(ids, share, ends)
+
+    def usage(self, adapter: Any, words: Words, main: Scores) -> Tensor:
+        """How much each word is looked at, of any rank, ``(B, N + 1, V)``."""
+        usage = torch.zeros_like(main.logits)
+        for layer in self._layers(adapter):
+            attention = main.attention[layer][..., : words.ids.shape[1]]
+            looked = attention.transpose(1, 2) * words.share[:, None, None]  # (B, N + 1, heads, P)
+            ratio = looked / looked.sum(-1, keepdim=True).clamp_min(_TINY)
+            weights = [self._weight(layer, head) for head in range(attention.shape[1])]
+            part = (ratio * ratio.new_tensor(weights)[:, None]).sum(2)
+            usage.scatter_add_(-1, words.ids[:, None].expand_as(part), part)
+        return usage.clamp_min(0)
+
+    def _weight(self, layer: int, head: int) -> float:
+        return 1.0 if self.heads is None else self.heads.get((layer, head), 0.0)
+
+    def apply(
+        self, constants: Words, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        main = scores["main"]
+        logits = main.logits
+        law = logits.log_softmax(-1)
+        doubt = torch.special.entr(law.exp()).sum(-1, keepdim=True) / math.log(logits.shape[-1])
+        ranked = logits.topk(min(self.rank, logits.shape[-1]), -1).indices
+        usage = self.usage(ctx.adapter, constants, main)
+        usage = torch.zeros_like(usage).scatter(-1, ranked, usage.gather(-1, ranked))
+        usage = usage / usage.sum(-1, keepdim=True).clamp_min(_TINY)
+        ending = torch.isin(ranked[..., :1], constants.ends)
+        boost = torch.where(ending, 0.0, self.alpha * doubt * usage)
+        # in the space of the logits, so that a row without a gain keeps them bit for bit
+        return torch.logaddexp(logits, logits.logsumexp(-1, keepdim=True) + boost.log())

@@ -1,0 +1,76 @@
+"""DCLA: hidden states that drift away from those of earlier layers are pulled back.
+
+At layer l of a late range, ``r = sum_k w_k h_k`` over the outputs of all layers before it; where
+``cos(h, r) < tau``, ``h`` becomes ``alpha * h + (1 - alpha) * r``. Each position is judged by
+itself, and the same way in the prompt and behind it, so a cached pass equals a full one. Final norm
+and head stay. Works on text models too.
+
+The paper leaves the layer range, the weights and the side of alpha open; these are ours: the second
+half of the layers, ``w_k`` proportional to ``decay ** (l - k)``, and alpha as the weight of the
+layer's own state.
+
+Source: DCLA, decoding with inter-layer consistency via layer aggregation, 2025 (withdrawn from
+ICLR 2026); ``tau`` and ``alpha`` as its reviewers quote them for one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from mmdecode.engine.contracts import StateEdit
+from mmdecode.errors import OptionError
+from mmdecode.guide.edited import Edited, checked_layers
+
+
+class DCLA(Edited):
+    """Late layers corrected towards a mean of earlier ones.
+
+    Args:
+        tau: Cosine below which a state is corrected; -1 is neutral, above 1 corrects every state.
+        alpha: Weight of the layer's own state, 0..1; 1 is neutral.
+        layers: First and last layer that is corrected, as fractions of the depth.
+        decay: How much less each layer farther back counts, in (0, 1]; 1 is the plain mean.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.74,
+        alpha: float = 0.82,
+        layers: tuple[float, float] = (0.5, 1.0),
+        decay: float = 0.5,
+    ) -> None:
+        if not 0 <= alpha <= 1:
+            raise OptionError(f"alpha must be in 0..1, got {alpha}; 1 leaves states as they are")
+        if not 0 < decay <= 1:
+            raise OptionError(f"decay must be above 0 and at most 1, got {decay}; 1 is the mean")
+        self.tau, self.alpha, self.decay = float(tau), float(alpha), float(decay)
+        self.neutral = self.tau <= -1 or self.alpha == 1
+        layers = checked_layers(layers)
+        self.edits = [StateEdit(branch="main", change=self._corrected, layers=layers)]
+
+    @classmethod
+    def from_options(
+        cls,
+        tau: float = 0.74,
+        alpha: float = 0.82,
+        first: float = 0.5,
+        last: float = 1.0,
+        decay: float = 0.5,
+    ) -> DCLA:
+        """From a string: layers as two fractions of the depth."""
+        return cls(tau, alpha, (first, last), decay)
+
+    def _corrected(self, layer: int, states: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+        if not earlier:
+            return states
+        total, weight = torch.zeros_like(states, dtype=torch.float32), 0.0
+        for before in earlier:
+            total, weight = self.decay * total + before.float(), self.decay * weight + 1
+        reference, own = total / weight, states.float()
+        drifted = cosine_similarity(own, reference, dim=-1)[..., None] < self.tau
+        mixed = self.alpha * own + (1 - self.alpha) * reference
+        return torch.where(drifted, mixed.to(states.dtype), states)

@@ -1,0 +1,124 @@
+"""DoLa: the last layer's law against that of the early layer which differs from it most.
+
+``log p_N - alpha * log p_M`` on tokens with ``p_N >= relative_top * max p_N``, where M is the early
+layer, of a few candidates, whose law is farthest from the last one's by Jensen-Shannon divergence.
+M is chosen for each row and node, by the divergence of the paper's formula: the released code swaps
+the arguments of its KL terms and takes means over the batch. Layers are read through the final norm
+and the head. Works on text models too.
+
+Source: Chuang et al. 2024, arXiv:2309.03883, equations 1 to 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.edited import checked_layers, exit_layers
+from mmdecode.guide.linear import not_negative, plausible
+
+BUCKETS = {"low": (0.0, 0.5), "high": (0.5, 1.0), "all": (0.0, 1.0)}
+"""Candidates by name, as fractions of the depth; every second layer is one."""
+
+
+class DoLa:
+    """Contrast with an early layer of the same pass.
+
+    Args:
+        layers: Candidates: every second exit between two fractions of the depth. The embeddings are
+            left out where they share the output matrix, which would give back the token just read.
+        relative_top: Plausibility cut, 0..1; 0 keeps the vocabulary.
+        alpha: Weight of the early layer: 1 as published; 0 leaves the cut alone.
+
+    Neutral: ``alpha`` 0 and ``relative_top`` 0.
+    """
+
+    branches: Sequence[BranchSpec] = ()
+
+    def __init__(
+        self,
+        layers: tuple[float, float] = BUCKETS["high"],
+        relative_top: float = 0.1,
+        alpha: float = 1.0,
+    ) -> None:
+        if not 0 <= relative_top <= 1:
+            raise OptionError(
+                f"relative_top must be in 0..1, got {relative_top}; 0 switches the cut off"
+            )
+        self.layers = checked_layers(layers)
+        self.relative_top, self.alpha = relative_top, not_negative("alpha", alpha)
+        self.neutral = not self.alpha and not relative_top
+        self.total = 1 - self.alpha
+
+    @classmethod
+    def from_options(
+        cls, bucket: str = "high", relative_top: float = 0.1, alpha: float = 1.0
+    ) -> DoLa:
+        """From a string: ``bucket`` is ``high`` (short answers), ``low`` (long ones) or ``all``."""
+        if bucket not in BUCKETS:
+            raise OptionError(f"bucket must be one of {', '.join(BUCKETS)}, got {bucket!r}")
+        return cls(BUCKETS[bucket], relative_top, alpha)
+
+    def candidates(self, adapter: Any) -> range:
+        """Layers whose exits are compared with the last."""
+        return exit_layers(self.layers, adapter.num_layers, 2 * _tied(adapter.model), step=2)
+
+    def needs(self, adapter: Any) -> Needs:
+        """The candidates' exits."""
+        if not self.alpha:
+            return Needs()
+        return Needs(exits=frozenset(self.candidates(adapter)))
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants."""
+
+    def combine(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """The difference of the two laws, before the cut."""
+        main = scores["main"]
+        if not self.alpha:
+            return main.logits
+        last = main.logits.log_softmax(-1)
+        farthest, early = None, last
+        for layer in self.candidates(ctx.adapter):
+            law = main.exits[layer].log_softmax(-1)
+            distance = jensen_shannon(last, law)
+            if farthest is None:
+                farthest, early = distance, law
+                continue
+            early = torch.where((distance > farthest)[..., None], law, early)
+            farthest = torch.maximum(farthest, distance)
+        return last - self.alpha * early
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        combined = self.combine(constants, ctx, proposal, scores)
+        return plausible(combined, scores["main"].logits, self.relative_top)
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """``(KL(P || M) + KL(Q || M)) / 2`` with M their mean; of log-laws ``(..., V)``, in nats."""
+    middle = torch.logaddexp(p, q) - math.log(2)
+    return (_divergence(p, middle) + _divergence(q, middle)) / 2
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL of log-laws; a token that ``p`` excludes adds nothing."""
+    return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
+
+
+def _tied(model: Any) -> bool:
+    """Whether the output matrix is the embeddings'."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -1,0 +1,82 @@
+"""What guides share whose law is the main branch's own, changed from within."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from warnings import warn
+
+from torch import Tensor
+
+from mmdecode.engine.attention import AttentionEdit
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores, StateEdit
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+
+
+class Edited:
+    """The main branch's logits under ``edits``; a subclass sets them, and ``neutral``.
+
+    Attributes:
+        images: Whether the guide is about images; then it warns where there are none.
+    """
+
+    needs = Needs()
+    images: bool = False
+    branches: Sequence[BranchSpec] = ()
+    edits: Sequence[AttentionEdit | StateEdit] = ()
+    neutral: bool
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants."""
+        if self.images:
+            warn_without_images(type(self).__name__, ctx)
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        return scores["main"].logits
+
+
+def warn_without_images(guide: str, ctx: Context) -> None:
+    """Warns where a guide that is about image tokens finds none in any row."""
+    if not bool(ctx.adapter.image_mask(ctx.prompt_ids).any()):
+        warn(
+            f"guide {guide} is inactive: the prompts have no image tokens; give images, or leave "
+            "it out",
+            stacklevel=3,
+        )
+
+
+def checked_layers(layers: tuple[float, float]) -> tuple[float, float]:
+    """First and last layer as fractions of the depth.
+
+    Raises:
+        OptionError: They are no fractions, or in the wrong order.
+    """
+    first, last = layers
+    if not 0 <= first <= last <= 1:
+        raise OptionError(
+            f"layers from {first} to {last}; expected two fractions of the depth in 0..1, the "
+            "first not above the last"
+        )
+    return float(first), float(last)
+
+
+def exit_layers(layers: tuple[float, float], depth: int, least: int = 0, step: int = 1) -> range:
+    """Layers whose inputs are read as if they were the last: of ``first <= i / depth < last``.
+
+    The input of layer 0 are the embeddings; the output of the last layer is no early exit.
+
+    Args:
+        layers: First and last fraction.
+        depth: Layers of the model.
+        least: The first that may be read.
+        step: Every how many of them.
+
+    Returns:
+        At least one layer.
+    """
+    first, last = (round(fraction * depth) for fraction in layers)
+    first = min(max(first, least), depth - 1)
+    return range(first, max(min(last, depth), first + 1), step)

@@ -1,0 +1,66 @@
+"""ICD: away from what the model says under an instruction that disturbs it.
+
+``(1 + alpha) z(question) - alpha z(instruction, question)``, cut to what is plausible. The
+instruction stands before the question, behind images that the question begins with; of five, one is
+drawn by request.
+
+Source: Wang et al. 2024, arXiv:2403.18715; the instructions are the release's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import torch
+
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import Linear, contrast
+
+ROLES = (
+    "You are an object detector to recognize every different objects.",
+    "You are an object detector to recognize every different objects by focusing the shapes, "
+    "colors and relationships of objects.",
+    "I want you avoid any specific identification or categorization of the objects depicted.",
+    "You are a confused objects detector to provide a fuzzy overview or impression of the image.",
+    "You are an object detector to provide a general overview or impression of the image.",
+)
+
+
+class ICD(Linear):
+    """Instruction contrastive decoding; needs the question itself, as an Answerer hands it over.
+
+    Args:
+        alpha: Strength of the contrast.
+        beta: Plausibility cut.
+        role: Index into `ROLES`, or an instruction of one's own; ``None`` draws by request.
+
+    Neutral: ``alpha`` 0 and ``beta`` 0.
+    """
+
+    images = True
+
+    def __init__(self, alpha: float = 1.0, beta: float = 0.1, role: int | str | None = None):
+        roles: tuple[str, ...] = ROLES
+        if isinstance(role, str) and role.strip():
+            roles = (role.strip(),)
+        elif role is not None:
+            if isinstance(role, (bool, str)) or not 0 <= role < len(ROLES):
+                raise OptionError(
+                    f"role must be an instruction, or one of 0..{len(ROLES) - 1}, got {role!r}"
+                )
+            roles = (ROLES[role],)
+        change = partial(_instructed, roles)
+        branch = BranchSpec(name="disturbed", view="questions", view_options={"change": change})
+        super().__init__([branch], contrast(alpha), beta)
+
+
+def _instructed(roles: tuple[str, ...], question: Any, draw: torch.Generator) -> Any:
+    role = roles[int(torch.randint(len(roles), (), generator=draw))]
+    images = re.match(r"(<image>\s*)*", question.text)
+    head = images.group() if images else ""
+    text = f"{head}{role} {question.text[len(head) :]}"
+    return dataclasses.replace(question, text=text)

@@ -1,0 +1,45 @@
+"""M3ID: away from what the model says without the image, the further the answer goes.
+
+``z + (z - z(no image)) (1 - g) / g`` with ``g = exp(-lambda t)``, where t counts generated tokens
+from 0: the first token, all of a yes or no, is left as it is. Then cut to what is plausible. The
+paper also holds back where the model is sure; the form here is the one others compare with.
+
+Source: Favero et al. 2024, arXiv:2403.14003, as RITUAL's release has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec, Context
+from mmdecode.engine.proposal import Proposal
+from mmdecode.guide.linear import Linear, generated, not_negative
+
+_LARGEST = 20.0  # of lambda t; beyond it the image's share is all that float32 holds anyway
+
+
+class M3ID(Linear):
+    """Multi-modal mutual information decoding.
+
+    Args:
+        rate: Lambda above.
+        beta: Plausibility cut.
+
+    Neutral: ``rate`` 0 and ``beta`` 0.
+    """
+
+    images = True
+
+    def __init__(self, rate: float = 0.02, beta: float = 0.1) -> None:
+        self.rate = not_negative("rate", rate)
+        # weights change by position, see `weigh`; their sum is always 1
+        super().__init__([BranchSpec(name="text", view="no_image")], [1 + rate, -rate], beta)
+
+    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+        """``(1 + f, -f)`` with ``f = (1 - g) / g``."""
+        if not self.rate:
+            return self.weights
+        more = (self.rate * generated(ctx, proposal)).clamp_max(_LARGEST).expm1()[..., None]
+        return [1 + more, -more]

@@ -1,0 +1,65 @@
+"""A control: a constant towards yes, wherever the image is.
+
+The margin between yes and no moves by ``shift`` at the first token, whatever was asked and shown. A
+method that only moves answers towards yes is matched by the constant that gives its yes-ratio; fit
+it on other images (`mmdecode.evaluation` does).
+
+Source: the mechanism described by Yin et al. 2025, arXiv:2504.10020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.answers import FirstWord
+from mmdecode.guide.linear import generated
+
+
+class MarginShift(FirstWord):
+    """Constant shift of the yes-no margin.
+
+    Args:
+        shift: Logits by which the margin grows; negative: towards no.
+        spread: Half of it is taken from no, so that other tokens keep their place between the two;
+            else yes gets all of it.
+        yes: See `mmdecode.guide.answers.FirstWord`.
+        no: As ``yes``.
+        tokenizer: As ``yes``.
+
+    Neutral: ``shift`` 0.
+    """
+
+    def __init__(
+        self,
+        shift: float = 0.0,
+        spread: bool = False,
+        yes: int | Iterable[int] | None = None,
+        no: int | Iterable[int] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        if isinstance(shift, str) or not abs(shift) < float("inf"):
+            raise OptionError(f"shift must be a number, got {shift!r}; 0 switches it off")
+        self.shift, self.spread, self.neutral = float(shift), spread, not shift
+        super().__init__(yes, no, tokenizer)
+
+    def apply(
+        self,
+        constants: tuple[Tensor, Tensor],
+        ctx: Context,
+        proposal: Proposal,
+        scores: Mapping[str, Scores],
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        main = scores["main"].logits
+        if ctx.longest:
+            return main  # every row is past its first token
+        yes, no = constants
+        less = self.shift / 2 if self.spread else 0.0
+        first = (generated(ctx, proposal) == 0)[..., None]
+        return main + first * ((self.shift - less) * yes - less * no)

@@ -1,0 +1,69 @@
+"""PAI: more attention to the image, and away from what the model would say without it.
+
+Attention part: scores of image keys become ``s + alpha * |s|`` for the last prompt token and every
+later one, from the third of 32 layers on. Logits part: ``log p_u + gamma * (log p_c - log p_u)``,
+where u reads the prompt without its image and without the attention part; then the plausibility cut
+on c. Each part can be switched off.
+
+Source: Liu et al. 2024, arXiv:2407.21771, equations 3 and 5; ``alpha`` of its README, the cut of
+its code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.attention import AttentionEdit, Site
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.guide.edited import checked_layers
+from mmdecode.guide.linear import Linear, not_negative
+
+LAYERS = (2 / 31, 1.0)
+"""Layers 2 to 31 of 32, as published."""
+
+
+class PAI(Linear):
+    """Boosted image attention, and guidance against no image.
+
+    Args:
+        alpha: Boost of image keys; 0 switches the attention part off.
+        gamma: Scale of the guidance; 1 switches it off and leaves the cut alone.
+        beta: Plausibility cut; 0 keeps the vocabulary.
+        layers: First and last layer of the attention part, as fractions of the depth.
+
+    Neutral: ``alpha`` 0, ``gamma`` 1 and ``beta`` 0.
+    """
+
+    images = True
+
+    def __init__(
+        self,
+        alpha: float = 0.2,
+        gamma: float = 1.1,
+        beta: float = 0.1,
+        layers: tuple[float, float] = LAYERS,
+    ) -> None:
+        self.alpha = not_negative("alpha", alpha)
+        not_negative("gamma", gamma)
+        branch = BranchSpec(name="no_image", view="no_image")
+        super().__init__([branch], [gamma, 1 - gamma], beta, log_space=gamma != 1)
+        self.neutral &= self.alpha == 0
+        layers = checked_layers(layers)
+        boost = AttentionEdit(branch="main", layers=layers, scores=self._boosted)
+        self.edits = [boost] if self.alpha else []
+
+    @classmethod
+    def from_options(
+        cls,
+        alpha: float = 0.2,
+        gamma: float = 1.1,
+        beta: float = 0.1,
+        first: float = LAYERS[0],
+        last: float = LAYERS[1],
+    ) -> PAI:
+        """From a string: layers as two fractions of the depth."""
+        return cls(alpha, gamma, beta, (first, last))
+
+    def _boosted(self, scores: Tensor, site: Site) -> Tensor:
+        return torch.where(site.images, scores + self.alpha * scores.abs(), scores)

@@ -1,0 +1,49 @@
+"""Controls without a second branch: the plausibility cut alone, and temperature beside it.
+
+Much of what contrastive decoding gains over sampling comes from its cut, and much of what additive
+methods gain from hidden sharpening: weights that add up to S sample at temperature 1 / S where the
+branches agree. Both are inert in greedy generation: the argmax survives.
+
+Source: Yin et al. 2025, arXiv:2504.10020; the cut is that of Li et al. 2023,
+arXiv:2210.15097, equation 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmdecode.engine.contracts import Context, Scores
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import Linear, warn_inert
+
+
+class TemperatureMatched(Linear):
+    """The main law at temperature ``1 / total``, cut to what is plausible.
+
+    Args:
+        total: S, the sum of the weights of the method that this is the control of: 4 for RITUAL, 3
+            for AGLA, 1 for contrast.
+        beta: Plausibility cut, that method's.
+
+    Neutral: ``total`` 1 and ``beta`` 0.
+    """
+
+    def __init__(self, total: float = 4.0, beta: float = 0.1) -> None:
+        if isinstance(total, str) or not 0 < total < float("inf"):
+            raise OptionError(f"total must be more than 0, got {total}; 1 is the model's own law")
+        super().__init__([], [total], beta)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants; warns in greedy generation."""
+        warn_inert(type(self).__name__, ctx)
+
+
+class Plausible(TemperatureMatched):
+    """The main law, cut to what is plausible.
+
+    Args:
+        beta: Plausibility cut; 0 is neutral.
+    """
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__(1.0, beta)

@@ -1,0 +1,64 @@
+"""A control: the model is asked to answer yes.
+
+An instruction is put behind the question and the model answers that question instead; nothing looks
+at the image differently.
+
+Source: PBA of Yin et al. 2025, arXiv:2504.10020.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import warn_inactive
+
+YES = "Answer yes whenever possible."
+
+
+class PromptBias:
+    """Prompt bias; needs the question itself, as an Answerer hands it over.
+
+    Args:
+        instruction: What is put behind the question; empty: neutral.
+    """
+
+    needs = Needs()
+    images = True
+
+    def __init__(self, instruction: str = YES) -> None:
+        if not isinstance(instruction, str):
+            raise OptionError(f"instruction must be a text, got {instruction!r}")
+        self.neutral = not instruction.strip()
+        change = partial(_instructed, instruction.strip())
+        self.branches = (
+            BranchSpec(
+                name="instructed",
+                view="questions",
+                view_options={"change": change},
+                stage=2,
+                replaces="main",
+            ),
+        )
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants."""
+        warn_inactive(type(self).__name__, ctx, prefill, "instructed")
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        return scores["main"].logits
+
+
+def _instructed(instruction: str, question: Any, draw: torch.Generator) -> Any:
+    return dataclasses.replace(question, text=f"{question.text} {instruction}")

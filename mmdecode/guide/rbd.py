@@ -1,0 +1,66 @@
+"""RBD-style: away from a noised image, towards the image's most attended tokens.
+
+``(1 + a - b) z - a z(noised) + b z(most attended)``, cut to what is plausible; the weights add up
+to 1. The paper (Re-Balancing Contrastive Decoding) gives neither coefficients, nor how many tokens,
+nor whose attention in public, so all of these are ours: this is its idea, not its reproduction.
+Attention is the image encoder's, to each token, as the adapter has it.
+
+Source: Liang et al. 2024, arXiv:2409.06485 (abstract).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import Linear, not_negative
+from mmdecode.guide.vcd import noised_branch
+
+
+class RBD(Linear):
+    """Re-balancing of what text and image say.
+
+    Args:
+        a: Weight against the noised image; 0 leaves its branch out.
+        b: Weight for the attended image; 0 leaves its branch out.
+        beta: Plausibility cut.
+        step: Of the noise, see `mmdecode.guide.vcd.VCD`.
+        keep: Share of the image tokens that stay, 0..1.
+
+    Neutral: ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.
+    """
+
+    images = True
+
+    def __init__(
+        self,
+        a: float = 1.0,
+        b: float = 0.5,
+        beta: float = 0.1,
+        step: int = 500,
+        keep: float = 0.5,
+    ) -> None:
+        not_negative("a", a)
+        not_negative("b", b)
+        super().__init__([noised_branch(step), attended_branch(keep)], [1 + a - b, -a, b], beta)
+
+
+def attended_branch(keep: float) -> BranchSpec:
+    """The branch that sees the most attended image tokens, in the order in which they are read.
+
+    Raises:
+        OptionError: ``keep`` is no share.
+    """
+    if isinstance(keep, str) or not 0 < keep <= 1:
+        raise OptionError(f"keep must be in 0..1 and more than 0, got {keep}; 1 keeps all tokens")
+    select = partial(most_attended, keep)
+    return BranchSpec(name="attended", view="tokens", view_options={"select": select})
+
+
+def most_attended(keep: float, features: Tensor, salience: Tensor) -> Tensor:
+    """Indices of the share ``keep`` of tokens with the most attention, ascending; at least one."""
+    count = max(1, round(keep * len(salience)))
+    return salience.topk(count).indices.sort().values

@@ -1,0 +1,58 @@
+"""RITUAL: together with what the model says of a transformed image.
+
+``z(image) + alpha z(transformed image)``, cut to what is plausible. As published nothing is divided
+by ``1 + alpha``, so where the branches agree this samples at temperature ``1 / (1 + alpha)``:
+compare it with `mmdecode.guide.temperature_matched`, or set ``normalize``. Transforms keep an
+image's size; flips turn left and right, crops may cut an object off.
+
+Source: Woo et al. 2024, arXiv:2405.17821.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import Linear, not_negative
+from mmdecode.guide.transforms import TRANSFORMS
+
+
+class RITUAL(Linear):
+    """Random image transformations as a second look.
+
+    Args:
+        alpha: Weight of the second look.
+        beta: Plausibility cut.
+        normalize: Whether weights are divided by their sum; ``alpha`` 1 is then the mean.
+        transform: One of `mmdecode.guide.transforms.TRANSFORMS`; ``None`` draws one per image.
+
+    Neutral: ``alpha`` 0 and ``beta`` 0.
+    """
+
+    images = True
+
+    def __init__(
+        self,
+        alpha: float = 3.0,
+        beta: float = 0.1,
+        normalize: bool = False,
+        transform: str | None = None,
+    ) -> None:
+        total = 1 + not_negative("alpha", alpha)
+        if transform is not None and transform not in TRANSFORMS:
+            raise OptionError(f"transform must be one of {', '.join(TRANSFORMS)}, got {transform}")
+        names = tuple(TRANSFORMS) if transform is None else (transform,)
+        branch = BranchSpec(
+            name="transformed", view="pictures", view_options={"change": partial(_drawn, names)}
+        )
+        divisor = total if normalize else 1.0
+        super().__init__([branch], [1 / divisor, alpha / divisor], beta)
+
+
+def _drawn(names: tuple[str, ...], picture: Tensor, draw: torch.Generator) -> Tensor:
+    name = names[int(torch.randint(len(names), (), generator=draw))]
+    return TRANSFORMS[name](picture, draw)

@@ -1,0 +1,118 @@
+"""Tables of items, a row each, as they are read and written.
+
+A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
+(id)``; anything else is JSON lines or one JSON list.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError
+from mmdecode.files import write_atomically
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a table and the line on which each stands, from 1.
+
+    Raises:
+        InputError: The file cannot be read or is no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
+    if path.suffix.lower() in (".csv", ".tsv"):
+        yield from _table(path, text)
+    elif path.suffix.lower() in (".trn", ".ref", ".hyp"):
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield number, _transcript(line, f"{path}, line {number}")
+    elif text.lstrip().startswith("["):
+        for number, row in enumerate(_parse(text, str(path)), 1):
+            yield number, _mapping(row, f"{path}, item {number}")
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield number, _mapping(_parse(line, where), where)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes JSON lines; the file either is complete or does not exist."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    write_atomically(path, "".join(lines))
+
+
+def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = io.StringIO(text, newline="")
+    if path.suffix.lower() == ".tsv":  # a quotation mark there is part of the text
+        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.DictReader(lines)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{path}, line {reader.line_num} does not have the "
+                    f"{len(reader.fieldnames or ())} columns of the header"
+                )
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num} cannot be read: {error}") from error
+
+
+def _transcript(line: str, where: str) -> dict[str, Any]:
+    found = re.fullmatch(r"(.*)\(([^()]+)\)\s*", line)
+    if not found:
+        raise InputError(f"{where} does not end with an id; expected 'some words (id)'")
+    return {"id": found[2].strip(), "text": found[1].strip()}
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+
+
+def _mapping(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise InputError(f"{where} holds {type(row).__name__}; expected an object with fields")
+    return row
+
+
+def first_of(row: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The first of some columns that a row has; ``None``: it has none of them."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | None:
+    """The first of some columns that a row has, as text; ``None``: it has none of them.
+
+    Raises:
+        InputError: What stands there is no text.
+    """
+    value = first_of(row, names)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        found = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise InputError(f"{where} has {found} under {any_of(names)}; expected text")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where} has half a character under {any_of(names)}") from None
+    return str(value)
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Names of columns, as a message lists them."""
+    return " or ".join(repr(name) for name in names)

@@ -1,0 +1,583 @@
+"""Recipe of ``zoo:llava-scenes``: a real LLaVA, three orders of magnitude smaller, from scratch.
+
+What it makes: a ``LlavaForConditionalGeneration`` of about 3.6 M parameters (CLIP tower of 64
+patches, projector, Llama text model of eight layers) and its ``LlavaProcessor`` folder. Data are
+scenes rendered while training runs (`mmdecode.zoo.scenes`, `mmdecode.zoo.scene_text`); nothing is
+stored, and a step's batch depends on the seed and the step's number alone.
+
+First the tower learns what is where: nouns and colours per patch, nouns of the whole picture from
+the class token. Then all parts learn to answer, the tower's own task going on at a small weight.
+Several exchanges about one scene share its image tokens: they stand one after another behind the
+prompt's beginning and see it and themselves only, at the positions they would have alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from mmdecode.train.medusa import write_state
+from mmdecode.zoo import scene_sets, scene_text
+from mmdecode.zoo.scene_text import Exchange
+from mmdecode.zoo.scenes import (
+    COLOURS,
+    HELD_OUT,
+    NOUNS,
+    SIDE,
+    Scene,
+    draw_scene,
+    owner_map,
+    render,
+)
+
+BLIND_SHARE = 0.07
+TOWER_SLOWER = 0.2  # its rate once it has learnt what is where: at the full one it forgets
+NOUN_OF = {scene_text.existence_question(noun): index for index, noun in enumerate(NOUNS)}
+PATCH = 8
+PATCHES = (SIDE // PATCH) ** 2
+MEAN, SPREAD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}{% if message['role'] == 'user' %} {% else %}</s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the recipe.
+
+    Attributes:
+        tower_steps: Steps on the tower's own task.
+        steps: All steps; the learning rate falls over the last quarter.
+        tower_batch, batch: Scenes per step in the two parts.
+        questions: Fewest and most questions packed behind a scene.
+        vocabulary: Size of the tokenizer.
+        vision_width, vision_layers: Of the tower.
+        width, layers: Of the text model.
+        peak_rate: Highest learning rate (AdamW).
+        seed: Of everything.
+    """
+
+    tower_steps: int = 4000
+    steps: int = 7500
+    tower_batch: int = 48
+    batch: int = 16
+    questions: tuple[int, int] = (8, 12)
+    vocabulary: int = 720
+    vision_width: int = 128
+    vision_layers: int = 5
+    width: int = 160
+    layers: int = 8
+    peak_rate: float = 1.5e-3
+    seed: int = 0
+
+
+def build_processor(options: Options) -> LlavaProcessor:
+    """A processor in LLaVA's layout: byte-level BPE of the scenes' language, 64 x 64 images."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    texts = []
+    for index in range(3000):
+        rng = random.Random(f"tokenizer/{options.seed}/{index}")
+        for made in drawn_exchanges(draw_scene(index), rng, options):
+            texts.append(f"USER: \n{made.request} ASSISTANT: {made.answer}")
+            texts.append(f"USER: {made.request} ASSISTANT: {made.answer}")
+    bpe = ByteLevelBPETokenizer()
+    specials = ["<s>", "</s>", "<pad>", "<image>"]
+    bpe.train_from_iterator(
+        texts, vocab_size=options.vocabulary, special_tokens=specials, show_progress=False
+    )
+    inner = bpe._tokenizer
+    inner.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    images = CLIPImageProcessor(
+        size={"height": SIDE, "width": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
+        image_mean=MEAN,
+        image_std=SPREAD,
+    )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    )
+
+
+def build_model(options: Options, processor: LlavaProcessor) -> LlavaForConditionalGeneration:
+    """The untrained model with its generation config."""
+    tokenizer = processor.tokenizer
+    torch.manual_seed(options.seed)
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=options.vision_width,
+            intermediate_size=4 * options.vision_width,
+            num_hidden_layers=options.vision_layers,
+            num_attention_heads=options.vision_width // 32,
+            projection_dim=options.vision_width,
+            image_size=SIDE,
+            patch_size=PATCH,
+            hidden_act="gelu",
+        ),
+        text_config=LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=options.width,
+            intermediate_size=options.width * 13 // 5,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.width // 32,
+            num_key_value_heads=options.width // 32,
+            max_position_embeddings=512,
+            initializer_range=0.04,
+            tie_word_embeddings=True,
+            **special,
+        ),
+        image_token_id=processor.image_token_id,
+        image_seq_length=PATCHES,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+        **special,
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(**special, max_new_tokens=100)
+    return model
+
+
+class TowerHeads(nn.Module):
+    """What the tower is asked in training: linear readings of patches and of the class token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.noun = nn.Linear(width, len(NOUNS) + 1)
+        self.colour = nn.Linear(width, len(COLOURS) + 1)
+        self.present = nn.Linear(width, len(NOUNS))
+
+
+class Learner(nn.Module):
+    """All that is trained: the model and the heads that are left out of the result."""
+
+    def __init__(self, options: Options, processor: LlavaProcessor) -> None:
+        super().__init__()
+        self.model = build_model(options, processor)
+        self.model.set_attn_implementation("eager")  # a fifth faster per step on a CPU
+        self.heads = TowerHeads(options.vision_width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Scenes as the tower sees them.
+
+    Attributes:
+        pixels: Normalised as the processor does, ``(B, 3, SIDE, SIDE)``.
+        nouns, colours: Class of each patch ``(B, PATCHES)``, 0 for background.
+        present: Whether each noun is there, ``(B, nouns)`` float.
+    """
+
+    pixels: Tensor
+    nouns: Tensor
+    colours: Tensor
+    present: Tensor
+
+
+def pictures(scenes: Sequence[Scene]) -> Pictures:
+    """Renders scenes, and says of each patch what covers most of it, if an eighth at least."""
+    shown = torch.from_numpy(np.stack([render(scene) for scene in scenes])).permute(0, 3, 1, 2)
+    pixels = (shown / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(SPREAD)[:, None, None]
+    nouns = np.zeros((len(scenes), PATCHES), dtype=np.int64)
+    colours = np.zeros_like(nouns)
+    present = torch.zeros(len(scenes), len(NOUNS))
+    grid = SIDE // PATCH
+    palette = tuple(COLOURS)
+    for row, scene in enumerate(scenes):
+        patches = owner_map(scene.things).reshape(grid, PATCH, grid, PATCH)
+        kinds = np.arange(len(scene.things))[:, None, None, None, None]
+        counts = (patches[None] == kinds).sum(axis=(2, 4)).reshape(len(scene.things), PATCHES)
+        owner = np.where(counts.max(axis=0) >= PATCH, counts.argmax(axis=0) + 1, 0)
+        things = scene.things
+        nouns[row] = np.array([0, *(NOUNS.index(t.name) + 1 for t in things)])[owner]
+        colours[row] = np.array([0, *(palette.index(t.colour) + 1 for t in things)])[owner]
+        present[row, [NOUNS.index(name) for name in scene.names]] = 1
+    return Pictures(
+        pixels=pixels,
+        nouns=torch.from_numpy(nouns),
+        colours=torch.from_numpy(colours),
+        present=present,
+    )
+
+
+def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: Pictures) -> Tensor:
+    """The tower's own task from its patch states ``(B, 1 + PATCHES, width)`` and pooled output."""
+    patches = states[:, 1:]
+    noun = F.cross_entropy(heads.noun(patches).flatten(0, 1), batch.nouns.flatten())
+    colour = F.cross_entropy(heads.colour(patches).flatten(0, 1), batch.colours.flatten())
+    present = F.binary_cross_entropy_with_logits(heads.present(pooled), batch.present)
+    return 2 * noun + 0.5 * colour + 4 * present
+
+
+def drawn_exchanges(scene: Scene, rng: random.Random, options: Options) -> list[Exchange]:
+    """What is asked about a scene in training: questions, and a caption four times in five."""
+    made = scene_text.exchanges(scene, rng, rng.randint(*options.questions))
+    if rng.random() < 0.8:
+        length = rng.choices(tuple(scene_text.DESCRIBE), (3, 3, 4))[0]
+        made.append(scene_text.caption(scene, rng, length))
+    return [scene_text.instructed(one, rng) for one in made]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Exchanges behind one image.
+
+    Attributes:
+        ids: The prompt's beginning, then requests and answers.
+        positions: Where each token would stand if its exchange were alone.
+        part: 0 for the beginning, then the number of the exchange; negative without an image.
+        answers: Whether the token belongs to an answer.
+        weight: Of the token's loss.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    part: list[int]
+    answers: list[bool]
+    weight: list[float]
+
+
+class Packer:
+    """Lays exchanges out behind their image, token for token as the processor would one by one."""
+
+    def __init__(self, processor: LlavaProcessor) -> None:
+        tokenizer = processor.tokenizer
+        self.tokenizer = tokenizer
+        self.bare = len(tokenizer("USER:").input_ids)
+        image = processor.image_token * PATCHES
+        self.prefix: list[int] = tokenizer(f"USER: {image}\n").input_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def pack(self, made: Sequence[Exchange], blind: Sequence[bool]) -> Packed:
+        """One row.
+
+        Args:
+            made: Exchanges about one scene.
+            blind: Which of them are asked without the image.
+        """
+        start = len(self.prefix)
+        packed = Packed(
+            ids=list(self.prefix),
+            positions=list(range(start)),
+            part=[0] * start,
+            answers=[False] * start,
+            weight=[0.0] * start,
+        )
+        for number, (one, unseen) in enumerate(zip(made, blind, strict=True), 1):
+            asked = self.encode(f"{' ' if unseen else ''}{one.request} ASSISTANT:")
+            answer = [*self.encode(f" {one.answer}"), self.tokenizer.eos_token_id]
+            length = len(asked) + len(answer)
+            first = self.bare if unseen else start
+            packed.ids.extend(asked + answer)
+            packed.positions.extend(range(first, first + length))
+            packed.part.extend([-number if unseen else number] * length)
+            packed.answers.extend([False] * len(asked) + [True] * len(answer))
+            packed.weight.extend([0.2 if one.kind == "caption" else 1.0] * length)
+        return packed
+
+    def visible(self, part: Tensor) -> Tensor:
+        """Attention mask ``(B, 1, L, L)``, 0 or -inf's finite stand-in, from ``part`` ``(B, L)``.
+
+        A token sees its own exchange up to itself and the prompt's beginning, without an image
+        only the first words of that.
+        """
+        length = part.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        mine = part[:, :, None] == part[:, None, :]
+        head = (part[:, None, :] == 0) & (
+            (part[:, :, None] > 0) | (torch.arange(length)[None, None, :] < self.bare)
+        )
+        hidden = ~(causal & (mine | head))[:, None]
+        return hidden * torch.finfo(torch.float32).min
+
+    def collate(self, rows: Sequence[Packed]) -> dict[str, Tensor]:
+        """Padded tensors ``(B, L)`` of rows, padding as an exchange of its own."""
+        length = max(len(row.ids) for row in rows)
+
+        def padded(name: str, fill: Any) -> Tensor:
+            values = [getattr(row, name) for row in rows]
+            return torch.tensor([v + [fill] * (length - len(v)) for v in values])
+
+        return {
+            "ids": padded("ids", self.tokenizer.pad_token_id),
+            "positions": padded("positions", 0),
+            "part": padded("part", 10_000),
+            "answers": padded("answers", False),
+            "weight": padded("weight", 0.0),
+        }
+
+
+def states_of(
+    model: LlavaForConditionalGeneration, packer: Packer, rows: dict[str, Tensor], pixels: Tensor
+) -> tuple[Tensor, Any]:
+    """Last hidden states ``(B, L, width)`` of packed rows, and what the tower gave."""
+    seen = model.model.get_image_features(pixel_values=pixels)
+    inputs = model.get_input_embeddings()(rows["ids"])
+    place = rows["ids"] == model.config.image_token_id
+    inputs = inputs.masked_scatter(place[..., None], torch.cat(seen.pooler_output).to(inputs.dtype))
+    hidden = model.model.language_model(
+        inputs_embeds=inputs,
+        attention_mask=packer.visible(rows["part"]),
+        position_ids=rows["positions"],
+        use_cache=False,
+    ).last_hidden_state
+    return hidden, seen
+
+
+def losses(
+    learner: Learner,
+    packer: Packer,
+    scenes: Sequence[Scene],
+    rng: random.Random,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of the answers, and the loss of the tower's own task."""
+    rows = []
+    for scene in scenes:
+        made = drawn_exchanges(scene, rng, options)
+        rows.append(packer.pack(made, [rng.random() < BLIND_SHARE for _ in made]))
+    batch = packer.collate(rows)
+    shown = pictures(scenes)
+    hidden, seen = states_of(learner.model, packer, batch, shown.pixels)
+    asked = batch["answers"][:, 1:]
+    logits = learner.model.lm_head(hidden[:, :-1][asked])
+    each = F.cross_entropy(logits.float(), batch["ids"][:, 1:][asked], reduction="none")
+    weight = batch["weight"][:, 1:][asked]
+    states = seen.last_hidden_state
+    pooled = learner.model.model.vision_tower.post_layernorm(states[:, 0])
+    return (each * weight).sum() / weight.sum(), tower_loss(states, pooled, learner.heads, shown)
+
+
+def losses_of_the_tower(learner: Learner, scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+    """The same two while there are no answers yet."""
+    shown = pictures(scenes)
+    seen = learner.model.model.vision_tower(shown.pixels)
+    own = tower_loss(seen.last_hidden_state, seen.pooler_output, learner.heads, shown)
+    return own.new_zeros(()), own
+
+
+def rate_at(step: int, options: Options) -> float:
+    """Rises over 200 steps at the start of either part and falls at its end."""
+    if step < options.tower_steps:
+        begun, left = step, (options.tower_steps - step) / (0.3 * options.tower_steps)
+    else:
+        joint = options.steps - options.tower_steps
+        begun, left = step - options.tower_steps, (options.steps - step) / (0.4 * joint)
+    return options.peak_rate * min(1.0, (begun + 1) / 200, left + 0.02)
+
+
+def optimizer_of(learner: Learner, options: Options) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only; the tower's groups come first."""
+    tower = set(learner.model.model.vision_tower.parameters())
+    groups: list[dict[str, Any]] = []
+    for of_tower in (True, False):
+        own = [p for p in learner.parameters() if (p in tower) == of_tower]
+        groups += [
+            {"params": [p for p in own if p.ndim > 1], "weight_decay": 0.03, "tower": of_tower},
+            {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0, "tower": of_tower},
+        ]
+    return torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.98))
+
+
+def train(options: Options, work: Path, out: Path, *, save_every_s: float = 240.0) -> None:
+    """Run the recipe; ``work`` holds the training state and log, ``out`` receives the model.
+
+    Run again with the same ``work`` it goes on where it was; the result is the same as without
+    the interruption.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    processor = build_processor(options)
+    learner = Learner(options, processor).train()
+    packer = Packer(processor)
+    optimizer = optimizer_of(learner, options)
+    state_file = work / "state.pt"
+    step = 0
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        learner.load_state_dict(state["modules"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    answers = own = torch.zeros(())
+
+    def save() -> None:
+        """State, a line of the log, and once there are answers the model."""
+        states = {"modules": learner.state_dict(), "optimizer": optimizer.state_dict()}
+        write_state(state_file, states | {"step": step})
+        row: dict[str, Any] = {
+            "step": step,
+            "answers": round(float(answers), 4),
+            "tower": round(float(own), 4),
+        }
+        if step > options.tower_steps:
+            row["pope"] = pope_accuracy(learner.model, packer, 60, "development")
+            export(learner.model, processor, options, out)
+        else:
+            row["pope"] = tower_accuracy(learner, 240)
+        with (work / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+
+    saved = time.monotonic()
+    while step < options.steps:
+        alone = step < options.tower_steps
+        for group in optimizer.param_groups:
+            slower = TOWER_SLOWER if group["tower"] and not alone else 1.0
+            group["lr"] = rate_at(step, options) * slower
+        rng = random.Random(f"llava/{options.seed}/{step}")
+        count = options.tower_batch if alone else options.batch
+        scenes = [draw_scene(rng.randrange(HELD_OUT)) for _ in range(count)]
+        with torch.autocast("cpu", torch.bfloat16):
+            if alone:
+                given = losses_of_the_tower(learner, scenes)
+            else:
+                given = losses(learner, packer, scenes, rng, options)
+        (given[0] + (1.0 if alone else 0.3) * given[1]).backward()
+        nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        answers, own = (
+            old + 0.02 * (new.detach() - old)
+            for old, new in zip((answers, own), given, strict=True)
+        )
+        step += 1
+        if time.monotonic() - saved > save_every_s:
+            save()
+            saved = time.monotonic()
+    save()
+
+
+@torch.no_grad()
+def tower_accuracy(learner: Learner, count: int) -> dict[str, float]:
+    """What the tower alone would score on POPE's questions with the best threshold for each split.
+
+    Args:
+        learner: Model and heads.
+        count: Scenes for development.
+    """
+    found = {}
+    tower, heads = learner.model.model.vision_tower, learner.heads
+    for split in scene_sets.SPLITS:
+        rows = scene_sets.scene_rows("development", f"pope_{split}")[: 6 * count]
+        scenes = [scene_sets.scene_of(row["image"]) for row in rows[::6]]
+        logits = heads.present(tower(pictures(scenes).pixels).pooler_output)
+        asked = torch.tensor([NOUN_OF[row["text"]] for row in rows]).view(count, 6)
+        order = logits.gather(1, asked).flatten().argsort(descending=True)
+        yes = torch.tensor([row["label"] == "yes" for row in rows])[order].int()
+        right = yes.cumsum(0) + (1 - yes).sum() - (1 - yes).cumsum(0)
+        found[str(split)] = round(float(right.max()) / len(rows), 4)
+    return found
+
+
+@torch.no_grad()
+def pope_accuracy(
+    model: LlavaForConditionalGeneration, packer: Packer, count: int, part: scene_sets.Part
+) -> dict[str, float]:
+    """Greedy accuracy per split of POPE, and the share of yes.
+
+    Args:
+        model: In any mode.
+        packer: Of its processor.
+        count: Scenes.
+        part: development or test.
+    """
+    asked: dict[str, list[tuple[scene_sets.Split, dict[str, Any]]]] = {}
+    for split in scene_sets.SPLITS:
+        for row in scene_sets.scene_rows(part, f"pope_{split}")[: 6 * count]:
+            asked.setdefault(row["image"], []).append((split, row))
+    yes, no = (packer.encode(f" {word}")[0] for word in ("Yes", "No"))
+    right: dict[str, list[bool]] = {split: [] for split in scene_sets.SPLITS}
+    said: list[bool] = []
+    images = list(asked)
+    for start in range(0, len(images), 8):
+        chunk = [(image, asked[image]) for image in images[start : start + 8]]
+        rows = []
+        for _, questions in chunk:
+            made = [Exchange(request=r["text"], answer="Yes", kind="") for _, r in questions]
+            rows.append(packer.pack(made, [False] * len(made)))
+        batch = packer.collate(rows)
+        shown = pictures([scene_sets.scene_of(image) for image, _ in chunk])
+        hidden, _ = states_of(model, packer, batch, shown.pixels)
+        answers = (batch["ids"] == yes) & batch["answers"]
+        logits = model.lm_head(hidden[:, :-1][answers[:, 1:]])
+        margins = (logits[:, yes] - logits[:, no]).tolist()
+        questions = [question for _, several in chunk for question in several]
+        for (split, row), margin in zip(questions, margins, strict=True):
+            said.append(margin > 0)
+            right[split].append(said[-1] == (row["label"] == "yes"))
+    shares = {split: sum(hits) / len(hits) for split, hits in right.items()}
+    return {k: round(v, 4) for k, v in (shares | {"yes": sum(said) / len(said)}).items()}
+
+
+def export(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: Options, out: Path
+) -> None:
+    """Half-precision weights, float32 in the config, and the processor beside them."""
+    out.mkdir(parents=True, exist_ok=True)
+    clone = LlavaForConditionalGeneration(model.config)
+    clone.load_state_dict(model.state_dict())
+    clone.generation_config = model.generation_config
+    clone.half().save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    for part in (config, config["text_config"], config["vision_config"]):
+        part["dtype"] = "float32"
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    processor.save_pretrained(out)
+    (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+
+
+def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+    """The whole recipe; resumable."""
+    train(options, work, out)
+    last = (work / "log.jsonl").read_text().splitlines()[-1]
+    return {"folder": str(out)} | json.loads(last)

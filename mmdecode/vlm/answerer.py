@@ -1,0 +1,512 @@
+"""`Answerer`: images and questions in, answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode import registry
+from mmdecode.checkpoints import cannot_load, dtype_of, local_path, placed
+from mmdecode.engine.decoder import Decoder, Round
+from mmdecode.errors import (
+    InputError,
+    MissingExtraError,
+    MMDecodeError,
+    OptionError,
+    UnsupportedModelError,
+    did_you_mean,
+)
+from mmdecode.frontdoor import generate
+from mmdecode.guide.answers import word_ids, yes_no_margin
+from mmdecode.vlm.images import digest
+from mmdecode.vlm.questions import Prompts, Question
+from mmdecode.vlm.requests import Request, requests_of
+
+if TYPE_CHECKING:
+    from mmdecode.engine.contracts import Accept, Draft, Guide
+    from mmdecode.engine.stats import Stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """Settings of an answer.
+
+    Attributes:
+        max_new_tokens: Most tokens of an answer.
+        do_sample: Draw tokens; else the most likely one is taken.
+        temperature: Of the law that is drawn from; 1 is neutral.
+        top_p: Draw from the most likely tokens that together have this probability; 1 is neutral.
+        top_k: Draw from so many tokens; 0 is neutral, and the default whatever the checkpoint says.
+        batch_size: Questions decoded at once.
+        text_only: Whether questions without an image are meant so.
+        margins: Whether answers get a margin; it costs the memory of each token's logits.
+        trace: Whether answers get a trace, and with margins those of each branch; it costs a
+            synchronisation per round.
+        law: Whether answers get the law of their first token; it costs as margins do.
+
+    Raises:
+        OptionError: A value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_size: int = 8
+    text_only: bool = False
+    margins: bool = True
+    trace: bool = False
+    law: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")
+        if not 0 < self.temperature < math.inf:
+            raise OptionError(
+                f"temperature={self.temperature}; expected more than 0: leave do_sample out for "
+                "the most likely tokens"
+            )
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p={self.top_p}; expected more than 0 and at most 1")
+        if self.top_k < 0:
+            raise OptionError(f"top_k={self.top_k}; expected a number of tokens, or 0 for all")
+        if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, 0):
+            raise OptionError(
+                "temperature, top_p and top_k are for sampling; set do_sample=True too, or leave "
+                "them out"
+            )
+
+    def generation(self) -> dict[str, Any]:
+        """As arguments of ``generate``; what a checkpoint says of sampling does not count."""
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
+        if not self.do_sample:
+            return given | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return given | {"do_sample": True, **drawn}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model says to one question.
+
+    Attributes:
+        id: Of the request: the given one, else its place in the input.
+        index: Its place in the input.
+        images: Names of its images: paths, or ``image 2``.
+        question: As it was asked.
+        text: The answer; empty where there is an error.
+        token_ids: It as ids; the one that ends it is among them.
+        margin: How much rather the model begins with yes than with no, see `yes_no_margin`, by its
+            own logits: no guide, no processor. ``None``: its tokenizer has no such words, or
+            margins were not asked for.
+        margins: The same by branch, and under ``guided`` with the guide, before a plausibility
+            cut; infinite where the guide leaves one of the words alone. ``None``: as for
+            ``margin``, or a trace was not asked for.
+        law: What the first token was decided from, with guide and processors: logits ``(V,)``;
+            ``None``: not asked for.
+        prompt: The question as the processor was given it; empty where there is an error.
+        seconds: Of its batch, over the batch's size; reading images is not counted.
+        passes: Scoring passes of its batch after the prompts were read.
+        trace: Its rounds, see `mmdecode.engine.decoder.Round`; ``None``: not asked for.
+        error: What was wrong, what was expected and what to do; ``None``: nothing was.
+        kind: Name of the error's class.
+    """
+
+    id: str
+    index: int
+    images: tuple[str, ...]
+    question: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list, repr=False)
+    margin: float | None = None
+    margins: dict[str, float] | None = None
+    law: Tensor | None = field(default=None, repr=False)
+    prompt: str = field(default="", repr=False)
+    seconds: float = 0.0
+    passes: int = 0
+    trace: list[Round] | None = field(default=None, repr=False)
+    error: str | None = None
+    kind: str | None = None
+
+
+class Answerer:
+    """Answers questions about images in batches.
+
+    Args:
+        model: A vision-language model of transformers.
+        processor: Its processor.
+        decoder: How answers are decoded; ``None``: without a draft or a guide.
+
+    Raises:
+        UnsupportedModelError: The processor reads no images.
+    """
+
+    def __init__(self, model: Any, processor: Any, decoder: Decoder | None = None) -> None:
+        self.model, self.processor = model.eval(), processor
+        self.decoder = decoder or Decoder(seed=0)
+        self.prompts = Prompts(model, processor)
+        end = model.generation_config.eos_token_id
+        self._ends = {end} if isinstance(end, int) else set(end or ())
+        self._places: int | None = None
+        # some hand their decoder a model inside of them, which sets its own limit
+        with contextlib.suppress(UnsupportedModelError):
+            self._places = registry.adapter_for(model).max_positions
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str],
+        draft: Draft | str | None = None,
+        guide: Guide | str | None = None,
+        accept: Accept | str = "auto",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        seed: int = 0,
+    ) -> Answerer:
+        """Loads a model and builds its decoder.
+
+        Args:
+            model_id: A folder, a Hub id or ``zoo:NAME``.
+            draft: A draft, or its name with options.
+            guide: A guide, or its name with options.
+            accept: See `mmdecode.Decoder`.
+            device: ``None``: CUDA where there is one.
+            dtype: ``None``: float32.
+            seed: Of the noise that sampling uses.
+
+        Raises:
+            InputError: The checkpoint cannot be loaded.
+            OptionError: The device or dtype does not exist.
+            UnsupportedModelError: It is no vision-language model.
+        """
+        model, processor = load(str(model_id), device, dtype)
+        at_hand = {"target": model, "model_id": str(model_id)}
+        if isinstance(draft, str):
+            draft = registry.create("draft", draft, **at_hand)
+        if isinstance(guide, str):
+            guide = registry.create("guide", guide, **at_hand)
+        return cls(model, processor, Decoder(draft, guide, accept, seed))
+
+    @property
+    def stats(self) -> Stats:
+        """The decoder's counters, over all calls."""
+        return self.decoder.stats
+
+    def __call__(
+        self,
+        images: Any,
+        questions: str | Sequence[str],
+        *,
+        ids: Sequence[str] | None = None,
+        raise_errors: bool = False,
+        **options: Any,
+    ) -> list[Answer]:
+        """Answers one question or many; an answer does not depend on the others of its batch.
+
+        Args:
+            images: One image, or a list with an entry per question: an image, a list of images
+                that are asked about together (the frames of a video, for example), or ``None``.
+                See `mmdecode.vlm.images`.
+            questions: One question, or a list. One is asked about each entry of ``images``, and
+                one image is asked about in each question.
+            ids: Names of the requests; they also name their noise when sampling. Without them
+                what is asked and shown does, so that equal requests get equal answers.
+            raise_errors: Raise the first error instead of collecting it.
+            **options: Fields of `AnswerOptions`.
+
+        Returns:
+            One answer per question, in order; one with an ``error`` where it could not be given.
+
+        Raises:
+            OptionError: Images, questions and ids do not pair up, or an option is wrong.
+            InputError: With ``raise_errors``.
+        """
+        answers = []
+        for answer in self.answers(requests_of(images, questions, ids), **options):
+            if raise_errors and answer.error:
+                raise InputError(answer.error)
+            answers.append(answer)
+        return sorted(answers, key=lambda answer: answer.index)
+
+    def answers(self, requests: Sequence[Request], **options: Any) -> Iterator[Answer]:
+        """Like a call, but yields answers as their batches end; questions of a length go together.
+
+        Args:
+            requests: See `requests_of`.
+            **options: Fields of `AnswerOptions`.
+        """
+        settings = make_options(options)
+        tokenizer = self.processor.tokenizer
+        ordered = sorted(
+            requests,
+            key=lambda request: (len(request.images), len(tokenizer.tokenize(request.text))),
+        )
+        for start in range(0, len(ordered), settings.batch_size):
+            asked = []
+            for request in ordered[start : start + settings.batch_size]:
+                try:
+                    pictures = [source.read() for source in request.images]
+                    question = self.prompts.question(
+                        request.text, pictures, text_only=settings.text_only
+                    )
+                except InputError as error:
+                    yield _failed(request, error)
+                else:
+                    asked.append((request, question))
+            yield from self._batch(asked, settings)
+
+    def stream(self, image: Any, question: str, **options: Any) -> Iterator[str]:
+        """Yields an answer in pieces, as soon as they cannot change any more.
+
+        Args:
+            image: One image, a list of images that are asked about together, or ``None``.
+            question: What is asked.
+            **options: Fields of `AnswerOptions`.
+
+        Raises:
+            InputError: The image cannot be read, or does not go with the question.
+        """
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
+
+        settings = make_options(options)
+        [request] = requests_of([image], question)
+        pictures = [source.read() for source in request.images]
+        asked = self.prompts.question(question, pictures, text_only=settings.text_only)
+        inputs = self._inputs([asked], settings)
+        streamer = TextIteratorStreamer(
+            self.processor.tokenizer,
+            skip_prompt=True,
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        left = threading.Event()  # nobody listens any more
+        problems: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self._generate(
+                    [request],
+                    [asked],
+                    inputs,
+                    replace(settings, margins=False),
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([lambda ids, scores: left.is_set()]),
+                )
+            except BaseException as problem:  # raised where the pieces are asked for
+                problems.append(problem)
+                streamer.end()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield from (piece for piece in streamer if piece)
+        finally:
+            left.set()
+            thread.join()
+        if problems:
+            raise problems[0]
+
+    def _batch(
+        self, asked: Sequence[tuple[Request, Question]], settings: AnswerOptions
+    ) -> Iterator[Answer]:
+        """Answers of a batch; where it cannot be built or held, those of its parts."""
+        if not asked:
+            return
+        requests, questions = zip(*asked, strict=True)
+        began, passes = time.perf_counter(), self.stats.passes
+        try:
+            inputs = self._inputs(questions, settings)
+            rows = self._generate(requests, questions, inputs, settings)
+        except (InputError, torch.OutOfMemoryError) as error:
+            if len(asked) > 1:
+                middle = len(asked) // 2
+                yield from self._batch(asked[:middle], settings)
+                yield from self._batch(asked[middle:], settings)
+                return
+            if isinstance(error, torch.OutOfMemoryError):
+                error = InputError(
+                    "there is not enough memory on the device; resize the images, lower "
+                    "max_new_tokens, or load the model in half precision"
+                )
+            yield _failed(requests[0], error)
+            return
+        seconds = (time.perf_counter() - began) / len(asked)
+        for (request, question), row in zip(asked, rows, strict=True):
+            yield Answer(
+                id=request.id,
+                index=request.index,
+                images=tuple(source.name for source in request.images),
+                question=request.text,
+                text=self._text(row["token_ids"]),
+                prompt=self.prompts.prompt(question),
+                seconds=seconds,
+                passes=self.stats.passes - passes,
+                **row,
+            )
+
+    def _inputs(self, questions: Sequence[Question], settings: AnswerOptions) -> dict[str, Tensor]:
+        """Model inputs with room for an answer.
+
+        Raises:
+            InputError: The processor refuses them, or a prompt fills the model's positions.
+        """
+        inputs = self.prompts.build(questions)
+        longest = int(inputs["attention_mask"].sum(1).max())
+        if self._places is not None and longest + settings.max_new_tokens > self._places:
+            raise InputError(
+                f"the question and its images make a prompt of {longest} tokens, an answer may "
+                f"have {settings.max_new_tokens}, and {type(self.model).__name__} has "
+                f"{self._places} positions; shorten the question, give fewer or smaller images, or "
+                "lower max_new_tokens"
+            )
+        return inputs
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        questions: Sequence[Question],
+        inputs: Mapping[str, Tensor],
+        settings: AnswerOptions,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Per row what an `Answer` has of it: new tokens up to the end, and what was asked for."""
+        asked = bool(settings.margins and self._yes and self._no)
+        names = None
+        if settings.do_sample:
+            names = [_noise_name(*pair) for pair in zip(requests, questions, strict=True)]
+        given: dict[str, Any] = {**inputs, **settings.generation(), **options}
+        before = self.decoder.trace
+        if settings.trace:
+            self.decoder.trace = []
+        try:
+            output = generate(
+                self.model,
+                decoder=self.decoder,
+                request=names,
+                mm_inputs={"questions": list(questions)},
+                return_dict_in_generate=True,
+                output_logits=asked,
+                output_scores=settings.law,
+                **given,
+            )
+            rounds = list(self.decoder.trace or ()) if settings.trace else []
+        finally:
+            self.decoder.trace = before
+        rows: list[dict[str, Any]] = []
+        for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
+            end = next((place for place, t in enumerate(row) if t in self._ends), len(row) - 1)
+            rows.append({"token_ids": row[: end + 1]})
+        own = self._margins(output.logits[0]) if asked else [None] * len(rows)
+        for place, known in enumerate(rows):
+            known["margin"] = own[place]
+            if settings.law:
+                known["law"] = output.scores[0][place].cpu()
+            if settings.trace:
+                known["trace"] = rounds[place]
+                opening = rounds[place][0].opening
+                if asked and opening:
+                    margins = self._margins(torch.stack([*opening.values()]))
+                    known["margins"] = dict(zip(opening, margins, strict=True))
+        return rows
+
+    def _margins(self, logits: Tensor) -> list[float]:
+        return yes_no_margin(logits, self._yes, self._no).tolist()
+
+    @cached_property
+    def _yes(self) -> list[int]:
+        return word_ids(self.processor.tokenizer, "yes")
+
+    @cached_property
+    def _no(self) -> list[int]:
+        return word_ids(self.processor.tokenizer, "no")
+
+    def _text(self, tokens: list[int]) -> str:
+        decode = self.processor.tokenizer.decode
+        return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+
+
+def make_options(options: Mapping[str, Any]) -> AnswerOptions:
+    """`AnswerOptions` from keyword arguments, with our error for an unknown name."""
+    known = list(AnswerOptions.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+            )
+    return AnswerOptions(**options)
+
+
+def load(
+    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> tuple[Any, Any]:
+    """Model and processor of a checkpoint.
+
+    Raises:
+        InputError: It cannot be loaded.
+        MissingExtraError: Its processor needs a library that is not installed.
+        OptionError: The device or dtype does not exist.
+        UnsupportedModelError: It is no vision-language model.
+    """
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+    )
+
+    kind = dtype_of(dtype)
+    path = local_path(model_id)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise UnsupportedModelError(
+                f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
+                "models, those of transformers' AutoModelForImageTextToText"
+            )
+        processor = AutoProcessor.from_pretrained(path)
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=kind)
+    except MMDecodeError:
+        raise
+    except ImportError as error:  # some processors exist for torchvision alone
+        reason = " ".join(str(error).split())
+        raise MissingExtraError(
+            f"loading {model_id!r} needs more ({reason})", extra="vlm"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise cannot_load(model_id, error) from error
+    return placed(model, device), processor
+
+
+def _failed(request: Request, error: Exception) -> Answer:
+    return Answer(
+        id=request.id,
+        index=request.index,
+        images=tuple(source.name for source in request.images),
+        question=request.text,
+        error=str(error),
+        kind=type(error).__name__,
+    )
+
+
+def noise_of_id(name: str) -> str:
+    """Names the noise of a request that was given an id; the engine's request of `Decoder`."""
+    return f"id {name}"
+
+
+def _noise_name(request: Request, question: Question) -> str:
+    """The id that the user gave, else what is asked and shown."""
+    if request.named:
+        return noise_of_id(request.id)
+    return "\n".join(["asked", question.text, *map(digest, question.images)])

@@ -1,0 +1,306 @@
+"""Images of any kind to what a processor reads: PIL images in RGB, upright, eight bits a channel.
+
+What can be read is simply read, as a viewer would show it on a white page: transparency over white,
+palettes and CMYK turned into RGB, the turn that a camera noted applied, 16 bits scaled to 8, grey
+levels that have no fixed scale stretched from the darkest to the brightest. Of an animation or a
+document with pages the first one counts, with a warning. What cannot be trusted is refused: files
+that are cut off or damaged, that are no images whatever they are called, or that would unpack to
+more than ``PIL.Image.MAX_IMAGE_PIXELS``. Nothing is downloaded.
+
+Arrays are taken too: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, integers
+of 0..255, 16-bit unsigned integers, or floats of 0..1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset(
+    ".png .jpg .jpeg .jpe .jfif .webp .gif .bmp .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .ico "
+    ".tga".split()
+)
+"""Endings by which images are found in a folder; a file that is named is read whatever its
+ending."""
+
+_FRAMES = "give its frames as several images of one question"
+_OTHERS = (
+    (4, rb"ftyp(?:hei[cfmsx]|hev[cx]|mif1|msf1)", "HEIC, which Pillow does not read", ""),
+    (4, rb"ftyp(?!avif|avis)", "a video (mp4 or its kin)", _FRAMES),
+    (0, rb"\x1a\x45\xdf\xa3", "a video (mkv or webm)", _FRAMES),
+    (0, rb"RIFF....AVI ", "a video (avi)", _FRAMES),
+    (0, rb"\x00\x00\x01[\xb3\xba]", "a video (mpeg)", _FRAMES),
+    (0, rb"FLV\x01", "a video (flv)", _FRAMES),
+    (0, rb"%PDF-", "a PDF document", "turn its page into a png"),
+    (0, rb"%!PS|\xc5\xd0\xd3\xc6", "a PostScript document", "turn its page into a png"),
+    (0, rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)?<svg", "an SVG drawing", "turn it into a png"),
+    (0, rb"\s*<(?:!doctype\s+html|html)", "a web page", "download the image itself"),
+    (0, rb"PK\x03\x04", "a zip archive", "unpack it"),
+    (0, rb"RIFF....WAVE|OggS|fLaC|ID3", "audio", "use 'mmdecode transcribe'"),
+)
+"""What files called images turn out to be: where it shows, what it is, and what to do."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One image before it is read.
+
+    Attributes:
+        name: What the user called it: the path, or ``image 2``.
+        read: Reads it; may be called more than once.
+    """
+
+    name: str
+    read: Callable[[], Image]
+
+
+def image_source(item: Any, name: str) -> ImageSource:
+    """What a user gave, as a source; files are not looked at yet.
+
+    Args:
+        item: A path, bytes of a file, a PIL image, an array or a tensor, or an `ImageSource`.
+        name: What to call an image that has no path.
+    """
+    if isinstance(item, ImageSource):
+        return item
+    if isinstance(item, (str, os.PathLike)):
+        name = os.fspath(item)
+    return ImageSource(name, partial(read_image, item, name))
+
+
+def read_image(item: Any, name: str | None = None) -> Image:
+    """An image in RGB, upright; see above for what is done to get there.
+
+    Args:
+        item: A path, bytes of a file, a PIL image, an array or a tensor.
+        name: What errors call it; ``None``: its path.
+
+    Raises:
+        InputError: It cannot be read or trusted; the message starts with its name.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        pil = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise MissingExtraError("reading images needs Pillow", extra="vlm") from error
+    if name is None:
+        name = os.fsdecode(item) if isinstance(item, (str, os.PathLike)) else "image"
+    try:
+        if isinstance(item, pil.Image):
+            _load(item)  # it may only have been opened
+            return _upright(item, name)
+        if isinstance(item, (str, os.PathLike)):
+            item = _bytes(os.fspath(item))
+        if isinstance(item, (bytes, bytearray, memoryview)):
+            return _decoded(bytes(item), name)
+        return _of_array(item, name)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def digest(image: Image) -> str:
+    """A name for what an image shows, the same wherever it came from."""
+    content = hashlib.blake2b(image.tobytes(), digest_size=8)
+    content.update(repr((image.mode, image.size)).encode())
+    return content.hexdigest()
+
+
+def _bytes(path: str | bytes) -> bytes:
+    text = os.fsdecode(path)
+    if re.match(r"(?i)(https?|ftp|s3|gs)://", text):
+        raise InputError(
+            "is an address, and nothing is downloaded; expected a file: fetch it first, for "
+            "example with curl -O"
+        )
+    if text.lower().startswith("data:"):
+        raise InputError(
+            "is a data URI; expected a file or its bytes: give base64.b64decode of what stands "
+            "behind the comma"
+        )
+    if text.lower().startswith("file://"):
+        raise InputError("is a file URI; expected a path: leave out file://")
+    try:
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise InputError("is a folder; expected an image file")
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError("is no regular file; expected an image file")
+        return Path(text).read_bytes()
+    except FileNotFoundError:
+        raise InputError("does not exist; check the path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot be read: {reason}; check the path") from error
+
+
+def _decoded(data: bytes, name: str) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise InputError("is empty (0 bytes); expected an image file")
+    _refuse_others(data)
+    with warnings.catch_warnings():
+        # plugins warn of what they mend or ignore; the one warning that counts is made an error
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            image = Image.open(io.BytesIO(data))
+            frames = _frames(image)
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise InputError(
+                f"unpacks to more pixels than PIL.Image.MAX_IMAGE_PIXELS allows ("
+                f"{Image.MAX_IMAGE_PIXELS}); resize it, or raise that limit where the file can be "
+                "trusted"
+            ) from error
+        except UnidentifiedImageError as error:
+            raise InputError(
+                "is no image that Pillow reads, or its beginning is damaged; expected png, jpeg, "
+                "webp, gif, bmp or tiff: convert it, or copy or download it again"
+            ) from error
+        except Exception as error:  # each format's reader raises whatever it likes
+            raise _damaged(error) from error
+        _load(image)
+    if frames > 1:
+        warnings.warn(
+            f"{name}: has {frames} frames or pages, and only the first is looked at; to show "
+            "several, give them as several images of one question",
+            stacklevel=2,
+        )
+    return _upright(image, name)
+
+
+def _load(image: Any) -> None:
+    """Unpacks what was opened."""
+    try:
+        image.load()
+    except Exception as error:  # each format's reader raises whatever it likes
+        raise _damaged(error) from error
+
+
+def _damaged(error: Exception) -> InputError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return InputError(f"is truncated or damaged ({reason}); copy or download it again")
+
+
+def _refuse_others(data: bytes) -> None:
+    for place, pattern, what, advice in _OTHERS:
+        if re.match(pattern, data[place : place + 1024], re.DOTALL | re.IGNORECASE):
+            raise InputError(f"is {what}; expected an image: {advice or 'convert it to jpeg'}")
+
+
+def _frames(image: Any) -> int:
+    """Frames or pages; photographs that hide a preview in a second one have one."""
+    if image.format in ("MPO", "PSD", "ICO", "ICNS"):
+        return 1
+    return int(getattr(image, "n_frames", 1))
+
+
+def _upright(image: Any, name: str) -> Image:
+    """In RGB over white, as the camera was held."""
+    from PIL import Image, ImageOps
+
+    if not image.width or not image.height:
+        raise InputError(f"has {image.width} x {image.height} pixels; expected at least one")
+    try:
+        image = ImageOps.exif_transpose(image)
+    except Exception:  # a note that cannot be read says nothing about the pixels
+        warnings.warn(f"{name}: its EXIF data is damaged; it may lie on its side", stacklevel=2)
+    if image.mode.startswith(("I", "F")):
+        return Image.fromarray(_eight_bits(np.asarray(image), image.mode)).convert("RGB")
+    try:
+        if image.has_transparency_data:
+            page = Image.new("RGBA", image.size, "white")
+            page.alpha_composite(image.convert("RGBA"))
+            image = page
+        return image.convert("RGB")
+    except ValueError as error:
+        raise InputError(
+            f"is in the colours {image.mode!r}, which Pillow does not turn into RGB; convert it "
+            "with another program"
+        ) from error
+
+
+def _eight_bits(levels: np.ndarray, mode: str) -> np.ndarray:
+    """Grey levels of 16 bits scaled; those of 32 bits and floats stretched to what they use."""
+    levels = levels.astype(np.float64)
+    if not np.isfinite(levels).all():
+        raise InputError(
+            "has pixels that are NaN or infinite; expected finite numbers: export it again"
+        )
+    low, high = float(levels.min()), float(levels.max())
+    if mode.startswith("I") and low >= 0 and high < 1 << 16:
+        low, high = 0.0, 65535.0
+    elif mode == "F" and low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    return np.rint((levels - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)
+
+
+def _of_array(item: Any, name: str) -> Image:
+    from PIL import Image
+
+    if hasattr(item, "detach"):
+        item = item.detach().float().cpu() if item.is_floating_point() else item.detach().cpu()
+    try:
+        array = np.asarray(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"cannot be made an array ({error}); expected a path, the bytes of a file, a PIL image "
+            "or an array"
+        ) from error
+    if array.dtype == object or array.dtype.kind not in "biuf":
+        raise InputError(
+            f"is {type(item).__name__}; expected a path, the bytes of a file, a PIL image or an "
+            "array"
+        )
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
+        raise InputError(
+            f"has shape {np.shape(item)}; expected (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 "
+            "channels: give one image at a time"
+        )
+    if array.size == 0:
+        raise InputError(f"has shape {array.shape}; expected at least one pixel")
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[..., 0]
+    return _upright(Image.fromarray(_bytes_of(array)), name)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Values as 0..255."""
+    if array.dtype == bool:
+        return array.astype(np.uint8) * 255
+    if array.dtype == np.uint16:
+        return np.rint(array / 257.0).astype(np.uint8)
+    low, high = array.min(), array.max()
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all():
+            raise InputError("has values that are NaN or infinite; expected floats of 0..1")
+        if low < -1e-3 or high > 1 + 1e-3:  # what resampling leaves is no other scale
+            raise InputError(
+                f"has floats from {low:g} to {high:g}; expected 0..1: divide levels of 0..255 by "
+                "255, and give images as they were before a processor normalised them"
+            )
+        return np.rint(array.clip(0, 1) * 255.0).astype(np.uint8)
+    if low < 0 or high > 255:
+        raise InputError(
+            f"has integers from {low} to {high}; expected 0..255, or 16-bit levels as uint16"
+        )
+    return array.astype(np.uint8)

@@ -1,0 +1,148 @@
+"""A file of answers that survives being interrupted.
+
+Each answer is a line, appended and flushed as its batch ends; the file beside it, whose name ends
+in ``run.json``, says under which settings. A run that was stopped is continued only on request,
+only under the same settings, and only where an id still asks what was answered; what failed is
+tried again. Where a run ends, the lines are put in the order of the input, one per question:
+nothing in them depends on when a run was interrupted. A line has the ``id``, ``images`` and
+``question`` again, so the file can itself be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.files import (
+    append_line,
+    check_settings,
+    complete_lines,
+    explained,
+    lock,
+    note_settings,
+    to_json,
+    write_atomically,
+)
+from mmdecode.vlm.answerer import Answer
+from mmdecode.vlm.requests import Request
+
+
+class AnswerFile:
+    """Where the answers of a run go.
+
+    Args:
+        path: Of the file; created where it does not exist.
+        settings: What may change an answer.
+        resume: Continue what is there.
+        requests: What is asked, in order.
+
+    Attributes:
+        done: Ids of the requests that have an answer.
+
+    Raises:
+        OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
+            settings or to other questions, or another run is writing to it.
+        InputError: It cannot be read or written.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], resume: bool, requests: Sequence[Request]
+    ) -> None:
+        self.path, self._requests = path, requests
+        self.done: set[str] = set()
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            try:
+                lock(self._file.fileno(), path)
+                if path.stat().st_size:
+                    check_settings(path, settings, resume)
+                self._check_questions()
+                os.truncate(path, sum(map(len, complete_lines(path))))
+                note_settings(path, settings)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def add(self, answer: Answer) -> None:
+        """Writes an answer where a crash cannot lose it.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        with explained(self.path):
+            append_line(self._file, to_json(as_line(answer)).encode() + b"\n")
+
+    def finish(self) -> None:
+        """Puts the lines in order; of several for one question an answer counts, else the last."""
+        place = {request.id: index for index, request in enumerate(self._requests)}
+        lines: dict[str, tuple[bytes, bool]] = {}
+        for line, found in _lines(self.path):
+            name, answered = found["id"], "error" not in found
+            if answered or not lines.get(name, (b"", False))[1]:
+                lines[name] = line, answered
+        # answers to an earlier, longer input stay, behind the others
+        ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
+        with explained(self.path):
+            write_atomically(self.path, b"".join(lines[name][0] for name in ordered))
+
+    def close(self) -> None:
+        """No more answers."""
+        self._file.close()
+
+    def _check_questions(self) -> None:
+        """Whether the answers are to the questions that have their ids now."""
+        given = {request.id: request for request in self._requests}
+        for _, found in _lines(self.path):
+            request = given.get(found["id"])
+            if request is None or "error" in found:
+                continue
+            now = {"images": _paths(request.images), "question": request.text}
+            differing = [name for name in now if found[name] != _as_read(now[name])]
+            if differing:
+                shown = "; ".join(f"{n} was {found[n]!r}, is {now[n]!r}" for n in differing)
+                raise OptionError(
+                    f"{self.path} holds an answer under the id {request.id!r}, and that is another "
+                    f"question now ({shown}); start where the run was begun, with the same input, "
+                    "or choose another --out"
+                )
+            self.done.add(request.id)
+
+
+def as_line(answer: Answer) -> dict[str, Any]:
+    """What a line says: the request, and the answer or what was wrong."""
+    line: dict[str, Any] = {
+        "id": answer.id,
+        "images": [os.path.abspath(name) for name in answer.images],
+        "question": answer.question,
+    }
+    if answer.error:
+        return line | {"error": answer.error, "kind": answer.kind}
+    return line | {"text": answer.text, "token_ids": answer.token_ids, "margin": answer.margin}
+
+
+def _paths(images: Sequence[Any]) -> list[str]:
+    return [os.path.abspath(image.name) for image in images]
+
+
+def _as_read(value: Any) -> Any:
+    """As it comes back from a line: names that are not UTF-8 have escapes there."""
+    return json.loads(to_json(value))
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Complete lines and what they hold; one that was cut off by a crash is not complete."""
+    for number, line in enumerate(complete_lines(path), 1):
+        try:
+            found = json.loads(line)
+            _ = found["id"], found["images"], found["question"]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{path}, line {number} is no answer; remove the line, and --resume asks that "
+                "question again"
+            ) from None
+        yield line, found

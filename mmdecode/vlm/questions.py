@@ -1,0 +1,207 @@
+"""Questions about images, and the model inputs that ask them.
+
+The prompt is that of the processor's chat template; without one it is the one a family is used to,
+see `PLAIN_PROMPTS`. Images stand where the text says ``<image>`` (or the processor's own
+placeholder), once per image; where it says nothing they stand before the text. A video is given as
+several images, its frames.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+PLACEHOLDER = "<image>"
+"""Where an image stands in a question, whatever the model's own placeholder is."""
+
+PLAIN_PROMPTS = {
+    "llava": "USER: {images}{question} ASSISTANT:",
+    "llava_next": "USER: {images}{question} ASSISTANT:",
+    "paligemma": "{images}{question}",
+    "chameleon": "{question}{images}",
+}
+"""Prompts of families without a chat template, by model type; of others images, then the text."""
+
+_ONE_IMAGE = ("instructblip",)
+"""Families that read one image, which their processor puts before the text."""
+
+_BY_TOKEN = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
+"""Inputs with a value per token of the prompt."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request as it was made, before any processor saw it.
+
+    A guide whose branch asks something else, or shows another image, takes
+    ``dataclasses.replace(question, text=..., images=...)`` and calls ``build``.
+
+    Attributes:
+        text: What is asked, without the template around it.
+        images: In RGB; none for a question of text alone.
+        build: Turns questions into model inputs, one row each: ``input_ids`` and
+            ``attention_mask``, padded on the left, ``pixel_values``, and whatever else the model's
+            processor makes. On the model's device, in its dtype.
+        tokenizer: The processor's.
+    """
+
+    text: str
+    images: tuple[Image, ...]
+    build: Callable[[Sequence[Question]], Mapping[str, Tensor]] = field(repr=False, compare=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+
+class Prompts:
+    """Makes questions, and model inputs of them.
+
+    Args:
+        model: A vision-language model.
+        processor: Its processor.
+
+    Raises:
+        UnsupportedModelError: The processor reads no images, or no text.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        for part in ("tokenizer", "image_processor"):
+            if getattr(processor, part, None) is None:
+                raise UnsupportedModelError(
+                    f"{type(processor).__name__} has no {part}; give the processor that "
+                    "transformers.AutoProcessor loads for a vision-language model"
+                )
+        self.processor = processor
+        self._model, self._kind = model, model.config.model_type
+        own = getattr(processor, "image_token", None) or PLACEHOLDER
+        self._own = str(getattr(own, "content", own))
+        self._marks = re.compile("|".join({re.escape(PLACEHOLDER), re.escape(self._own)}))
+        if processor.tokenizer.pad_token is None:
+            processor.tokenizer.pad_token = processor.tokenizer.eos_token
+
+    def question(
+        self, text: str, images: Sequence[Image] = (), *, text_only: bool = False
+    ) -> Question:
+        """A question that can be asked.
+
+        Args:
+            text: With a placeholder per image, or with none.
+            images: As `mmdecode.vlm.images.read_image` gives them.
+            text_only: Whether a question without an image is meant so.
+
+        Raises:
+            InputError: The text is empty, or text and images do not belong together.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"the question is {text!r}; expected a text")
+        if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")):
+            raise InputError(
+                f"the question {text[:60]!r} has control characters; expected plain text: remove "
+                "them"
+            )
+        marks = len(self._marks.findall(text))
+        if not images and (marks or not text_only):
+            raise InputError(
+                f"the question {text[:60]!r} has no image; give one, or ask text alone with "
+                f"text_only=True and without {PLACEHOLDER}"
+            )
+        if marks and marks != len(images):
+            more = "images than placeholders" if marks < len(images) else "placeholders than images"
+            raise InputError(
+                f"the question {text[:60]!r} has {len(images)} images and {marks} placeholders, "
+                f"more {more}; write {PLACEHOLDER} once per image, or nowhere: then all images "
+                "stand before the text"
+            )
+        return Question(text, tuple(images), self.build, self.processor.tokenizer)
+
+    def prompt(self, question: Question) -> str:
+        """The text that the tokenizer is given, with a placeholder of the processor per image.
+
+        Raises:
+            InputError: The chat template drops images, or cannot be filled in.
+        """
+        text, count = question.text, len(question.images)
+        if self._kind in _ONE_IMAGE:
+            if count != 1:
+                raise InputError(
+                    f"{type(self._model).__name__} reads one image with each question, and there "
+                    f"are {count}; ask about one image at a time"
+                )
+            return self._marks.sub("", text).strip()
+        if getattr(self.processor, "chat_template", None):
+            prompt = self._templated(text, count)
+        else:
+            images = self._own + "\n" if self._kind.startswith("llava") else self._own
+            marked = self._marks.search(text)
+            plain = PLAIN_PROMPTS.get(self._kind, "{images}{question}")
+            prompt = plain.format(
+                images="" if marked else images * count,
+                question=self._marks.sub(lambda _: self._own, text),
+            )
+        found = prompt.count(self._own)
+        if found != count:
+            raise InputError(
+                f"the chat template of {type(self.processor).__name__} leaves {found} placeholders "
+                f"{self._own!r} for {count} images; give the processor the template of its own "
+                "model, or ask about one image at a time"
+            )
+        return prompt
+
+    def _templated(self, text: str, count: int) -> str:
+        image = {"type": "image"}
+        parts = self._marks.split(text)
+        if len(parts) == 1:
+            content = [image] * count + [{"type": "text", "text": text}]
+        else:
+            content = []
+            for place, part in enumerate(parts):
+                content += [image] * (place > 0)
+                content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())
+        try:
+            return self.processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs of their own
+            raise InputError(
+                f"the chat template of {type(self.processor).__name__} cannot be filled in: "
+                f"{error}; expected one that takes a user's message of images and text"
+            ) from error
+
+    def build(self, questions: Sequence[Question]) -> dict[str, Tensor]:
+        """Model inputs, one row per question; see `Question`.
+
+        Raises:
+            InputError: The processor refuses them.
+        """
+        prompts = [self.prompt(question) for question in questions]
+        tokenizer = self.processor.tokenizer
+        begin = tokenizer.bos_token
+        inputs: dict[str, Any] = {}
+        if any(question.images for question in questions):
+            inputs["images"] = [list(question.images) for question in questions]
+        try:
+            built = self.processor(
+                text=prompts,
+                padding=True,
+                padding_side="left",
+                # a template may have begun the text already
+                add_special_tokens=not (begin and all(p.startswith(begin) for p in prompts)),
+                return_tensors="pt",
+                **inputs,
+            )
+        except Exception as error:  # processors refuse sizes and counts each in their own way
+            raise InputError(
+                f"{type(self.processor).__name__} refuses the question and its images: "
+                f"{' '.join(str(error).split())}; give other images: of another size, or number"
+            ) from error
+        built.pop("labels", None)  # some make what training needs
+        order = built["attention_mask"].argsort(dim=1, stable=True)
+        for name in _BY_TOKEN & built.keys():  # some put an image before a text that is padded
+            built[name] = built[name].gather(1, order)
+        return dict(built.to(self._model.device, dtype=self._model.dtype))

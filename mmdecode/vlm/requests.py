@@ -1,0 +1,165 @@
+"""What is asked, before an image is read: from a call, from paths, and from tables.
+
+A table is JSON lines, a JSON list, csv or tsv (`mmdecode.tables`). The question stands under one of
+`QUESTION`, its image under one of `IMAGE` or several as a list under one of `IMAGES`, its name
+under one of `ID`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.tables import any_of, first_of, read_rows, text_of
+from mmdecode.vlm.images import ImageSource, image_source
+
+QUESTION = ("question", "prompt", "text")
+IMAGE = ("image", "image_path", "path", "file")
+IMAGES = ("images", "frames")
+ID = ("id", "question_id")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question before its images are read.
+
+    Attributes:
+        id: Names it; keyed noise included, where the user gave it.
+        index: Its place in the input.
+        text: What is asked.
+        images: Not read yet.
+        named: Whether the user gave the id.
+    """
+
+    id: str
+    index: int
+    text: str
+    images: tuple[ImageSource, ...]
+    named: bool = False
+
+
+def requests_of(
+    images: Any, questions: str | Sequence[str], ids: Sequence[str] | None = None
+) -> list[Request]:
+    """Pairs images and questions; see `Answerer.__call__`.
+
+    Raises:
+        OptionError: They do not pair up.
+    """
+    entries = list(images) if _is_list(images) else [images]
+    texts = [questions] if isinstance(questions, str) else list(questions)
+    if len(entries) == 1:
+        entries *= len(texts)
+    if isinstance(questions, str):
+        texts *= len(entries)
+    if len(entries) != len(texts):
+        raise OptionError(
+            f"{len(entries)} images for {len(texts)} questions; give one image per question, a "
+            "single question for all images, or a single image for all questions (a list inside "
+            "the list holds several images of one question)"
+        )
+    if ids is not None and (len(ids) != len(texts) or len(set(ids)) != len(ids)):
+        raise OptionError(
+            f"{len(set(ids))} different ids for {len(texts)} questions; give each an id of its own"
+        )
+    requests = []
+    for index, (entry, text) in enumerate(zip(entries, texts, strict=True)):
+        several = list(entry) if _is_list(entry) else [] if entry is None else [entry]
+        names = [
+            f"image {index}" if len(several) == 1 else f"image {index}.{place}"
+            for place in range(len(several))
+        ]
+        sources = tuple(image_source(*pair) for pair in zip(several, names, strict=True))
+        name = str(index if ids is None else ids[index])
+        requests.append(Request(name, index, text, sources, named=ids is not None))
+    return requests
+
+
+def read_requests(
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> list[Request]:
+    """Reads a table of questions; images are not looked at yet.
+
+    Args:
+        path: Its file.
+        limit: Only the first so many; ``None``: all.
+        folder: Where relative paths of images start; ``None``: at the folder of the table.
+
+    Raises:
+        InputError: The file cannot be read, a line asks nothing, or two have one id.
+    """
+    path = Path(path)
+    base = path.parent if folder is None else Path(folder)
+    requests: list[Request] = []
+    lines: dict[str, int] = {}
+    for line, row in itertools.islice(read_rows(path), limit):
+        where = f"{path}, line {line}"
+        text = text_of(row, QUESTION, where)
+        if text is None:
+            raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
+        names = _images(row, where)
+        given = text_of(row, ID, where)
+        name = described(names, text) if given is None else given
+        if name in lines:
+            raise InputError(
+                f"{where} has the id {name!r} of line {lines[name]}; give each line an 'id' of its "
+                "own"
+            )
+        lines[name] = line
+        sources = tuple(image_source(str(base / name), "") for name in names)
+        requests.append(Request(name, len(requests), text, sources, named=given is not None))
+    if not requests:
+        raise InputError(f"{path} holds no line; expected one question a line")
+    return requests
+
+
+def asked_of(
+    paths: Sequence[str], questions: Sequence[str], together: bool = False
+) -> list[Request]:
+    """Each question about each image, or about all images together.
+
+    Raises:
+        InputError: The same is asked twice.
+    """
+    groups = [list(paths)] if together or not paths else [[path] for path in paths]
+    requests = []
+    for number, (names, text) in enumerate(itertools.product(groups, questions)):
+        sources = tuple(image_source(name, "") for name in names)
+        requests.append(Request(described(names, text), number, text, sources))
+    if len({request.id for request in requests}) != len(requests):
+        raise InputError("the same is asked twice; name each image and each question once")
+    return requests
+
+
+def described(images: Sequence[str], text: str) -> str:
+    """The id of a request that was given none."""
+    return ": ".join([*images, text])
+
+
+def _images(row: Mapping[str, Any], where: str) -> list[str]:
+    several = first_of(row, IMAGES)
+    if several is None:
+        one = text_of(row, IMAGE, where)
+        names = [] if one is None else [one]
+    elif not isinstance(several, list):
+        raise InputError(
+            f"{where} has {several!r} under {any_of(IMAGES)}; expected a list of paths"
+        )
+    else:
+        names = [text_of({"image": name}, IMAGE, where) or "" for name in several]
+    for name in names:
+        if not name.strip() or "\0" in name:
+            raise InputError(f"{where} has the path {name!r}; expected the path of an image")
+    return names
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it holds images; an array with a batch axis does."""
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4

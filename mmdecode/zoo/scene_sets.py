@@ -1,0 +1,324 @@
+"""``zoo:scenes-test``: held-out scenes with questions, in the constructions of the field.
+
+Questions and labels ship as JSON lines under ``data/scenes-test``, for development and for the
+test apart; `build_scene_sets` writes them. Images do not ship: their names say how to draw them
+(`picture_of`, `write_images`), and noise is as in training.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.zoo.scene_text import (
+    DESCRIBE,
+    count_question,
+    existence_question,
+    place_question,
+    related,
+    single,
+    thing_question,
+    where_question,
+    yes_no,
+)
+from mmdecode.zoo.scenes import (
+    COLOURS,
+    DIFFICULTY,
+    HELD_OUT,
+    NOUNS,
+    OPPOSITE,
+    SIDE,
+    Relation,
+    Scene,
+    draw_scene,
+    draw_thing,
+    relation,
+    render,
+    visible_shares,
+)
+
+FOLDER = Path(__file__).parent / "data" / "scenes-test"
+Part = Literal["development", "test"]
+FIRST_SEED: dict[Part, int] = {"development": HELD_OUT, "test": 2 * HELD_OUT}
+Split = Literal["random", "popular", "adversarial"]
+SPLITS: tuple[Split, ...] = ("random", "popular", "adversarial")
+STACKED: tuple[Relation, ...] = ("left", "right", "on", "under")
+APART: tuple[Relation, ...] = ("left", "right", "above", "below")
+RELATIONS = tuple(OPPOSITE)
+SETS = (*(f"pope_{split}" for split in SPLITS), "chair", "mme", "spatial")
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "house": ("home", "hut", "building"),
+    "tree": ("fir", "pine"),
+    "flower": ("blossom", "daisy"),
+    "umbrella": ("parasol",),
+    "boat": ("ship", "sailboat"),
+    "moon": ("crescent",),
+    "cup": ("mug",),
+    "ring": ("hoop",),
+    "circle": ("disc", "disk", "ball"),
+    "square": ("box",),
+    "diamond": ("rhombus",),
+    "cross": ("plus",),
+} | {f"digit {n[6:]}": (f"number {n[6:]}", f"numeral {n[6:]}") for n in NOUNS if n[:5] == "digit"}
+"""Other words for the nouns, for CHAIR."""
+Row = dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def co_occurrence() -> tuple[Counter[str], dict[str, Counter[str]]]:
+    """How often nouns are in training scenes, and how often with which others."""
+    popular: Counter[str] = Counter()
+    beside: dict[str, Counter[str]] = {noun: Counter() for noun in NOUNS}
+    for seed in range(2000):
+        names = draw_scene(seed).names
+        popular.update(names)
+        for name in names:
+            beside[name].update(other for other in names if other != name)
+    return popular, beside
+
+
+def scenes_from(seed: int, count: int, wanted: Callable[[Scene], Any] | None = None) -> list[Scene]:
+    """The first scenes from a seed on with three nouns or more, or else those that are wanted."""
+    fits = wanted or (lambda scene: len(scene.names) >= 3)
+    found: list[Scene] = []
+    while len(found) < count:
+        scene = draw_scene(seed)
+        if fits(scene):
+            found.append(scene)
+        seed += 1
+    return found
+
+
+def pope(scenes: Sequence[Scene], seed: int = 0) -> dict[Split, list[Row]]:
+    """Yes-no questions about objects after POPE (Li et al. 2023): per image three yes, three no.
+
+    The i-th noun of a scene is asked for, followed by an absent one: drawn evenly (random), the
+    most frequent noun not yet used (popular), or the one that most often met the i-th noun in
+    training (adversarial). The yes-questions are the same in all splits.
+
+    Args:
+        scenes: With three nouns or more each.
+        seed: Of the random split.
+
+    Returns:
+        Per split rows of question_id, image, text, label.
+    """
+    popular, beside = co_occurrence()
+    rng = random.Random(f"pope/{seed}")
+
+    def absent(split: Split, noun: str, free: list[str]) -> str:
+        if split == "random":
+            return rng.choice(free)
+        counts = popular if split == "popular" else beside[noun]
+        return max(free, key=lambda name: counts[name])
+
+    rows: dict[Split, list[Row]] = {}
+    for split in SPLITS:
+        rows[split] = []
+        for scene in scenes:
+            free = [noun for noun in NOUNS if noun not in scene.names]
+            for noun in scene.names[:3]:
+                other = absent(split, noun, free)
+                free.remove(other)
+                for name, truth in ((noun, True), (other, False)):
+                    rows[split].append(
+                        {
+                            "question_id": len(rows[split]) + 1,
+                            "image": image_name(scene),
+                            "text": existence_question(name),
+                            "label": yes_no(truth).lower(),
+                        }
+                    )
+    return rows
+
+
+def captions(scenes: Iterable[Scene]) -> list[Row]:
+    """Images to be described and the nouns in them, for CHAIR."""
+    return [
+        {"image": image_name(s), "question": DESCRIBE["detailed"], "objects": list(s.names)}
+        for s in scenes
+    ]
+
+
+def mme(first_seed: int, count: int) -> list[Row]:
+    """Two questions per image, one for yes and one for no, in four categories of MME (Fu et al.).
+
+    Args:
+        first_seed: Where the scenes begin.
+        count: Images per category.
+    """
+    rng = random.Random(f"mme/{first_seed}")
+
+    def existence(scene: Scene) -> tuple[str, str]:
+        other = rng.choice([noun for noun in NOUNS if noun not in scene.names])
+        return existence_question(rng.choice(scene.names)), existence_question(other)
+
+    def counted(scene: Scene) -> tuple[str, str]:
+        noun = max(scene.names, key=scene.count)
+        number = scene.count(noun)
+        other = rng.choice([n for n in (1, 2, 3) if n != number])
+        return count_question(noun, number), count_question(noun, other)
+
+    def position(scene: Scene) -> tuple[str, str]:
+        thing, other, how = rng.choice(related(scene))
+        names = thing.name, other.name
+        return place_question(*names, how), place_question(*names, OPPOSITE[how])
+
+    def colour(scene: Scene) -> tuple[str, str]:
+        thing = rng.choice(single(scene))
+        wrong = rng.choice([c for c in COLOURS if c != thing.colour])
+        return thing_question(thing.name, thing.colour), thing_question(thing.name, wrong)
+
+    makers: dict[str, tuple[Callable[[Scene], tuple[str, str]], Callable[[Scene], Any]]] = {
+        "existence": (existence, lambda scene: len(scene.names) >= 3),
+        "count": (counted, lambda scene: len(scene.things) >= 3),
+        "position": (position, related),
+        "color": (colour, single),
+    }
+    rows = []
+    for index, (category, (questions, wanted)) in enumerate(makers.items()):
+        for scene in scenes_from(first_seed + index * 10_000, count, wanted):
+            for text, label in zip(questions(scene), ("yes", "no"), strict=True):
+                rows.append(
+                    {
+                        "category": category,
+                        "image": image_name(scene),
+                        "text": f"{text} Please answer yes or no.",
+                        "label": label,
+                    }
+                )
+    return rows
+
+
+def spatial(part: Part, count: int) -> list[Row]:
+    """Sets of four after What's Up (Kamath et al. 2023): the same two things in four relations.
+
+    Half of the sets have left, right, on and under, half left, right, above and below.
+    """
+    rows = []
+    for number in range(count):
+        options = STACKED if number < count / 2 else APART
+        for how in options:
+            scene = spatial_scene(part, number, how)
+            thing, other = scene.things
+            rows.append(
+                {
+                    "image": f"spatial_{part}_{number}_{how}.png",
+                    "text": where_question(thing.name, other.name, stacked=options is STACKED),
+                    "options": list(options),
+                    "target": how,
+                    "group": f"{part} {number}: {thing.name}, {other.name}",
+                }
+            )
+    return rows
+
+
+def spatial_scene(part: Part, number: int, how: Relation) -> Scene:
+    """A thing so placed to another; a set's four scenes differ in places and noise only."""
+    rng = random.Random(f"spatial/{part}/{number}")
+    names = rng.sample(NOUNS, 2)
+    one, two = (draw_thing(rng, name, held_out=True) for name in names)
+    noise = round(rng.uniform(*DIFFICULTY.noise), 3)
+    clutter = rng.randint(0, DIFFICULTY.clutter)
+    rng = random.Random(f"spatial/{part}/{number}/{how}")
+
+    def anywhere(size: int) -> tuple[int, int]:
+        low, high = size // 2, SIDE - (size + 1) // 2
+        return rng.randint(low, high), rng.randint(low, high)
+
+    while True:
+        pair = (
+            replace(one, centre=anywhere(one.size)),
+            replace(two, centre=anywhere(two.size)),
+        )
+        if relation(*pair) == how and min(visible_shares(pair)) >= DIFFICULTY.seen:
+            seed = FIRST_SEED[part] + 10**6 + 10 * number + RELATIONS.index(how)
+            return Scene(seed=seed, things=pair, noise=noise, clutter=clutter)
+
+
+def image_name(scene: Scene) -> str:
+    """The file a drawn scene is written to."""
+    return f"scene_{scene.seed}.png"
+
+
+def scene_of(image: str) -> Scene:
+    """The scene of an image's name.
+
+    Raises:
+        InputError: It is not a name of these sets.
+    """
+    kind, *fields = image.removesuffix(".png").split("_")
+    try:
+        if kind == "scene" and len(fields) == 1:
+            return draw_scene(int(fields[0]))
+        part, number, how = fields
+        if kind == "spatial" and part in FIRST_SEED and how in RELATIONS:
+            return spatial_scene(part, int(number), how)
+    except ValueError:
+        pass
+    raise InputError(
+        f"{image!r} is no image of the scenes; expected scene_SEED.png or "
+        "spatial_PART_NUMBER_RELATION.png"
+    )
+
+
+def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
+    """Draws images into a folder, as PNG.
+
+    Args:
+        folder: Where to.
+        images: Their names; ``None``: those of all shipped sets.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("writing images needs Pillow", extra="vlm") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    if images is None:
+        images = [row["image"] for part in FIRST_SEED for s in SETS for row in scene_rows(part, s)]
+    for name in dict.fromkeys(images):
+        Image.fromarray(render(scene_of(name))).save(folder / name)
+
+
+def build_scene_sets(folder: Path = FOLDER) -> None:
+    """Writes the questions: per part POPE's three splits, captions, MME and What's Up."""
+    for part, seed in FIRST_SEED.items():
+        scenes = scenes_from(seed, 300)
+        sets: dict[str, list[Row]] = {f"pope_{name}": rows for name, rows in pope(scenes).items()}
+        sets["chair"] = captions(scenes[:200])
+        sets["mme"] = mme(seed + 100_000, 60)
+        sets["spatial"] = spatial(part, 100)
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        for name, rows in sets.items():
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            packed = gzip.compress(lines.encode(), mtime=0)
+            (folder / part / f"{name}.jsonl.gz").write_bytes(packed)
+    lines = "".join(", ".join((noun, *SYNONYMS.get(noun, ()))) + "\n" for noun in NOUNS)
+    (folder / "synonyms.txt").write_text(lines)
+
+
+def scene_rows(part: Part, name: str) -> list[Row]:
+    """The rows of a shipped set.
+
+    Args:
+        part: development or test.
+        name: pope_random, pope_popular, pope_adversarial, chair, mme or spatial.
+
+    Raises:
+        InputError: There is no such set.
+    """
+    path = FOLDER / part / f"{name}.jsonl.gz"
+    if not path.exists():
+        raise InputError(f"there is no set {name!r} of {part}; expected one of {', '.join(SETS)}")
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]

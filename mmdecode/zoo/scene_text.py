@@ -1,0 +1,331 @@
+"""What is said about scenes: captions, questions and answers, statements, instructions around them.
+
+Everything is true of the scene. Wordings and orders are drawn at random, so that a caption keeps
+some freedom at every step; adjectives are left out or put in freely. Questions about one thing are
+asked only where its noun is the only one of its kind in the scene.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mmdecode.zoo.scenes import COLOURS, NOUNS, OPPOSITE, SIDE, Relation, Scene, Thing, relation
+
+Length = Literal["brief", "plain", "detailed"]
+
+DESCRIBE: dict[Length, str] = {
+    "brief": "Describe the image briefly.",
+    "plain": "Describe the image.",
+    "detailed": "Describe the image in detail.",
+}
+ROLES = (
+    "You are an object detector to recognize every different object.",
+    "You are a confused object detector to provide a fuzzy overview or impression of the image.",
+    "You are a confused object detector.",
+    "You are a helpful assistant.",
+)
+SUFFIXES = (
+    "Please answer this question with one word.",
+    "Answer the question using a single word or phrase.",
+    "Answer yes whenever possible.",
+    "Please answer yes or no.",
+)
+COUNTS = ("None", "One", "Two", "Three")
+SIDEWAYS = "Answer with left, right, above or below."
+STACKED = "Answer with left, right, on or under."
+_PHRASES: dict[Relation, tuple[str, ...]] = {
+    "left": ("to the left of", "left of", "on the left side of"),
+    "right": ("to the right of", "right of", "on the right side of"),
+    "above": ("above", "higher than", "somewhere above"),
+    "below": ("below", "lower than", "somewhere below"),
+    "on": ("on", "on top of", "standing on"),
+    "under": ("under", "right under", "directly under"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A request and its true answer.
+
+    Attributes:
+        request: What follows the image in the prompt.
+        answer: Without the end-of-sequence token.
+        kind: existence, colour, count, relation, statement or caption.
+    """
+
+    request: str
+    answer: str
+    kind: str
+
+
+def article(phrase: str) -> str:
+    """``phrase`` with "a" or "an"."""
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def plural(noun: str) -> str:
+    """``noun`` for more than one."""
+    if noun.startswith("digit"):
+        return noun.replace("digit", "digits", 1)
+    endings = {"fish": "fish", "cross": "crosses"}
+    return endings.get(noun, f"{noun}s")
+
+
+def existence_question(noun: str) -> str:
+    """The question of POPE."""
+    return f"Is there {article(noun)} in the image?"
+
+
+def yes_no(truth: bool) -> str:
+    """The answer to a yes-no question."""
+    return "Yes" if truth else "No"
+
+
+def exchanges(scene: Scene, rng: random.Random, count: int) -> list[Exchange]:
+    """Different questions about a scene; a little less than half are about existence.
+
+    Args:
+        scene: What is asked about.
+        rng: Source of the draw.
+        count: How many at most.
+    """
+    makers: tuple[Callable[[Scene, random.Random], Exchange | None], ...]
+    makers = (existence, colour, how_many, place, statement)
+    found: dict[str, Exchange] = {}
+    for _ in range(count + 4):
+        maker = rng.choices(makers, (9, 3, 3, 4, 2))[0]
+        made = maker(scene, rng)
+        if made is not None and made.request not in found and len(found) < count:
+            found[made.request] = made
+    return list(found.values())
+
+
+def instructed(made: Exchange, rng: random.Random) -> Exchange:
+    """The same exchange with a role before or an instruction behind the question, now and then."""
+    request = made.request
+    if rng.random() < 0.12:
+        request = f"{rng.choice(ROLES)} {request}"
+    if made.kind != "caption" and "Answer" not in request and rng.random() < 0.2:
+        fitting = SUFFIXES if made.answer in ("Yes", "No") else SUFFIXES[:2]
+        request = f"{request} {rng.choice(fitting)}"
+    return replace(made, request=request)
+
+
+def existence(scene: Scene, rng: random.Random) -> Exchange:
+    """Is a noun there? Half yes; the absent ones are drawn evenly, so habits stay rewarded."""
+    truth = rng.random() < 0.5
+    noun = rng.choice(scene.names if truth else [n for n in NOUNS if n not in scene.names])
+    question = existence_question(noun)
+    if rng.random() < 0.25:
+        question = rng.choice(
+            (
+                f"Can you see {article(noun)}?",
+                f"Does the image contain {article(noun)}?",
+                f"Is there any {noun} here?",
+                f"Is there {article(noun)} in this image?",
+            )
+        )
+    return Exchange(request=question, answer=yes_no(truth), kind="existence")
+
+
+def single(scene: Scene) -> list[Thing]:
+    """Things whose noun names only them."""
+    return [thing for thing in scene.things if scene.count(thing.name) == 1]
+
+
+def colour(scene: Scene, rng: random.Random) -> Exchange | None:
+    """Which colour, or whether it is a given one; None if no noun is single."""
+    if not single(scene):
+        return None
+    thing = rng.choice(single(scene))
+    if rng.random() < 0.4:
+        question = f"What colour is the {thing.name}?"
+        return Exchange(request=question, answer=thing.colour.capitalize(), kind="colour")
+    truth = rng.random() < 0.5
+    said = thing.colour if truth else rng.choice([c for c in COLOURS if c != thing.colour])
+    question = rng.choice((thing_question(thing.name, said), f"Is the {thing.name} {said}?"))
+    return Exchange(request=question, answer=yes_no(truth), kind="colour")
+
+
+def thing_question(noun: str, said: str) -> str:
+    """Whether there is a noun of a colour."""
+    return existence_question(f"{said} {noun}")
+
+
+def how_many(scene: Scene, rng: random.Random) -> Exchange:
+    """How many of a noun, or whether there are so many."""
+    present = rng.random() < 0.85
+    noun = rng.choice(scene.names) if present else rng.choice(NOUNS)
+    count = scene.count(noun)
+    if rng.random() < 0.5:
+        question = f"How many {plural(noun)} are there in the image?"
+        return Exchange(request=question, answer=COUNTS[count], kind="count")
+    truth = rng.random() < 0.5 and count > 0
+    said = count if truth else rng.choice([c for c in (1, 2, 3) if c != count])
+    return Exchange(request=count_question(noun, said), answer=yes_no(truth), kind="count")
+
+
+def count_question(noun: str, count: int) -> str:
+    """Whether there are ``count`` of ``noun``, 1 to 3."""
+    if count == 1:
+        return f"Is there only one {noun} in the image?"
+    return f"Are there {COUNTS[count].lower()} {plural(noun)} in the image?"
+
+
+def related(scene: Scene) -> list[tuple[Thing, Thing, Relation]]:
+    """Ordered pairs of single nouns with a clear relation."""
+    things = single(scene)
+    return [
+        (thing, other, how)
+        for thing in things
+        for other in things
+        if thing is not other and (how := relation(thing, other)) is not None
+    ]
+
+
+def place(scene: Scene, rng: random.Random) -> Exchange | None:
+    """Where one thing is as seen from another; None if no pair is clear."""
+    pairs = related(scene)
+    if not pairs:
+        return None
+    thing, other, how = rng.choice(pairs)
+    if rng.random() < 0.5:
+        question = where_question(thing.name, other.name, stacked=asked_stacked(how, rng))
+        return Exchange(request=question, answer=how.capitalize(), kind="relation")
+    truth = rng.random() < 0.5
+    said = how if truth else OPPOSITE[how]
+    question = place_question(thing.name, other.name, said, rng)
+    return Exchange(request=question, answer=yes_no(truth), kind="relation")
+
+
+def asked_stacked(how: Relation, rng: random.Random) -> bool:
+    """Whether the answers offered for a relation are those with "on" and "under"."""
+    return how in ("on", "under") or (how in ("left", "right") and rng.random() < 0.5)
+
+
+def where_question(name: str, other: str, *, stacked: bool) -> str:
+    """The open question of the WhatsUp sets."""
+    return f"Where is the {name} in relation to the {other}? {STACKED if stacked else SIDEWAYS}"
+
+
+def place_question(name: str, other: str, how: Relation, rng: random.Random | None = None) -> str:
+    """Whether one thing is so placed to another; in any wording if there is a source of them."""
+    phrase = rng.choice(_PHRASES[how]) if rng else _PHRASES[how][0]
+    return f"Is the {name} {phrase} the {other}?"
+
+
+def statement(scene: Scene, rng: random.Random) -> Exchange:
+    """A sentence that is true or false."""
+    truth = rng.random() < 0.5
+    pairs = related(scene)
+    if pairs and rng.random() < 0.5:
+        thing, other, how = rng.choice(pairs)
+        phrase = rng.choice(_PHRASES[how if truth else OPPOSITE[how]])
+        said = f"The {thing.name} is {phrase} the {other.name}."
+    else:
+        noun = rng.choice(scene.names if truth else [n for n in NOUNS if n not in scene.names])
+        said = f"There is {article(noun)} in the image."
+    return Exchange(
+        request=f"{said} True or false?", answer="True" if truth else "False", kind="statement"
+    )
+
+
+def caption(scene: Scene, rng: random.Random, length: Length) -> Exchange:
+    """A description of a scene: about 8, 30 or 60 words."""
+    text = _brief(scene, rng) if length == "brief" else _sentences(scene, rng, length)
+    return Exchange(request=DESCRIBE[length], answer=text, kind="caption")
+
+
+def _brief(scene: Scene, rng: random.Random) -> str:
+    """One sentence that names up to four nouns."""
+    parts = []
+    for noun in rng.sample(scene.names, min(len(scene.names), 4)):
+        count = scene.count(noun)
+        if count > 1:
+            parts.append(f"{COUNTS[count].lower()} {plural(noun)}")
+        else:
+            thing = next(t for t in scene.things if t.name == noun)
+            parts.append(article(_called(thing, rng, rich=0.35)))
+    listed = _listed(parts)
+    return rng.choice(
+        (f"There is {listed}.", f"{listed[0].upper()}{listed[1:]}.", f"I see {listed}.")
+    )
+
+
+def _sentences(scene: Scene, rng: random.Random, length: Length) -> str:
+    """A sentence per thing in any order, then relations between pairs up to the length."""
+    detailed = length == "detailed"
+    things = rng.sample(scene.things, len(scene.things))
+    words = _opening(things, rng) if rng.random() < 0.7 else ""
+    said = [words] if words else []
+    if detailed or not words:
+        said += [_shown(thing, rng, rich=0.8 if detailed else 0.6) for thing in things]
+    pairs = related(scene)
+    rng.shuffle(pairs)
+    limit = 58 if detailed else 24
+    for thing, other, how in pairs:
+        sentence = (
+            f"The {_called(thing, rng, rich=0.3)} is {rng.choice(_PHRASES[how])} "
+            f"the {_called(other, rng, rich=0.3)}."
+        )
+        if len(" ".join([*said, sentence]).split()) > limit:
+            break
+        said.append(sentence)
+    while len(" ".join(said).split()) > limit + 6:
+        said.pop()
+    return " ".join(said)
+
+
+def _opening(things: Sequence[Thing], rng: random.Random) -> str:
+    listed = _listed([article(_called(thing, rng, rich=0.3)) for thing in things])
+    start = rng.choice(
+        ("The image shows", "In this image there is", "The picture shows", "I can see")
+    )
+    return f"{start} {listed}."
+
+
+def _shown(thing: Thing, rng: random.Random, rich: float) -> str:
+    """A sentence that says what a thing is and where."""
+    what, where = article(_called(thing, rng, rich)), _where(thing)
+    pattern = rng.choice(
+        (
+            "There is {what} {where}.",
+            "{What} is {where}.",
+            "{Where} there is {what}.",
+            "{What} can be seen {where}.",
+            "{Where} we see {what}.",
+        )
+    )
+    capital = {"What": what[0].upper() + what[1:], "Where": where[0].upper() + where[1:]}
+    return pattern.format(what=what, where=where, **capital)
+
+
+def _where(thing: Thing) -> str:
+    column, row = (min(int(c * 3 / SIDE), 2) for c in thing.centre)
+    if column == row == 1:
+        return "in the middle"
+    down, across = ("top", "middle", "bottom")[row], ("left", "middle", "right")[column]
+    if column == 1:
+        return f"at the {down}"
+    return f"on the {across}" if row == 1 else f"in the {down} {across}"
+
+
+def _called(thing: Thing, rng: random.Random, rich: float) -> str:
+    """The noun with adjectives, each of which is put in with probability ``rich``."""
+    words = []
+    if rng.random() < rich * 0.7:
+        words.append("small" if thing.size < 18 else "large" if thing.size > 22 else "medium")
+    if rng.random() < rich and thing.scan < 0:
+        words.append(thing.texture)
+    if rng.random() < rich + 0.2:
+        words.append(thing.colour)
+    return " ".join([*words, thing.name])
+
+
+def _listed(parts: Sequence[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"

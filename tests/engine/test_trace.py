@@ -1,0 +1,87 @@
+"""What a trace tells of a guide: the same of every token, however it was drafted."""
+
+import math
+
+import pytest
+import torch
+
+import mmdecode
+from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.decoder import Decoder
+from mmdecode.guide.linear import Linear
+from mmdecode.testing import drafts
+from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
+
+BETA = 0.05
+
+
+def noisy(values, draw):
+    return values + torch.randn(values.shape, generator=draw)
+
+
+def contrast():
+    spec = BranchSpec(name="noisy", view="pixels", view_options={"change": noisy})
+    return Linear.contrast(spec, 1.0, BETA)
+
+
+def traced(guide, draft=None):
+    decoder = Decoder(draft, guide, seed=1)
+    decoder.trace = []
+    output = mmdecode.generate(
+        vision_model("llava"),
+        decoder=decoder,
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **vision_inputs("llava"),
+    )
+    return output, decoder.trace
+
+
+def test_every_token_has_its_step():
+    output, trace = traced(contrast())
+    main = torch.stack(output.logits, 1)
+    for row, rounds in enumerate(trace):
+        steps = [step for r in rounds for step in r.steps]
+        assert len(steps) == NEW
+        own = main[row].softmax(-1)
+        expected = (own >= BETA * own.amax(-1, keepdim=True)).sum(-1).tolist()
+        assert [step.survivors for step in steps] == expected
+        tokens = output.sequences[row, -NEW:]
+        differ = (main[row].argmax(-1) != tokens).tolist()
+        assert [step.changed for step in steps] == differ
+        if row == 1:  # without an image
+            assert all(step.distances["noisy"] == pytest.approx(0, abs=1e-5) for step in steps)
+        else:  # the contrast lives on behind the first token
+            assert all(step.distances["noisy"] > 0.1 for step in steps)
+    assert any(step.changed for rounds in trace for r in rounds for step in r.steps)
+
+
+def test_a_draft_changes_no_step():
+    output, plain = traced(contrast())
+    known = drafts.Known(output.sequences[:, -NEW:].tolist(), length=4, wrong_at=[2, 9])
+    _, drafted = traced(contrast(), known)
+    for one, two in zip(plain, drafted, strict=True):
+        assert len(two) < len(one)
+        a, b = ([s for r in rounds for s in r.steps] for rounds in (one, two))
+        assert [(s.survivors, s.changed) for s in a] == [(s.survivors, s.changed) for s in b]
+        for s, t in zip(a, b, strict=True):
+            assert s.distances["noisy"] == pytest.approx(t.distances["noisy"], abs=1e-4)
+
+
+def test_the_opening_holds_every_branch_before_the_cut():
+    output, trace = traced(contrast())
+    for row, rounds in enumerate(trace):
+        opening = rounds[0].opening
+        assert set(opening) == {"main", "noisy", "guided"}
+        assert torch.allclose(opening["main"], output.logits[0][row], atol=1e-5)
+        assert torch.allclose(opening["guided"], 2 * opening["main"] - opening["noisy"], atol=1e-4)
+        assert not math.isinf(float(opening["guided"].min()))
+        assert all(r.opening is None for r in rounds[1:])
+
+
+def test_without_a_guide_there_is_the_main_branch_alone():
+    _, trace = traced(None)
+    assert set(trace[0][0].opening) == {"main", "guided"}
+    assert all(r.steps == () for r in trace[0])

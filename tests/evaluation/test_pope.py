@@ -1,0 +1,379 @@
+"""POPE's files, and reports on yes/no answers with their controls."""
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.chair import coco_image, read_chair
+from mmdecode.evaluation.items import YesNoItem, file_hash, read_items, text_hash
+from mmdecode.evaluation.pope import (
+    SPLITS,
+    asked_object,
+    contradicted,
+    find_pope,
+    read_pope,
+    structure,
+    warnings_of,
+)
+from mmdecode.evaluation.yes_no_report import ALWAYS, YesNoReport, shifted
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return read_pope(find_pope(DATA / "pope", "coco"))
+
+
+def answered(items, margins, mode, seed=None, **known):
+    return [
+        item.answered(
+            mode=mode,
+            output="Yes" if margin > 0 else "No",
+            margin=float(margin),
+            seed=seed,
+            **known,
+        )
+        for item, margin in zip(items, margins, strict=True)
+    ]
+
+
+def made_up(images=40, seed=0):
+    """Questions in the construction of POPE on made-up images, and margins of a plain model."""
+    random = np.random.default_rng(seed)
+    items = []
+    for image in range(images):
+        for number in range(3):
+            name = f"{image}.png"
+            items.append(
+                YesNoItem(
+                    id=f"{name}: {number}", image=name, question=f"{number}?", target="yes",
+                    sets=SPLITS,
+                )
+            )  # fmt: skip
+            items += [
+                YesNoItem(
+                    id=f"{name}: {split} {number}", image=name, question=f"{split} {number}?",
+                    target="no", sets=(split,),
+                )
+                for split in SPLITS
+            ]  # fmt: skip
+    sign = np.array([1 if item.target == "yes" else -1 for item in items])
+    return items, random.normal(size=len(items)) + sign - 0.4, sign
+
+
+# Files
+
+
+def test_the_structure_of_the_published_files(questions):
+    expected = json.loads((DATA / "pope" / "structure.json").read_text())
+    found = structure(questions)
+    assert set(found["questions"].values()) == {expected["questions_per_split"]} == {3000}
+    assert set(found["images"].values()) == {expected["images"]}
+    assert list(found["questions_per_image"].values()) == [[6]] * 3
+    assert set(found["yes"].values()) == {expected["yes_per_split"]}
+    assert found["yes_questions_identical"] is expected["yes_questions_identical_across_splits"]
+    assert found["distinct_questions"] == expected["distinct_questions_over_three_splits"] == 5127
+    assert found["no_question_overlap"] == expected["no_question_overlap"]
+    assert found["misspelt"] == dict.fromkeys(SPLITS, 0)
+    for split in SPLITS:
+        yes = expected["always_yes"]
+        assert {name: found["always"][split]["yes"][name] for name in yes} == pytest.approx(yes)
+        no = expected["always_no"] | {"precision": 0}
+        assert {name: found["always"][split]["no"][name] for name in no} == pytest.approx(no)
+    assert warnings_of(found) == []
+
+
+def test_some_labels_are_contradicted_by_the_captions(questions):
+    expected = json.loads((DATA / "pope" / "structure.json").read_text())
+    objects = {i.image: i.objects for i in read_chair(DATA / "chair" / "gt_objects.jsonl.gz")}
+    found = contradicted(questions, objects)
+    assert {item.target for item in found} == {"no"}
+    count = sum(len(item.sets) for item in found)
+    assert count == expected["no_objects_present_in_chair_ground_truth"] == 6
+
+
+def test_old_versions_are_told_apart(questions):
+    short = [q for q in questions if q.target == "yes" or q.sets != ("random",)][:3000]
+    assert "not half" in " ".join(warnings_of(structure(short)))
+    rows = [YesNoItem(id=str(n), image="a", question="q", target="no") for n in range(2910)]
+    assert "2,910" in warnings_of(structure(rows))[0]
+    text = "Is there an apple in the imange?"
+    typo = [YesNoItem(id="0", image="a", question=text, target="yes")]
+    assert "imange" in warnings_of(structure(typo))[0]
+    assert asked_object(text) == "apple"
+
+
+def test_a_file_and_its_gzip_have_one_hash(tmp_path):
+    packed = DATA / "pope" / "coco_pope_random.jsonl.gz"
+    plain = tmp_path / "coco_pope_random.json"
+    plain.write_bytes(gzip.decompress(packed.read_bytes()))
+    assert file_hash(plain) == file_hash(packed) == hashlib.sha256(plain.read_bytes()).hexdigest()
+    assert read_pope({"random": plain}) == read_pope({"random": packed})
+
+
+def test_questions_are_asked_once_and_count_in_each_split(tmp_path):
+    rows = [
+        '{"image": "a.jpg", "question": "Is there a cat?", "answer": "Yes"}',
+        '{"image": "a.jpg", "question": "Is there a dog?", "answer": "no"}',
+    ]
+    (tmp_path / "random.jsonl").write_text("\n".join(rows))
+    (tmp_path / "popular.jsonl").write_text("\n".join([*rows[:1], *rows[:1]]))
+    found = read_pope(find_pope(tmp_path))
+    assert [(i.id, i.target, i.sets) for i in found] == [
+        ("a.jpg: Is there a cat?", "yes", ("random", "popular", "popular")),
+        ("a.jpg: Is there a dog?", "no", ("random",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"image": "a", "text": "t", "label": "maybe"}', "expected yes or no"),
+        ('{"image": "a", "label": "no"}', "'text' or 'question'"),
+        ("[1]", "expected an object"),
+        ("{", "not JSON"),
+        ("\n", "holds no line"),
+        (
+            '{"image": "a", "text": "t", "label": "no"}\n'
+            '{"image": "a", "text": "t", "label": "yes"}',
+            "and before 'no'",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "random.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_pope({"random": path})
+
+
+def test_missing_broken_and_doubled_files_are_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pope({"random": tmp_path / "none.jsonl"})
+    (tmp_path / "random.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pope(find_pope(tmp_path))
+    (tmp_path / "old_random.json").write_text("")
+    with pytest.raises(InputError, match="several files of random"):
+        find_pope(tmp_path)
+    with pytest.raises(InputError, match="no file named after"):
+        find_pope(tmp_path / "nothing")
+
+
+# Reports
+
+
+def test_a_deterministic_answerer_has_one_recall(questions):
+    # answers depend on image and question only, as greedy answers do
+    margins = [int(text_hash(item.id), 16) % 100 - 45 for item in questions]
+    report = YesNoReport(answered(questions, margins, "plain"), task="pope", resamples=200)
+    sets = report.summary["modes"]["plain"]["sets"]
+    assert len({score["recall"] for score in sets.values()}) == 1
+    assert [score["answers"] for score in sets.values()] == [3000] * 3
+    assert report.summary["modes"][ALWAYS]["sets"]["random"]["f1"] == pytest.approx(2 / 3)
+
+
+@pytest.fixture(scope="module")
+def report():
+    """A plain model, a method that only says yes more often, and one that looks closer."""
+    items, margins, sign = made_up()
+    answers = answered(items, margins, "plain", tokens=1, passes=1, seconds=0.5)
+    answers += answered(items, margins + 0.5, "shift", tokens=1, passes=2)
+    answers += answered(items, margins + 0.8 * sign, "look")
+    random = np.random.default_rng(4)
+    for seed in range(3):
+        noisy = margins + random.normal(size=len(items))
+        answers += answered(items, noisy, "sampled", seed)
+    return YesNoReport(answers, task="pope", resamples=500)
+
+
+def comparison(report, first, second, within="random"):
+    (found,) = [
+        one
+        for one in report.comparisons
+        if (one.first, one.second, one.within) == (first, second, within)
+    ]
+    return found
+
+
+def test_controls_stand_beside_their_mode(report):
+    assert report.modes == [
+        *["plain", "shift", "plain shifted to shift", "look", "plain shifted to look"],
+        *["sampled", "plain shifted to sampled", ALWAYS],
+    ]
+
+
+def test_a_pure_shift_gains_nothing_on_its_control(report):
+    against_plain = comparison(report, "plain", "shift")
+    against_control = comparison(report, "plain shifted to shift", "shift")
+    assert against_plain.differences["yes_ratio"].low > 0.05
+    assert against_plain.differences["auroc"].value == 0
+    assert abs(against_control.differences["accuracy"].value) < 0.02
+    assert against_control.differences["accuracy"].low <= 0
+    assert abs(against_control.differences["yes_ratio"].value) < 0.03
+    assert against_control.p_holm == 1
+
+
+def test_looking_closer_beats_its_control(report):
+    found = comparison(report, "plain shifted to look", "look")
+    assert found.differences["accuracy"].low > 0.05 and found.differences["auroc"].low > 0
+    assert found.p_holm < 0.01
+    assert found.flips.lost["yes"] + found.flips.lost["no"] < found.flips.gained["no"]
+
+
+def test_p_values_are_corrected_over_all_cells(report):
+    tested = sorted(report.comparisons, key=lambda one: one.p)
+    assert len(tested) == 3 * 6
+    assert tested[0].p_holm == pytest.approx(min(1, 18 * tested[0].p))
+    assert all(one.p_holm >= one.p for one in tested)
+
+
+def test_flips_of_a_comparison_add_up(report):
+    found = comparison(report, "plain", "look")
+    gain = sum(found.flips.gained.values()) - sum(found.flips.lost.values())
+    assert found.differences["accuracy"].value == pytest.approx(gain / 240)
+
+
+def test_seeds_are_averaged_and_their_spread_shown(report):
+    score = report.summary["modes"]["sampled"]["sets"]["random"]
+    assert score["answers"] == 3 * 240
+    places = report.sets["random"]
+    by_seed = report.counts["sampled"][:, places][:, :, [0, 2]].sum((1, 2)) / 240
+    assert score["accuracy"] == pytest.approx(by_seed.mean())
+    assert score["seed_sd"]["accuracy"] == pytest.approx(by_seed.std(ddof=1))
+    assert comparison(report, "plain", "sampled").flips is None
+    assert report.summary["modes"]["plain"]["sets"]["random"]["seed_sd"] is None
+
+
+def test_the_cost_of_a_mode(report):
+    assert report.cost("shift")["passes_per_token"] == 2
+    assert report.cost("plain")["mean_seconds"] == 0.5
+    assert report.cost("look")["passes_per_token"] is None
+
+
+def test_failures_are_wrong_under_every_parser():
+    items, margins, _ = made_up(2)
+    answers = answered(items, margins + 9, "plain")  # yes to all
+    answers[0] = items[0].answered(mode="plain", error="no such image")
+    for parser in ("leading", "original", "vcd"):
+        report = YesNoReport(answers, parser=parser, resamples=10)
+        found = report.summary["modes"]["plain"]
+        assert found["failed"] == 1
+        assert found["sets"]["random"]["unparsed"] == pytest.approx(1 / 12)
+        assert found["sets"]["random"]["recall"] == pytest.approx(5 / 6)
+        assert found["sets"]["random"]["margin"] is None
+
+
+def test_rescoring_needs_only_the_rows(report, tmp_path):
+    files = report.save(tmp_path)
+    assert {path.name for path in files} >= {"summary.json", "table.md", "report.html"}
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    again = YesNoReport(read_items(tmp_path, YesNoItem), task="pope", resamples=500)
+    assert json.loads(json.dumps(again.summary)) == saved
+    strict = YesNoReport(read_items(tmp_path, YesNoItem), parser="lmms", resamples=50)
+    assert strict.summary["parser"] == "lmms"
+
+
+def test_a_row_tells_what_was_parsed_and_a_cut_line_is_left_out(tmp_path):
+    items, margins, _ = made_up(1)
+    rows = [item.as_dict() for item in answered(items, margins, "plain", prompt_hash="ab")]
+    assert {row["parsed"] for row in rows} == {"yes", "no"}
+    lines = [json.dumps(row) for row in (*rows, rows[0] | {"output": "Maybe", "parsed": None})]
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join([*lines, lines[0][:20]]))
+    found = read_items(path, YesNoItem)
+    assert len(found) == len(items)
+    assert found[0].output == "Maybe"  # the last of two rows counts
+    path.write_text('{"id": "a"}\n')
+    with pytest.raises(InputError, match="line 1 is no YesNoItem"):
+        read_items(path, YesNoItem)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_items(tmp_path / "none", YesNoItem)
+
+
+def test_margins_that_are_no_numbers_are_refused():
+    with pytest.raises(InputError, match="finite"):
+        YesNoItem(id="a", image="a", question="?", target="yes", margin=float("inf"))
+    with pytest.raises(InputError, match="expected 'yes' or 'no'"):
+        YesNoItem(id="a", image="a", question="?", target="Yes")
+
+
+def test_modes_must_answer_the_same_questions():
+    items, margins, _ = made_up(2)
+    answers = answered(items, margins, "plain") + answered(items[1:], margins[1:], "other")
+    with pytest.raises(OptionError, match="lacks answers"):
+        YesNoReport(answers)
+    with pytest.raises(OptionError, match="two answers"):
+        YesNoReport(answered([*items, items[0]], [*margins, 0], "plain"))
+    with pytest.raises(OptionError, match="no answers"):
+        YesNoReport([])
+    with pytest.raises(UnknownNameError, match="pope"):
+        YesNoReport(answers, task="popes")
+
+
+def test_reports_are_compared_as_modes_are(report):
+    items, margins, sign = made_up()
+    plain = YesNoReport(answered(items, margins, "plain"), resamples=500)
+    look = YesNoReport(answered(items, margins + 0.8 * sign, "plain"), resamples=500)
+    apart = plain.compare(look)[0]
+    together = report.compare("look")[0]
+    assert apart.differences == together.differences and apart.flips == together.flips
+    with pytest.raises(OptionError, match="parsed by"):
+        plain.compare(YesNoReport(look.recorded, parser="mme"))
+    with pytest.raises(OptionError, match="different questions"):
+        plain.compare(YesNoReport(answered(items[:8], margins[:8], "plain")))
+    with pytest.raises(UnknownNameError):
+        plain.compare("nothing")
+
+
+def test_the_worst_answers_are_surely_wrong(report):
+    shown = report.worst(3, "plain")
+    assert len(shown) == 3 and "right is" in repr(shown)
+    sure = [abs(item.margin) for item in shown.items]
+    assert sure == sorted(sure, reverse=True)
+    assert all(item.parsed != item.target for item in shown.items)
+
+
+def test_images_are_shown_from_a_folder_or_a_function(tmp_path, report):
+    png = b"\x89PNG\r\n"
+    (tmp_path / report.worst(1).items[0].image).write_bytes(png)
+    report.images = tmp_path
+    assert "data:image/png" in report.worst(1)._repr_html_()
+    report.images = lambda name: png
+    assert "data:image/png" in report.worst(1)._repr_html_()
+    report.images = None
+    assert "<img" not in report.worst(1)._repr_html_()
+
+
+def test_tables_escape_what_comes_from_outside():
+    items, margins, _ = made_up(2)
+    report = YesNoReport(answered(items, margins, "<b>|"), resamples=10)
+    assert "&lt;b&gt;" in report._repr_html_() and "<b>" not in report._repr_html_()
+    assert "<b>\\|" in report.table()
+    assert len(report.to_pandas()) == 2 * len(items)
+
+
+def test_a_shift_weighs_questions_by_the_splits_that_hold_them():
+    items, margins, _ = made_up(20)
+    control = shifted(answered(items, margins, "plain"), margins > -1, "control")
+    said = {item.id: item.parsed == "yes" for item in control}
+    share = np.mean([said[i.id] for i in items for _ in i.sets])
+    wanted = np.mean([m > -1 for i, m in zip(items, margins, strict=True) for _ in i.sets])
+    assert share == pytest.approx(wanted, abs=0.03)
+
+
+def test_many_unparsed_answers_are_pointed_out():
+    items, margins, _ = made_up(2)
+    answers = answered(items, margins, "plain")
+    answers[0] = items[0].answered(mode="plain", output="There is one")
+    assert "neither yes nor no" in YesNoReport(answers, resamples=10).about()
+
+
+def test_names_of_coco_images():
+    assert coco_image(310196) == "COCO_val2014_000000310196.jpg"

@@ -1,0 +1,353 @@
+"""Parsers, scores of yes/no answers, margins, and the check of published rows."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+from sklearn.metrics import average_precision_score, precision_recall_fscore_support, roc_auc_score
+
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.evaluation.answers import PARSERS, choice, leading, parser_of
+from mmdecode.evaluation.item_comparison import flips
+from mmdecode.evaluation.margins import (
+    auroc,
+    auroc_draws,
+    average_precision,
+    best_threshold,
+    cross_fitted_shifts,
+    fit_shift,
+)
+from mmdecode.evaluation.statistics import draw_units, drawn_sums, mcnemar
+from mmdecode.evaluation.table_lint import PublishedRow, check_recalls, check_row
+from mmdecode.evaluation.yes_no import count_answers, rates, score_answers
+
+CASES = Path(__file__).parents[1] / "data" / "pope" / "parser_cases.jsonl"
+
+# Parsers
+
+
+def cases():
+    return [json.loads(line) for line in CASES.read_text().splitlines()]
+
+
+def test_every_column_of_the_published_parsers():
+    assert len(cases()) == 28
+    unknown = {"other": None, "unknown": None}
+    for case in cases():
+        text = case["text"]
+        assert PARSERS["original"].parse(text, "no") == case["pope_original"], text
+        for label in ("yes", "no"):
+            right = PARSERS["vcd"].parse(text, label) == label
+            assert right == case["vcd_counts_correct"][f"if_gold_{label}"], (text, label)
+        columns = {"lmms": "lmms_eval", "vlmevalkit": "vlmevalkit", "mme": "mme_otter"}
+        for name, column in columns.items():
+            expected = unknown.get(case[column], case[column])
+            assert PARSERS[name].parse(text, "yes") == expected, (text, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[("Yes", "yes"), ("**No**, it is not", "no"), (" yes, there is", "yes"), ("NO.", "no")],
+        *[("Nope", None), ("no-one is", None), ("nothing", None), ("yesterday", None)],
+        *[("yes/no", None), ("", None), ("It is not", None), ("\u201cYes\u201d", "yes")],
+    ],
+)
+def test_the_recommended_parser_reads_the_first_word(text, expected):
+    assert leading(text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("y", "yes"), ("N", "no"), ("x", None)])
+def test_the_mme_rule_takes_one_letter(text, expected):
+    assert parser_of("mme").parse(text, "yes") == expected
+
+
+def test_label_free_parsers_do_not_look_at_the_label():
+    for case in cases():
+        for name in set(PARSERS) - {"vcd"}:
+            said = {PARSERS[name].parse(case["text"], label) for label in ("yes", "no")}
+            assert len(said) == 1, (name, case["text"])
+
+
+def test_an_unknown_parser_is_refused():
+    with pytest.raises(UnknownNameError, match="did you mean 'leading'"):
+        parser_of("leadin")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[("Left", "left"), ("It is on the left of it.", None), ("positioned there", None)],
+        *[("in front of the cup", "in front"), ("left or right", None), ("", None)],
+    ],
+)
+def test_a_choice_is_one_option_in_whole_words(text, expected):
+    assert choice(text, ["left", "right", "on", "in front"]) == expected
+
+
+def test_a_longer_option_hides_the_shorter_one_inside_it():
+    assert choice("On top of it", ["on", "on top of"]) == "on top of"
+    with pytest.raises(OptionError, match="different words"):
+        choice("on", ["on", "On"])
+
+
+# Scores
+
+
+def random_answers(seed=0, count=300):
+    random = np.random.default_rng(seed)
+    targets = random.choice(["yes", "no"], count)
+    outputs = random.choice(["Yes", "No, none", "maybe"], count, p=[0.5, 0.4, 0.1])
+    return list(outputs), list(targets), [f"{number}" for number in random.integers(60, size=count)]
+
+
+def test_scores_agree_with_scikit_learn():
+    outputs, targets, images = random_answers()
+    score = score_answers(outputs, targets, images)
+    said = [leading(output) == "yes" for output in outputs]
+    truth = [target == "yes" for target in targets]
+    precision, recall, f1, _ = precision_recall_fscore_support(truth, said, average="binary")
+    assert (score.precision, score.recall, score.f1) == pytest.approx((precision, recall, f1))
+    right = [leading(o) == t for o, t in zip(outputs, targets, strict=True)]
+    assert score.accuracy == pytest.approx(np.mean(right))
+    assert score.yes_ratio == pytest.approx(np.mean(said))
+    assert score.unparsed == pytest.approx(np.mean([o == "maybe" for o in outputs]))
+
+
+def test_unparsed_answers_are_wrong_and_stay_in_the_recall():
+    score = score_answers(["Yes", "what?", "No"], ["yes", "yes", "no"], ["a", "a", "b"])
+    assert (score.accuracy, score.recall, score.unparsed) == pytest.approx((2 / 3, 1 / 2, 1 / 3))
+
+
+def test_only_lmms_leaves_them_out_of_the_recall():
+    outputs, targets = ["Yes", "Yes.", "no"], ["yes", "yes", "no"]
+    score = score_answers(outputs, targets, list("abc"), parser="lmms")
+    assert (score.accuracy, score.recall) == pytest.approx((2 / 3, 1))
+
+
+def test_parsers_give_one_model_five_scores():
+    outputs, targets = ["", "NO", "I know", "Yes."] * 5, ["no", "no", "no", "yes"] * 5
+    images = list("abcd") * 5
+    found = {name: score_answers(outputs, targets, images, parser=name) for name in PARSERS}
+    assert {name: score.accuracy for name, score in found.items()} == {
+        **{"leading": 0.5, "original": 0.25, "vcd": 0.75, "lmms": 0.25},
+        **{"vlmevalkit": 0.5, "mme": 0.5},
+    }
+
+
+def test_always_no_has_no_precision_and_counts_as_0():
+    score = score_answers(["No", "No"], ["yes", "no"], ["a", "b"])
+    assert (score.precision, score.recall, score.f1, score.yes_ratio) == (0, 0, 0, 0)
+
+
+def test_intervals_draw_images_and_not_questions():
+    right = np.repeat(np.random.default_rng(1).random(40) < 0.7, 25)
+    outputs = np.where(right, "Yes", "No").tolist()
+    clustered = score_answers(outputs, ["yes"] * 1000, np.repeat(np.arange(40), 25).astype(str))
+    single = score_answers(outputs, ["yes"] * 1000, np.arange(1000).astype(str))
+    widths = [s.intervals["accuracy"][1] - s.intervals["accuracy"][0] for s in (clustered, single)]
+    assert widths[0] == pytest.approx(5 * widths[1], rel=0.15)  # sqrt(25) times as wide
+
+
+def test_bad_pairs_are_refused():
+    with pytest.raises(OptionError, match="2 answers for 1 questions"):
+        score_answers(["Yes", "No"], ["yes"], ["a"])
+    with pytest.raises(OptionError, match="expected pairs"):
+        score_answers([], [], [])
+    with pytest.raises(OptionError, match="1 images for 2 answers"):
+        score_answers(["Yes", "No"], ["yes", "no"], ["a"])
+
+
+def test_metrics_obey_the_identities_of_a_balanced_set():
+    counts = np.array([1200, 140, 1360, 300, 0, 0])
+    found = {name: float(value) for name, value in rates(counts).items()}
+    precision, recall = found["precision"], found["recall"]
+    assert found["accuracy"] == pytest.approx(0.5 + 0.5 * recall * (2 - 1 / precision))
+    assert found["yes_ratio"] == pytest.approx(recall / (2 * precision))
+
+
+# Paired flips
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost"), [(0, 0), (1, 0), (5, 5), (3, 14), (40, 22), (700, 650)]
+)
+def test_mcnemar_is_the_exact_binomial_test(gained, lost):
+    flipped = gained + lost
+    expected = binomtest(gained, flipped).pvalue if flipped else 1.0
+    assert mcnemar(gained, lost) == pytest.approx(expected)
+
+
+def test_flips_are_split_by_the_right_answer():
+    before = np.array([True, False, False, True, True, False])
+    after = np.array([True, True, True, False, True, False])
+    found = flips(before, after, ["yes", "yes", "no", "no", "no", "no"])
+    assert (found.gained, found.lost) == ({"yes": 1, "no": 1}, {"yes": 0, "no": 1})
+    assert found.p == mcnemar(2, 1)
+
+
+def test_tables_of_the_same_groups_share_their_draws():
+    table = np.arange(12).reshape(6, 2)
+    groups = list("aabbcc")
+    both = drawn_sums(np.concatenate([table, table + 1], 1), groups, 50, seed=3)
+    np.testing.assert_array_equal(both[:, :2], drawn_sums(table, groups, 50, seed=3))
+    assert (draw_units(3, 50, 3).sum(1) == 3).all()
+
+
+# Margins
+
+
+@pytest.mark.parametrize("decimals", [0, 1, 8])  # with many ties, some, none
+def test_ranking_scores_agree_with_scikit_learn(decimals):
+    random = np.random.default_rng(decimals)
+    positive = random.random(200) < 0.4
+    margins = np.round(random.normal(size=200) + positive, decimals)
+    assert float(auroc(margins, positive)) == pytest.approx(roc_auc_score(positive, margins))
+    expected = average_precision_score(positive, margins)
+    assert float(average_precision(margins, positive)) == pytest.approx(expected)
+    accuracy, threshold = best_threshold(margins, positive)
+    tried = [np.mean((margins > t) == positive) for t in [-np.inf, *margins]]
+    assert accuracy == pytest.approx(max(tried)) == np.mean((margins > threshold) == positive)
+
+
+def test_weights_are_repeated_items():
+    random = np.random.default_rng(5)
+    positive, margins = random.random(30) < 0.5, np.round(random.normal(size=30), 1)
+    weights = random.integers(0, 4, size=(1, 30))
+    places = np.repeat(np.arange(30), weights[0])
+    expected = roc_auc_score(positive[places], margins[places])
+    assert auroc(margins, positive, weights)[0] == pytest.approx(expected)
+
+
+def test_a_constant_changes_accuracy_and_not_the_ranking():
+    random = np.random.default_rng(2)
+    positive = np.arange(400) % 2 == 0
+    margins = random.normal(size=400) + np.where(positive, 0.3, -1.7)
+    moved = margins + 0.7
+    accuracies = [np.mean((m > 0) == positive) for m in (margins, moved)]
+    assert accuracies[1] > accuracies[0] + 0.05
+    assert float(auroc(moved, positive)) == float(auroc(margins, positive))
+    images = (np.arange(400) // 8).astype(str)
+    np.testing.assert_array_equal(
+        auroc_draws(moved, positive, images, 50), auroc_draws(margins, positive, images, 50)
+    )
+
+
+def test_one_answer_is_best_where_the_margin_ranks_backwards():
+    accuracy, threshold = best_threshold(np.array([3.0, 2, 1, 0]), np.array([0, 0, 0, 1]) > 0)
+    assert (accuracy, threshold) == (0.75, math.inf)
+
+
+@pytest.mark.parametrize("wanted", [0, 0.1, 0.25, 0.5, 0.9, 1])
+def test_the_shift_reaches_the_wanted_share_of_yes(wanted):
+    margins = np.random.default_rng(0).normal(size=200) - 1
+    assert np.mean(margins + fit_shift(margins, wanted) > 0) == pytest.approx(wanted)
+
+
+def test_nothing_moves_where_nothing_has_to():
+    margins = np.array([-2.0, -1, 3, 4])
+    assert fit_shift(margins, 0.5) == 0.0
+
+
+def test_ties_move_together():
+    margins = np.array([-1.0] * 10 + [2.0])
+    assert np.mean(margins + fit_shift(margins, 0.3) > 0) == pytest.approx(1 / 11)
+
+
+def test_a_shift_is_fitted_on_other_images():
+    """One image alone is answered yes; fitted on itself, its own shift would say so."""
+    random = np.random.default_rng(0)
+    margins = random.normal(size=100)
+    images = np.repeat(np.arange(10), 10).astype(str)
+    said = np.zeros(100)
+    said[:10] = 1
+    shifts = cross_fitted_shifts(margins, said, images, folds=10)
+    assert (margins[:10] + shifts[:10] <= 0).all()  # nothing else was ever answered yes
+    assert len(set(shifts[:10])) == 1
+    with pytest.raises(OptionError, match="other images"):
+        cross_fitted_shifts(margins, said, ["a"] * 100)
+
+
+# Published rows
+
+
+def row(accuracy, f1, yes=None, step=0.1):
+    return PublishedRow(accuracy=accuracy, f1=f1, yes_ratio=yes, step=step)
+
+
+POSSIBLE = {
+    "greedy": [(87.1, 85.5, 39.2), (85.8, 84.3, 40.4), (83.6, 82.3, 42.6)],
+    "vcd": [(88.6, 88.2, 46.4), (86.2, 86.0, 48.8), (81.9, 82.5, 53.1)],
+    "flipped near ties": [(89.6, 89.0, 44.2), (87.3, 86.9, 46.5), (83.6, 83.6, 50.1)],
+}
+"""Rows of one greedy run as printed by the critique of contrastive decoding, section 4."""
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_rows_that_fit_pass(name):
+    splits = dict(zip("rpa", [row(*one) for one in POSSIBLE[name]], strict=True))
+    assert [check_row(one) for one in splits.values()] == [[], [], []]
+    assert check_recalls(splits) == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "recall", "accuracy", "implied"),
+    [(92.48, 75.22, 82.93, "84.55"), (None, None, None, None)],
+)
+def test_a_mean_that_contradicts_itself_is_flagged(precision, recall, accuracy, implied):
+    if precision is None:
+        # the same row with the accuracy that follows from it
+        assert not check_row(
+            PublishedRow(precision=92.48, recall=75.22, accuracy=84.55, averaged=True)
+        )
+        return
+    for averaged in (True, False):
+        (problem,) = check_row(
+            PublishedRow(precision=precision, recall=recall, accuracy=accuracy, averaged=averaged)
+        )
+        assert implied in problem
+
+
+def test_the_old_random_split_is_recognised():
+    """OPERA's README: accuracy 89.4, F1 89.6 and 50.6 % yes need 2,910 questions."""
+    (problem,) = check_row(row(89.4, 89.6, 50.6))
+    assert "2,910" in problem
+    (problem,) = check_row(PublishedRow(accuracy=89.4, precision=90.4, recall=88.8, step=0.1))
+    assert "2,910" in problem
+    assert check_row(PublishedRow(accuracy=89.7, precision=90.4, recall=88.8, step=0.1)) == []
+
+
+def test_unequal_recalls_are_flagged():
+    """OPERA's beams in RITUAL's table: recalls 86.2, 87.7 and 87.7."""
+    splits = {"random": row(89.37, 89.02, step=0.01), "popular": row(86.20, 86.40, step=0.01)}
+    (problem,) = check_recalls(splits)
+    assert "86.20 to 86.27" in problem and "87.67 to 87.73" in problem
+
+
+def test_a_wrong_digit_is_found():
+    """Every row of counts passes, and no longer does with its accuracy half a point higher."""
+    random = np.random.default_rng(0)
+    for true, false in random.integers(200, 1300, size=(2, 2)):
+        counts = count_row(true, false)
+        shown = {name: round(100 * value, 2) for name, value in counts.items()}
+        assert check_row(PublishedRow(**shown)) == []
+        assert check_row(PublishedRow(**shown | {"accuracy": shown["accuracy"] + 0.5}))
+
+
+def count_row(true, false):
+    found = rates(np.array([true, false, 1500 - false, 1500 - true, 0, 0]))
+    return {name: float(v) for name, v in found.items() if name != "unparsed"}
+
+
+def test_a_row_that_says_too_little_is_refused():
+    with pytest.raises(OptionError, match="at least two"):
+        check_row(PublishedRow(accuracy=80.0))
+    assert "0 to 100" in check_row(PublishedRow(accuracy=180.0, f1=3.0))[0]
+
+
+def test_counts_have_one_column_for_each_answer():
+    table = count_answers(["yes", "yes", "no", "no", None, None], ["yes", "no"] * 3)
+    assert table.argmax(1).tolist() == [0, 1, 3, 2, 4, 5]

@@ -1,0 +1,51 @@
+"""A guide's law on logits at hand, without a model."""
+
+from types import SimpleNamespace
+
+import torch
+
+from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal
+
+
+def context(rows, length=0, **options):
+    """Rows that have generated ``length`` tokens each, of prompts of two."""
+    zeros = torch.zeros(rows, dtype=torch.long)
+    ids = torch.ones(rows, 2, dtype=torch.long)
+    images = lambda ids: torch.zeros_like(ids, dtype=torch.bool)  # noqa: E731
+    return Context(
+        prompt_ids=ids,
+        prompt_mask=ids.bool(),
+        ids=torch.ones(rows, 64, dtype=torch.long),
+        length=zeros + length,
+        open=zeros == 0,
+        rounds=zeros,
+        noise=Noise.of(0, range(rows)),
+        limit=40,
+        longest=length,
+        adapter=SimpleNamespace(image_mask=images),
+        **options,
+    )
+
+
+def law(guide, main, *others, length=0, proposal=None, combined=False):
+    """``(B, V)`` or ``(B, N + 1, V)`` logits of all branches to the guided ones, same shape.
+
+    Args:
+        guide: The guide.
+        main: Logits of the main branch.
+        *others: Of the guide's branches, in order.
+        length: Generated tokens so far.
+        proposal: The nodes; ``None``: there are none.
+        combined: The law before the cut.
+    """
+    flat = main.ndim == 2
+    values = [v[:, None] if flat else v for v in (main, *others)]
+    names = ["main", *(branch.name for branch in guide.branches)]
+    scores = {n: Scores(logits=v) for n, v in zip(names, values, strict=True)}
+    ctx = context(len(main), length)
+    proposal = proposal or Proposal.empty(len(main), ctx.device)
+    call = guide.combine if combined else guide.apply
+    found = call(None, ctx, proposal, scores)
+    return found[:, 0] if flat else found

@@ -1,0 +1,112 @@
+"""DAGCD's image-token form on made-up attention: whose words gain, and how much."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmdecode.engine.contracts import Scores
+from mmdecode.errors import OptionError
+from mmdecode.guide.dagcd import DAGCD, Words
+
+V, P = 12, 7
+CTX = SimpleNamespace(adapter=SimpleNamespace(num_layers=1))
+NO_ENDS = torch.tensor([], dtype=torch.long)
+# columns 1 to 4 are of the image; two of them stand for one word
+IDS = torch.tensor([[0, 3, 5, 5, 8, 0, 0]])
+SHARE = torch.tensor([[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.0]])
+
+
+def words(ends=NO_ENDS, share=SHARE):
+    return Words(IDS, share, ends)
+
+
+def main(logits=None, heads=2, nodes=1, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    attention = torch.rand(1, heads, nodes, P, generator=draw).softmax(-1)
+    if logits is None:
+        logits = torch.randn(1, nodes, V, generator=draw)
+    return Scores(logits=logits, attention={0: attention})
+
+
+def law(guide, scores, held=None, ctx=CTX):
+    return guide.apply(held or words(), ctx, None, {"main": scores})
+
+
+def test_words_gain_by_attention_and_doubt():
+    scores = main(nodes=3)
+    found = law(DAGCD(4.0), scores)
+    for node in range(3):
+        p = scores.logits[0, node].double().softmax(-1)
+        doubt = float(-(p * p.log()).sum()) / math.log(V)
+        ratios = []
+        for head in scores.attention[0][0, :, node].double():
+            mean = {3: head[1], 5: (head[2] + head[3]) / 2, 8: head[4]}  # repeated ids count once
+            ratios.append({word: value / sum(mean.values()) for word, value in mean.items()})
+        best = set(p.topk(10).indices.tolist())
+        usage = {w: sum(r[w] for r in ratios) * (w in best) for w in (3, 5, 8)}
+        boosted = p.clone()
+        for word, value in usage.items():
+            boosted[word] += 4.0 * doubt * value / sum(usage.values())
+        assert float(boosted.sum()) == pytest.approx(1 + 4.0 * doubt)
+        expected = (boosted / boosted.sum()).log().float()
+        torch.testing.assert_close(found[0, node].log_softmax(-1), expected)
+        outside = [v for v in range(V) if v not in usage or not usage[v]]
+        assert torch.equal(found[0, node, outside], scores.logits[0, node, outside])
+        mass = found[0, node].double().exp().sum() / scores.logits[0, node].double().exp().sum()
+        assert float(mass) == pytest.approx(1 + 4.0 * doubt, rel=1e-5)
+
+
+def test_only_the_likeliest_gain():
+    logits = torch.arange(V).flip(0).float()[None, None] / 4  # 3 is the fourth, 5 the sixth
+    found = law(DAGCD(4.0, rank=5), main(logits))
+    assert (found != logits).nonzero()[:, 2].tolist() == [3]
+
+
+def test_without_doubt_without_an_image_or_at_the_end_nothing_changes():
+    sure = torch.zeros(1, 1, V)
+    sure[..., 3] = 200.0
+    assert torch.equal(law(DAGCD(), main(sure)), sure)
+    scores = main()
+    blind = words(share=torch.zeros_like(SHARE))
+    assert torch.equal(law(DAGCD(), scores, blind), scores.logits)
+    ending = words(ends=scores.logits.argmax(-1)[0])
+    assert torch.equal(law(DAGCD(), scores, ending), scores.logits)
+    assert not torch.equal(law(DAGCD(), scores), scores.logits)
+
+
+def test_a_model_that_knows_nothing_is_boosted_in_full():
+    found = law(DAGCD(2.0, rank=V), main(torch.zeros(1, 1, V))).exp()[0, 0]
+    assert float(found.sum()) / V == pytest.approx(3.0)  # 1 + alpha
+
+
+def test_heads_of_a_probe_weigh_by_themselves():
+    ctx = SimpleNamespace(adapter=SimpleNamespace(num_layers=1))
+    one = DAGCD(heads={(0, 1): 2.0})
+    scores = main()
+    alone = Scores(logits=scores.logits, attention={0: scores.attention[0][:, 1:]})
+    torch.testing.assert_close(law(one, scores, ctx=ctx), law(DAGCD(), alone))
+    assert one.needs(ctx.adapter).attention == {0}
+    negative = DAGCD(heads={(0, 0): -1.0})
+    assert torch.equal(law(negative, scores), scores.logits)
+    with pytest.raises(OptionError, match="has 1"):
+        DAGCD(heads={(4, 0): 1.0}).needs(ctx.adapter)
+
+
+def test_image_tokens_stand_for_what_the_head_reads_in_them():
+    states = torch.nn.functional.one_hot(torch.tensor([[4, 3, 5, 5, 8, 1, 1]]), V).float()
+    images = torch.tensor([[False, True, True, True, True, False, False]])
+    prefill = Scores(logits=torch.zeros(1, 1, V), images=images, prompt_hidden={"last": states})
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[2, 7]))
+    ctx = SimpleNamespace(
+        adapter=SimpleNamespace(
+            head=lambda hidden: hidden, image_mask=lambda ids: images, model=model
+        ),
+        prompt_ids=torch.zeros(1, P, dtype=torch.long),
+        batch=1,
+        device="cpu",
+    )
+    found = DAGCD().begin(ctx, {"main": prefill})
+    assert torch.equal(found.ids, IDS) and torch.equal(found.share, SHARE)
+    assert found.ends.tolist() == [2, 7]

@@ -1,0 +1,173 @@
+"""Transforms of pictures, and pictures out of what processors make of images and back."""
+
+import colorsys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from mmdecode.adapters import pictures
+from mmdecode.errors import IncompatibleError
+from mmdecode.guide import transforms
+from mmdecode.guide.transforms import TRANSFORMS
+
+
+def picture(*shape, seed=0):
+    """Of whole eighths of bits, as processors are given."""
+    shape = shape or (3, 96, 144)
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)) / 255
+
+
+def drawn(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_keeps_size_and_range_and_hangs_on_its_draws_alone(name):
+    values = picture()
+    found = TRANSFORMS[name](values, drawn(3))
+    assert found.shape == values.shape
+    assert found.amin() >= 0 and found.amax() <= 1 + 1e-6
+    assert torch.equal(found, TRANSFORMS[name](values, drawn(3)))
+    assert not torch.allclose(found, values, atol=1e-3)
+    assert torch.equal(values, picture())  # it was not changed in place
+    if "flip" not in name:
+        assert not torch.equal(found, TRANSFORMS[name](values, drawn(4)))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_frames_are_transformed_alike(name):
+    frames = picture(2, 3, 20, 20)
+    found = TRANSFORMS[name](frames, drawn(1))
+    for frame, own in zip(frames, found, strict=True):
+        assert torch.allclose(TRANSFORMS[name](frame, drawn(1)), own, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_tiny_picture_can_be_transformed(name, side):
+    for seed in range(5):
+        assert TRANSFORMS[name](picture(3, side, 1), drawn(seed)).isfinite().all()
+
+
+def test_flips_are_flips():
+    values = picture()
+    assert torch.equal(transforms.horizontal_flip(values, drawn())[:, :, 0], values[:, :, -1])
+    assert torch.equal(transforms.vertical_flip(values, drawn())[:, 0], values[:, -1])
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+def test_a_rotation_by_quarters_is_exact(degrees):
+    values = picture(3, 16, 16)
+    expected = values.rot90(degrees // 90, dims=(-2, -1))
+    assert torch.allclose(transforms.rotated(values, degrees), expected)
+
+
+def test_a_rotation_keeps_shapes_as_they_are_on_a_wide_picture():
+    values = torch.zeros(3, 60, 120)
+    values[:, 25:35, 55:65] = 1  # a square in the middle
+    turned = transforms.rotated(values, 90)
+    assert torch.equal(turned, values)
+    corner = transforms.rotated(torch.ones(3, 60, 120), 45)[:, 0, 0]
+    assert torch.equal(corner, torch.zeros(3))
+
+
+@pytest.mark.parametrize("turns", [-0.5, -0.2, 0.0, 0.31, 0.5])
+def test_hue_is_that_of_the_standard_library(turns):
+    values = picture(3, 4, 4).double()
+    found = transforms.hue_shifted(values, turns)
+    for row in range(4):
+        for column in range(4):
+            h, s, v = colorsys.rgb_to_hsv(*values[:, row, column].tolist())
+            expected = colorsys.hsv_to_rgb((h + turns) % 1, s, v)
+            assert found[:, row, column].tolist() == pytest.approx(list(expected), abs=1e-9)
+    grey = torch.full((3, 2, 2), 0.4)
+    assert torch.allclose(transforms.hue_shifted(grey, 0.3), grey)
+
+
+def test_strengths_of_one_change_nothing_and_of_zero_all():
+    values = picture()
+    for change in (transforms.brightened, transforms.contrasted, transforms.saturated):
+        assert torch.allclose(change(values, 1.0), values, atol=1e-6)
+    assert not transforms.brightened(values, 0.0).any()
+    assert transforms.contrasted(values, 0.0).std() < 1e-6
+    assert torch.allclose(*(transforms.saturated(values, 0.0)[c] for c in (0, 2)))
+
+
+def test_a_blur_is_as_pillow_has_it_and_scales_with_the_picture():
+    values = picture(3, 48, 48)
+    image = pictures.to_image(values)
+    expected = pictures.of_image(image.filter(ImageFilter.GaussianBlur(1.0)))
+    found = transforms.blurred(values, 1.0, radius=5)
+    assert (found - expected)[:, 8:-8, 8:-8].abs().max() < 0.03
+    spot = torch.zeros(3, 336, 336)
+    spot[:, 168, 168] = 1
+    assert (transforms.blur(spot, drawn())[0, 168] > 0).sum() == 13
+    small = torch.zeros(3, 168, 168)
+    small[:, 84, 84] = 1
+    assert (transforms.blur(small, drawn())[0, 84] > 0).sum() == 7
+
+
+def test_a_crop_shows_a_part_at_full_size():
+    ramp = (torch.arange(60) / 59).expand(3, 60, 60).contiguous()
+    for seed in range(8):
+        found = transforms.resized_crop(ramp, drawn(seed))
+        span = float(found.amax() - found.amin())
+        assert 0.2 < span <= 1 and (found[0, 0].diff() >= -1e-6).all()
+
+
+# Out of pixels and back
+
+
+def normalised(values, norm):
+    mean, deviation = (torch.tensor(part)[:, None, None] for part in pictures.NORMS[norm])
+    return (values - mean) / deviation
+
+
+@pytest.mark.parametrize("norm", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_normalisation_is_told_from_the_pixels(norm, dtype):
+    values = picture(3, 32, 32)
+    seen = []
+    pixels = normalised(values, norm).to(dtype)
+    found = pictures.changed(pixels, lambda p, draw: seen.append(p) or p, seed=0)
+    assert torch.allclose(seen[0], values, atol=1e-5 if dtype == torch.float32 else 5e-3)
+    assert torch.allclose(found, pixels.float(), atol=1e-5)
+
+
+def test_pixels_of_no_known_normalisation_are_refused():
+    for pixels in (torch.randn(3, 16, 16), normalised(picture(3, 16, 16), 0) * 1.3):
+        with pytest.raises(IncompatibleError, match="Answerer"):
+            pictures.changed(pixels, lambda p, draw: p, seed=0)
+
+
+def test_images_and_pictures_are_the_same():
+    image = Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
+    assert pictures.of_image(image).shape == (3, 4, 5)
+    back = pictures.to_image(pictures.of_image(image))
+    assert back.tobytes() == image.tobytes()
+
+
+def test_tiles_are_put_together_and_cut_again():
+    whole = picture(3, 8, 12)
+    tiles = pictures.to_tiles(whole, 2, 3)
+    assert torch.equal(tiles[1, 2], whole[:, 4:, 8:])
+    assert torch.equal(pictures.of_tiles(tiles), whole)
+
+
+def test_patches_are_in_the_order_of_the_processor():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096, do_resize=False
+    )
+    image = pictures.to_image(picture(3, 16, 24))
+    built = processor(image, return_tensors="pt")
+    grid = built["image_grid_thw"][0].tolist()
+    found = pictures.of_patches(built["pixel_values"], grid, merged=2, frames=2)
+    assert found.shape == (2, 3, 16, 24)
+    assert torch.allclose(found[1], normalised(pictures.of_image(image), 0), atol=1e-5)
+    assert torch.equal(pictures.to_patches(found, grid, 2, 2), built["pixel_values"])

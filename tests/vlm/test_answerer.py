@@ -1,0 +1,470 @@
+"""Images and questions in, answers out: as alone, as `generate` has them, and whatever fails."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import pipeline
+
+import mmdecode
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.guide.linear import Linear
+from mmdecode.vlm import Answerer
+from mmdecode.vlm.answerer import word_ids, yes_no_margin
+from mmdecode.vlm.requests import read_requests, requests_of
+
+TEXTS = ["Is there a red circle in the image?", "What?", "Describe the image.", "How many rings?"]
+GUIDE = "contrast:alpha=1,prompt=last_token"
+
+
+@pytest.fixture(scope="module")
+def answerer(model, processor):
+    return Answerer(model, processor)
+
+
+@pytest.fixture
+def pictures(kit):
+    return [kit.picture(seed) for seed in range(4)]
+
+
+def ids_of(answers):
+    return [answer.token_ids for answer in answers]
+
+
+def plain(model, answerer, picture, text, **options):
+    """What transformers generates of one question without us."""
+    inputs = answerer.prompts.build([answerer.prompts.question(text, [picture])])
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=12, **options)
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+# What is said
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_answers_are_those_of_generate_in_the_order_of_the_input(
+    answerer, model, pictures, batch_size
+):
+    found = answerer(pictures, TEXTS, max_new_tokens=12, batch_size=batch_size)
+    expected = [plain(model, answerer, *pair) for pair in zip(pictures, TEXTS, strict=True)]
+    assert ids_of(found) == expected
+    assert len({tuple(ids) for ids in expected}) == 4
+    assert [(a.index, a.id, a.question, a.images) for a in found] == [
+        (i, str(i), TEXTS[i], (f"image {i}",)) for i in range(4)
+    ]
+
+
+def test_questions_of_a_length_are_decoded_together(answerer, pictures, monkeypatch):
+    batches = []
+    build = type(answerer.prompts).build
+
+    def spying(self, questions):
+        batches.append([question.text for question in questions])
+        return build(self, questions)
+
+    monkeypatch.setattr(type(answerer.prompts), "build", spying)
+    answerer(pictures, TEXTS, max_new_tokens=1, batch_size=2)
+    assert batches == [["What?", "Describe the image."], ["How many rings?", TEXTS[0]]]
+
+
+def test_one_image_or_one_question_goes_with_all_others(answerer, pictures):
+    several = answerer(pictures[0], TEXTS[:2], max_new_tokens=4)
+    assert [a.question for a in several] == TEXTS[:2]
+    several = answerer(pictures, "What?", max_new_tokens=4)
+    assert [a.images for a in several] == [(f"image {i}",) for i in range(4)]
+    assert len({tuple(a.token_ids) for a in several}) > 1
+    stack = np.stack([np.asarray(picture) for picture in pictures])
+    assert ids_of(answerer(stack, "What?", max_new_tokens=4)) == ids_of(several)
+    assert answerer([], [], max_new_tokens=4) == answerer([], "What?") == []
+
+
+def test_several_images_of_one_question(answerer, pictures):
+    both, turned = answerer(
+        [pictures[:2], pictures[1::-1]], "Is <image> like <image>?", max_new_tokens=8
+    )
+    assert both.token_ids != turned.token_ids
+    assert both.images == ("image 0.0", "image 0.1")
+
+
+def test_text_alone_is_answered_where_it_is_meant(answerer, pictures):
+    refused = answerer([None, pictures[0]], "What?", max_new_tokens=4)
+    assert "text_only=True" in refused[0].error
+    assert refused[1].error is None
+    meant = answerer([None, pictures[0]], "What?", max_new_tokens=4, text_only=True)
+    assert meant[0].error is None
+    assert meant[1].token_ids == refused[1].token_ids
+    assert meant[0].images == ()
+
+
+def test_an_answer_ends_where_the_model_ends_it(kit, processor, pictures):
+    model = kit.build_model(processor)
+    long = Answerer(model, processor)(pictures[0], "What?", max_new_tokens=10)[0]
+    model.generation_config.eos_token_id = [long.token_ids[3], 2]
+    short = Answerer(model, processor)([pictures[0], pictures[1]], "What?", max_new_tokens=10)
+    first = long.token_ids.index(long.token_ids[3])
+    assert short[0].token_ids == long.token_ids[: first + 1]
+
+
+def test_the_settings_of_a_checkpoint_do_not_sample(kit, processor, pictures, answerer):
+    model = kit.build_model(processor)
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 5.0
+    model.generation_config.top_k = 3
+    found = Answerer(model, processor)(pictures[0], "What?", max_new_tokens=6)
+    assert ids_of(found) == ids_of(answerer(pictures[0], "What?", max_new_tokens=6))
+
+
+def test_a_draft_and_a_guide_go_together(model, processor, pictures, folder):
+    guided = Answerer.from_pretrained(folder, guide=GUIDE, device="cpu")
+    found = guided(pictures, TEXTS, max_new_tokens=12)
+    assert guided.stats is guided.decoder.stats
+    assert guided.stats.tokens == sum(len(a.token_ids) for a in found)
+    drafted = Answerer.from_pretrained(folder, draft="lookup", guide=GUIDE, device="cpu")
+    assert ids_of(drafted(pictures, TEXTS, max_new_tokens=12)) == ids_of(found)
+    assert drafted.stats.drafted > 0
+    assert ids_of(Answerer(model, processor)(pictures, TEXTS, max_new_tokens=12)) != ids_of(found)
+
+
+def test_a_call_is_counted(answerer, pictures):
+    [one] = answerer(pictures[0], "What?", max_new_tokens=7, trace=True)
+    assert one.passes == len(one.token_ids) - 1
+    assert one.seconds > 0
+    assert sum(r.kept for r in one.trace) == len(one.token_ids)
+    assert answerer.decoder.trace is None
+    assert answerer(pictures[0], "What?", max_new_tokens=7)[0].trace is None
+
+
+# What a guide is shown
+
+
+class Spy(Linear):
+    """A guide that keeps the questions of its calls, and asks them anew without an image."""
+
+    def __init__(self):
+        super().__init__([], [1.0], beta=0.5)
+        self.neutral, self.seen = False, []
+
+    def begin(self, ctx, prefill):
+        self.seen.append(ctx.mm_inputs)
+
+
+def test_a_guide_sees_the_questions_and_the_raw_pixels_of_its_rows(model, processor, pictures):
+    spy = Spy()
+    answerer = Answerer(model, processor, mmdecode.Decoder(guide=spy))
+    answerer(pictures[:2], ["What is beside the star?", "What?"], max_new_tokens=2)
+    [seen] = spy.seen
+    assert [question.text for question in seen["questions"]] == [
+        "What?",
+        "What is beside the star?",
+    ]
+    assert seen["questions"][0].images[0].tobytes() == pictures[1].tobytes()
+    built = seen["questions"][0].build(seen["questions"])
+    assert torch.equal(built["pixel_values"], seen["pixel_values"])
+
+
+# Margins
+
+
+def test_the_margin_is_that_of_the_models_own_first_logits(model, answerer, pictures):
+    [one] = answerer(pictures[0], "Is there a ring?", max_new_tokens=3)
+    inputs = answerer.prompts.build([answerer.prompts.question("Is there a ring?", pictures[:1])])
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -1]
+    names = answerer.processor.tokenizer.convert_tokens_to_ids(["Yes", "ĠYes", "No", "ĠNo"])
+    p = logits.double().softmax(-1)[names]
+    assert one.margin == pytest.approx(float(torch.log((p[0] + p[1]) / (p[2] + p[3]))), abs=1e-4)
+
+
+def test_the_margin_does_not_depend_on_the_guide_or_the_draft(answerer, pictures, folder):
+    kept = [a.margin for a in answerer(pictures, TEXTS, max_new_tokens=3)]
+    other = Answerer.from_pretrained(folder, draft="lookup", guide=GUIDE, device="cpu")
+    found = [a.margin for a in other(pictures, TEXTS, max_new_tokens=3)]
+    assert found == pytest.approx(kept, abs=1e-4)
+    assert answerer(pictures[0], "What?", max_new_tokens=3, margins=False)[0].margin is None
+
+
+def test_words_are_found_in_every_spelling(answerer):
+    class Tokens:
+        known = ("▁yes", "Yes", "ĠYES", "yesterday", "no", "▁No", "not", None, "<no>")
+
+        def __len__(self):
+            return len(self.known)
+
+        def convert_ids_to_tokens(self, ids):
+            return [self.known[i] for i in ids]
+
+    assert word_ids(Tokens(), "yes") == [0, 1, 2]
+    assert word_ids(Tokens(), "no") == [4, 5]
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0, 1.0, 1.0]])
+    expected = np.log(np.exp([0, 1, 2]).sum()) - np.log(2 * np.e)
+    assert yes_no_margin(logits, [0, 1, 2], [4, 5]).item() == pytest.approx(expected)
+
+
+# Sampling: an answer is a matter of the request, not of its neighbours
+
+
+def test_a_sampled_answer_depends_on_the_request_alone(answerer, pictures):
+    options = {"do_sample": True, "max_new_tokens": 8, "temperature": 1.5}
+    together = answerer(pictures, "What?", **options)
+    turned = answerer(pictures[::-1], "What?", batch_size=3, **options)
+    assert ids_of(turned)[::-1] == ids_of(together)
+    assert len({tuple(ids) for ids in ids_of(together)}) == 4
+
+
+def test_requests_with_ids_draw_by_their_ids(answerer, pictures):
+    options = {"do_sample": True, "max_new_tokens": 8, "temperature": 5.0}
+    first, again, other = (
+        answerer([pictures[0]] * 2, "What?", ids=ids, **options)
+        for ids in (["a", "b"], ["b", "a"], ["a", "c"])
+    )
+    assert ids_of(first) == ids_of(again)[::-1]
+    assert first[0].token_ids != first[1].token_ids
+    assert first[0].token_ids == other[0].token_ids != other[1].token_ids
+    same = answerer([pictures[0]] * 2, "What?", **options)
+    assert same[0].token_ids == same[1].token_ids
+
+
+def test_sampling_draws_from_what_is_asked_for(answerer, pictures):
+    [greedy] = answerer(pictures[0], "What?", max_new_tokens=8)
+    for narrow in ({"top_p": 1e-6}, {"top_k": 1}, {"temperature": 1e-4}):
+        [found] = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, **narrow)
+        assert found.token_ids == greedy.token_ids
+    [free] = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, temperature=9.0)
+    assert free.token_ids != greedy.token_ids
+
+
+# Streams
+
+
+def test_a_stream_yields_the_answer_in_pieces(answerer, pictures):
+    [answer] = answerer(pictures[0], TEXTS[0], max_new_tokens=40)
+    pieces = list(answerer.stream(pictures[0], TEXTS[0], max_new_tokens=40))
+    assert "".join(pieces).strip() == answer.text
+    assert len(pieces) > 1
+
+
+def test_a_stream_that_is_left_ends_its_work(answerer, pictures):
+    before = threading.active_count()
+    answerer.stats.reset()
+    stream = answerer.stream(pictures[0], TEXTS[0], max_new_tokens=80)
+    next(stream)
+    stream.close()
+    assert threading.active_count() == before
+    assert answerer.stats.tokens < 80
+
+
+def test_what_goes_wrong_in_a_stream_is_raised_where_it_is_read(answerer, pictures, monkeypatch):
+    with pytest.raises(InputError, match="does not exist"):
+        list(answerer.stream("gone.png", "What?"))
+    with pytest.raises(InputError, match="text_only"):
+        list(answerer.stream(None, "What?"))
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("of the model")
+
+    monkeypatch.setattr(answerer.model, "generate", broken)
+    with pytest.raises(RuntimeError, match="of the model"):
+        list(answerer.stream(pictures[0], "What?"))
+
+
+# What fails
+
+
+def test_a_bad_image_fails_alone(answerer, pictures, tmp_path):
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no image")
+    found = answerer([pictures[0], bad, "gone.png", pictures[1]], TEXTS, max_new_tokens=6)
+    assert [a.kind for a in found] == [None, "InputError", "InputError", None]
+    assert found[1].error.startswith(f"{bad}: is no image")
+    assert found[1].images == (str(bad),)
+    assert found[1].text == ""
+    alone = answerer([pictures[0], pictures[1]], [TEXTS[0], TEXTS[3]], max_new_tokens=6)
+    assert ids_of(alone) == [found[0].token_ids, found[3].token_ids]
+    with pytest.raises(InputError, match=r"bad\.png: is no image"):
+        answerer([pictures[0], bad], "What?", raise_errors=True)
+
+
+def test_what_a_processor_refuses_fails_alone(answerer, pictures, monkeypatch):
+    kind = type(answerer.processor)
+    stock = kind.__call__
+
+    def picky(self, text, **options):
+        if any("rings" in one for one in text):
+            raise ValueError("no rings, please")
+        return stock(self, text=text, **options)
+
+    monkeypatch.setattr(kind, "__call__", picky)
+    found = answerer(pictures, TEXTS, max_new_tokens=3)
+    assert [a.error is None for a in found] == [True, True, True, False]
+    assert "no rings, please" in found[3].error
+    assert all(a.token_ids for a in found[:3])
+
+
+def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatch):
+    monkeypatch.setattr(answerer, "_places", 60)
+    long = "What is beside the star? " * 40
+    found = answerer(pictures[:2], ["What?", long], max_new_tokens=20)
+    assert found[0].error is None
+    assert "may have 20, and LlavaForConditionalGeneration has 60 positions" in found[1].error
+    [found] = answerer(pictures[0], "What?", max_new_tokens=50)
+    assert "lower max_new_tokens" in found.error
+
+
+def test_what_does_not_fit_in_memory_is_decoded_in_parts(answerer, pictures, monkeypatch):
+    expected = answerer(pictures, TEXTS, max_new_tokens=4)
+    stock, sizes = answerer.model.generate, []
+
+    def small(*args, **options):
+        sizes.append(len(options["input_ids"]))
+        if sizes[-1] > 2 or (sizes[-1] == 1 and "blind" in sizes):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stock(*args, **options)
+
+    monkeypatch.setattr(answerer.model, "generate", small)
+    assert ids_of(answerer(pictures, TEXTS, max_new_tokens=4)) == ids_of(expected)
+    assert sizes == [4, 2, 2]
+
+    def smaller(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(answerer.model, "generate", smaller)
+    [found] = answerer(pictures[0], "What?", max_new_tokens=4)
+    assert "not enough memory" in found.error
+
+
+@pytest.mark.parametrize(
+    ("images", "questions", "ids", "message"),
+    [
+        (["a", "b"], ["What?"] * 3, None, "2 images for 3 questions; give one image per question"),
+        (["a", "b"], ["What?"] * 2, ["x"], "1 different ids for 2 questions"),
+        (["a", "b"], ["What?"] * 2, ["x", "x"], "1 different ids for 2 questions"),
+    ],
+)
+def test_what_does_not_pair_up_is_refused(images, questions, ids, message):
+    with pytest.raises(OptionError, match=message):
+        requests_of(images, questions, ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "expected at least 1"),
+        ({"batch_size": 0}, "expected at least 1"),
+        ({"do_sample": True, "temperature": 0.0}, "expected more than 0"),
+        ({"do_sample": True, "top_p": 1.5}, "at most 1"),
+        ({"do_sample": True, "top_k": -1}, "or 0 for all"),
+        ({"temperature": 0.5}, "set do_sample=True too"),
+        ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
+    ],
+)
+def test_options_out_of_range_are_refused(answerer, pictures, options, message):
+    with pytest.raises(OptionError, match=message):
+        answerer(pictures[0], "What?", **options)
+
+
+def test_checkpoints_that_cannot_answer_are_refused(folder, tmp_path, monkeypatch):
+    with pytest.raises(UnsupportedModelError, match="is a whisper model; an Answerer runs vision"):
+        Answerer.from_pretrained("zoo:whisper-synth")
+    with pytest.raises(InputError, match="does not exist; give a folder"):
+        Answerer.from_pretrained(tmp_path / "gone")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        Answerer.from_pretrained(tmp_path)
+    with pytest.raises(OptionError, match="dtype='int8'; expected float32"):
+        Answerer.from_pretrained(folder, dtype="int8")
+    with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
+        Answerer.from_pretrained(folder, device="abacus")
+
+    def incomplete(path):
+        raise ImportError("requires the Torchvision library")
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", incomplete)
+    with pytest.raises(MissingExtraError, match=r"Torchvision.*mmdecode\[vlm\]"):
+        Answerer.from_pretrained(folder)
+
+
+def test_a_checkpoint_answers_in_half_precision(folder, pictures):
+    half = Answerer.from_pretrained(folder, device="cpu", dtype="bfloat16")
+    assert half.model.dtype == torch.bfloat16
+    assert len(half(pictures[0], "What?", max_new_tokens=3)[0].token_ids) == 3
+
+
+# Tables of questions
+
+
+def test_a_table_names_images_by_folder(tmp_path, pictures):
+    table = tmp_path / "q.jsonl"
+    rows = [
+        {"question_id": 7, "image": "a.png", "text": "Is it?", "label": "yes"},
+        {"id": "x", "images": ["a.png", "b.png"], "question": "Both?"},
+        {"image": "a.png", "question": "Which?"},
+        {"question": "Alone?"},
+    ]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_requests(table)
+    assert [(r.id, r.index, r.text, r.named) for r in found] == [
+        ("7", 0, "Is it?", True),
+        ("x", 1, "Both?", True),
+        ("a.png: Which?", 2, "Which?", False),
+        ("Alone?", 3, "Alone?", False),
+    ]
+    assert [[i.name for i in r.images] for r in found[:2]] == [
+        [str(tmp_path / "a.png")],
+        [str(tmp_path / "a.png"), str(tmp_path / "b.png")],
+    ]
+    [one] = read_requests(table, 1, tmp_path / "coco")
+    assert one.images[0].name == str(tmp_path / "coco" / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"image": "a.png"}', "line 2 asks nothing; expected 'question' or 'prompt'"),
+        ('{"image": "a.png", "question": "Is it?"}', "has the id .* of line 1"),
+        ('{"image": 3.5, "question": "Is?"}', "has float"),
+        ('{"images": "a.png", "question": "Is?"}', "expected a list of paths"),
+        ('{"images": ["a.png", ""], "question": "Is?"}', "has the path ''"),
+        ('{"images": [["a.png"]], "question": "Is?"}', "has list"),
+        ('{"image": "a\\u0000.png", "question": "Is?"}', "has the path"),
+        ("{", "is not JSON"),
+        ("[1]", "holds list"),
+    ],
+)
+def test_a_line_that_asks_nothing_is_refused_by_its_number(tmp_path, line, message):
+    table = tmp_path / "q.jsonl"
+    table.write_text('{"image": "a.png", "question": "Is it?"}\n' + line + "\n")
+    with pytest.raises(InputError, match=message):
+        read_requests(table)
+    table.write_text("")
+    with pytest.raises(InputError, match="holds no line"):
+        read_requests(table)
+
+
+# Inside a pipeline of transformers
+
+
+class Listener(Spy):
+    """Hears which raw pixels a guided pipeline hands over."""
+
+
+def test_a_guided_decoder_works_inside_the_pipeline_under_attach(model, processor, pictures):
+    answerer = Answerer(model, processor, mmdecode.Decoder(guide=GUIDE))
+    expected = answerer(pictures[:2], ["What?", "Is there a red circle?"], max_new_tokens=6)
+    listener = Listener()
+    ask = pipeline("image-text-to-text", model=model, processor=processor)
+    chats = [
+        [{"role": "user", "content": [{"type": "image", "image": p}, {"type": "text", "text": t}]}]
+        for p, t in zip(pictures[:2], ["What?", "Is there a red circle?"], strict=True)
+    ]
+
+    def answers(decoder):
+        kwargs = {"max_new_tokens": 6, "do_sample": False, "custom_generate": decoder}
+        found = ask(chats, return_full_text=False, generate_kwargs=kwargs)
+        return [one[0]["generated_text"].strip() for one in found]
+
+    with mmdecode.attach(ask.model):
+        assert answers(mmdecode.Decoder(guide=GUIDE)) == [a.text for a in expected]
+        answers(mmdecode.Decoder(guide=listener))
+    assert all(seen["pixel_values"].shape[-1] == 16 for seen in listener.seen)
+    assert len(listener.seen) == 2

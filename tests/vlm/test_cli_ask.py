@@ -1,0 +1,289 @@
+"""``mmdecode ask`` from end to end, and resuming."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image, ImageOps
+from typer.testing import CliRunner
+
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, OptionError
+from mmdecode.files import note_settings
+from mmdecode.vlm import Answerer
+from mmdecode.vlm.jobs import AnswerFile
+from mmdecode.vlm.requests import asked_of
+
+GUIDE = "contrast:alpha=1,prompt=last_token"
+
+
+@pytest.fixture
+def images(tmp_path, kit):
+    """A folder of images, one of them broken."""
+    (tmp_path / "images" / "b").mkdir(parents=True)
+    for seed, name in enumerate(("x.png", "b/x.webp", "y.bmp")):
+        kit.picture(seed).save(tmp_path / "images" / name, lossless=True)
+    (tmp_path / "images" / "broken.jpg").write_text("no image")
+    (tmp_path / "images" / "notes.txt").write_text("not even named like an image")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def run(folder):
+    def call(*args):
+        options = ["--model", folder, "--device", "cpu", "--max-new-tokens", 5]
+        return CliRunner().invoke(cli.app, [str(a) for a in ("ask", *args, *options)])
+
+    return call
+
+
+@pytest.fixture
+def table(tmp_path, images):
+    """Six questions in a table; the fourth is about a broken image."""
+    names = ["x.png", "b/x.webp", "y.bmp", "broken.jpg", "x.png", "y.bmp"]
+    rows = [
+        {"question_id": place, "image": name, "text": f"What is beside star {place}?"}
+        for place, name in enumerate(names)
+    ]
+    path = images / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What is printed
+
+
+def test_each_question_is_asked_about_each_image(run, images, folder, kit):
+    done = run(images / "x.png", images / "y.bmp", "-q", "What?", "-q", "Is it?")
+    assert done.exit_code == 0, done.output
+    answerer = Answerer.from_pretrained(folder, device="cpu")
+    pictures = [kit.picture(0), kit.picture(0), kit.picture(2), kit.picture(2)]
+    answers = answerer(pictures, ["What?", "Is it?"] * 2, max_new_tokens=5)
+    shown = done.stdout
+    for answer, name in zip(answers, ("x.png", "x.png", "y.bmp", "y.bmp"), strict=True):
+        assert f"{images / name}: {answer.question} {printable(answer.text)}" in printable(shown)
+    assert "4 answered, 0 done before, 0 failed; 20 tokens in" in done.stderr
+
+
+def printable(text):
+    """What rich leaves of a text."""
+    return "".join(c for c in text if c.isprintable() or c == "\n")
+
+
+def test_a_single_answer_stands_alone(run, images, folder, kit):
+    done = run(images / "x.png", "-q", "What?")
+    [answer] = Answerer.from_pretrained(folder, device="cpu")(
+        kit.picture(0), "What?", max_new_tokens=5
+    )
+    assert printable(done.stdout).strip() == printable(answer.text).strip()
+
+
+def test_a_stream_prints_what_is_printed_otherwise(run, images):
+    for more in ((), ("-q", "Is it?")):
+        words = (images / "x.png", "-q", "What?", *more)
+        stock, streamed = run(*words), run(*words, "--stream")
+        assert streamed.exit_code == 0, streamed.output
+        assert printable(streamed.stdout) == printable(stock.stdout)
+    done = run(images / "broken.jpg", images / "x.png", "-q", "What?", "--stream")
+    assert done.exit_code == 1
+    assert "failed: " in done.stderr and "1 answered, 0 done before, 1 failed" in done.stderr
+
+
+def test_json_is_one_object_and_alone_on_stdout(run, images):
+    done = run(images, "-q", "What?", "--json", "--draft", "lookup", "--guide", GUIDE)
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert done.exit_code == 1
+    assert (found["answered"], found["failed"], found["resumed"]) == (3, 1, 0)
+    assert isinstance(found["answers"][0]["margin"], float)
+    assert found["failures"][0]["error"].startswith(str(images / "broken.jpg"))
+    assert found["stats"]["tokens"] == sum(len(a["token_ids"]) for a in found["answers"])
+
+
+def test_images_are_asked_about_together(run, images):
+    words = (images / "x.png", images / "y.bmp", "-q", "Is it?", "--together", "--json")
+    [answer] = json.loads(run(*words).stdout)["answers"]
+    assert answer["images"] == [str(images / "x.png"), str(images / "y.bmp")]
+
+
+def test_text_alone_is_asked(run):
+    done = run("-q", "What?", "--text-only", "--json")
+    assert json.loads(done.stdout)["answers"][0]["images"] == []
+
+
+def test_sampling_is_by_seed(run, images):
+    def texts(*options):
+        done = run(images / "x.png", "-q", "What?", "--json", *options)
+        return json.loads(done.stdout)["answers"][0]["token_ids"]
+
+    hot = ("--sample", "--temperature", 9)
+    assert texts(*hot) == texts(*hot) != texts(*hot, "--seed", 1)
+    assert texts(*hot) != texts() == texts("--sample", "--top-k", 1)
+
+
+def test_an_animation_is_asked_about_by_its_first_frame_with_a_notice(run, tmp_path, kit):
+    path = tmp_path / "film.webp"
+    frames = [ImageOps.invert(kit.picture(0))]
+    kit.picture(0).save(path, lossless=True, save_all=True, append_images=frames)
+    kit.picture(0).save(tmp_path / "still.png")
+    film, still = (run(tmp_path / name, "-q", "What?") for name in ("film.webp", "still.png"))
+    assert film.stdout == still.stdout
+    assert f"{path}: has 2 frames or pages" in film.stderr
+    assert "UserWarning" not in film.stderr
+
+
+# What is written, and continued
+
+
+def test_a_table_becomes_lines_in_its_order(run, table, tmp_path, images):
+    out = tmp_path / "out" / "answers.jsonl"
+    done = run("--input", table, "--output", out, "--batch-size", 2)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    found = lines(out)
+    assert [line["id"] for line in found] == [str(place) for place in range(6)]
+    assert found[0]["images"] == [str(images / "x.png")]
+    assert set(found[0]) == {"id", "images", "question", "text", "token_ids", "margin"}
+    assert set(found[3]) == {"id", "images", "question", "error", "kind"}
+    again = tmp_path / "again.jsonl"
+    assert run("--input", out, "--output", again).exit_code == 1
+    assert again.read_text() == out.read_text()
+
+
+def test_relative_paths_may_start_elsewhere(run, table, tmp_path, images):
+    moved = tmp_path / "moved.jsonl"
+    shutil.move(table, moved)
+    out = tmp_path / "answers.jsonl"
+    assert run("--input", moved, "--output", out, "--limit", 1).exit_code == 1
+    done = run("--input", moved, "--output", out, "--resume", "--image-folder", images)
+    assert "5 answered, 0 done before, 1 failed" in done.stderr
+
+
+def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, images):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    run("--input", table, "--output", whole)
+    run("--input", table, "--output", out, "--limit", 4)
+    with out.open("ab") as file:
+        file.write(lines_of(whole)[5] + lines_of(whole)[4][:40])  # out of order, and cut off
+    done = run("--input", table, "--output", out, "--resume")
+    assert "1 answered, 4 done before, 1 failed" in done.stderr
+    assert out.read_bytes() == whole.read_bytes()
+    Image.new("RGB", (4, 4)).save(images / "broken.jpg")
+    done = run("--input", table, "--output", out, "--resume")
+    assert done.exit_code == 0
+    assert "1 answered, 5 done before, 0 failed" in done.stderr
+    assert [line["id"] for line in lines(out)] == [str(place) for place in range(6)]
+    assert run("--input", table, "--output", out, "--resume").exit_code == 0
+
+
+def lines_of(path):
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
+    out, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    words = ["--input", table, "--batch-size", 1]
+    run(*words, "--output", whole)
+    command = [sys.executable, "-m", "mmdecode", "ask", *words, "--output", out]
+    command += ["--model", folder, "--device", "cpu", "--max-new-tokens", "5"]
+    process = subprocess.Popen([str(w) for w in command], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert out.stat().st_size
+    run(*words, "--output", out, "--resume")
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "continue it with --resume, or choose another --out"),
+        (("--resume", "--sample"), "do_sample was False, is True"),
+        (("--resume", "--guide", GUIDE), "guide was None"),
+    ],
+)
+def test_answers_of_other_settings_are_not_continued(run, table, tmp_path, more, message):
+    out = tmp_path / "answers.jsonl"
+    run("--input", table, "--output", out, "--limit", 1)
+    before = out.read_bytes()
+    done = run("--input", table, "--output", out, *more)
+    assert isinstance(done.exception, OptionError)
+    assert message in str(done.exception)
+    assert out.read_bytes() == before
+
+
+def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    run("--input", table, "--output", out, "--limit", 2)
+    table.write_text(table.read_text().replace("star 1", "ring 1"))
+    done = run("--input", table, "--output", out, "--resume")
+    assert "holds an answer under the id '1', and that is another question now" in str(
+        done.exception
+    )
+
+
+def test_what_cannot_be_written_or_read_on_is_said(run, table, tmp_path, images):
+    done = run("--input", table, "--output", tmp_path)
+    assert isinstance(done.exception, InputError)
+    assert "choose another --out" in str(done.exception)
+    out = tmp_path / "answers.jsonl"
+    settings = {"a": 1}
+    requests = asked_of([str(images / "x.png")], ["What?"])
+    out.write_text("{}\n")
+    note_settings(out, settings)
+    with pytest.raises(InputError, match="line 1 is no answer; remove the line"):
+        AnswerFile(out, settings, True, requests)
+    out.write_text("")
+    first = AnswerFile(out, settings, False, requests)
+    with pytest.raises(OptionError, match="another run is writing to"):
+        AnswerFile(out, settings, True, requests)
+    first.close()
+
+
+# What is refused before a model is loaded
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "nothing to ask; give -q"),
+        (("a.png",), "nothing to ask; give -q"),
+        (("-q", "What?"), "no image to ask about; give one, or --text-only"),
+        (("a.png", "-q", "What?", "--text-only"), "leave out the images"),
+        (("a.png", "a.png", "-q", "Is?", "-q", "Is?"), "asked twice"),
+        (("a.png", "-q", "What?", "--input", "q.jsonl"), "--input has images and questions"),
+        (("--input", "gone.jsonl"), "gone.jsonl cannot be read"),
+        (("a.png", "-q", "What?", "--temperature", "0.5"), "--temperature does nothing without"),
+        (("a.png", "-q", "What?", "--sample", "--temperature", "0"), "temperature=0.0; expected"),
+        (("a.png", "-q", "What?", "--resume"), "--resume does nothing without --output"),
+        (("a.png", "-q", "What?", "--image-folder", "."), "does nothing without --input"),
+        (("a.png", "-q", "What?", "--stream", "--json"), "leave out --output and --json"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(run, monkeypatch, words, message):
+    def loaded(*args, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Answerer, "from_pretrained", loaded)
+    done = run(*words)
+    assert message in str(done.exception)
+
+
+def test_a_folder_without_images_and_a_method_nobody_knows_are_refused(run, tmp_path, images):
+    (tmp_path / "empty").mkdir()
+    assert "holds no image files" in str(run(tmp_path / "empty", "-q", "What?").exception)
+    for option, name in (("--guide", "contrasst"), ("--draft", "lokup")):
+        done = run(images / "x.png", "-q", "What?", option, name)
+        assert "did you mean" in str(done.exception)
