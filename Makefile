@@ -59,7 +59,7 @@ $(OLDEST)/.installed: | $(VENV)/.installed
 
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 --dist loadfile \
-	  tests/conformance tests/asr tests/test_frontdoor.py
+	  tests/conformance tests/guide tests/asr tests/vlm tests/test_frontdoor.py
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check

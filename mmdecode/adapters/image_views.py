@@ -345,7 +345,9 @@ def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = Non
     with reading(adapter, plan) if plan else nullcontext():
         found = adapter.encode(raw)
     parts = [part.reshape(-1, part.shape[-1]) for part in found.pooler_output]
-    deeper = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
+    levels = getattr(found, "deepstack_features", None) or ()
+    # in one piece, or by image
+    deeper = [t if isinstance(t, Tensor) else torch.cat(list(t)) for t in levels]
     counts = [len(part) for part in parts]
     paid = adapter.salience(plan.chunks(), raw, counts) if plan else None
     return Encoded(torch.cat(parts), deeper, paid)

@@ -30,7 +30,7 @@ from mmdecode.errors import MMDecodeError
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = {
-    "demo": "Transcribe shipped speech with a shipped model, plain and drafted.",
+    "demo": "Transcribe shipped speech, and ask about shipped images, with shipped models.",
     "transcribe": "Transcribe audio files.",
     "ask": "Ask questions about images.",
     "stream": "Transcribe while the audio still comes.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 from rich.progress import TextColumn
 
 from mmdecode.cli.flags import Device, Dtype, refuse_without
-from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def command(
     settings = {**dataclasses.asdict(options), **load}
     for name in ("batch_size", "margins", "trace", "law"):
         del settings[name]
-    with _warnings_shown(), contextlib.ExitStack() as stack:
+    with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         if output is not None:  # refused before a model is loaded
             from mmdecode.vlm.jobs import AnswerFile
@@ -276,19 +275,6 @@ class _Shown:
         parts += [answer.question] if self.questions else []
         # names of files need not be UTF-8
         return "".join(f"{p} " for p in parts).encode("utf-8", "backslashreplace").decode()
-
-
-@contextlib.contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """Shows our warnings as lines for people, each time."""
-
-    def shown(message: Any, *_: Any) -> None:
-        console.print(f"{message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", module=r"mmdecode\.")
-        warnings.showwarning = shown  # type: ignore[assignment]
-        yield
 
 
 def _report(tally: _Tally, output: Path | None, show: _Shown | None, as_json: bool) -> None:

@@ -6,17 +6,19 @@ With ``--json`` a command writes nothing to stdout but the line of ``emit_json``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-__all__ = ["JsonFlag", "console", "emit_json", "out"]
+__all__ = ["JsonFlag", "console", "emit_json", "out", "warnings_shown"]
 
 console = Console(stderr=True)
 out = Console()
@@ -34,6 +36,19 @@ def emit_json(obj: Any) -> None:
     that JSON cannot hold (NaN, infinities) as null.
     """
     print(json.dumps(_plain(obj), allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
+    """Shows our warnings as lines for people: each time, or each text once."""
+
+    def shown(message: Any, *_: Any) -> None:
+        console.print(f"{message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings(how, module=r"mmdecode\.")
+        warnings.showwarning = shown  # type: ignore[assignment]
+        yield
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """What a branch may be shown instead of the prompt, on every family: see adapters.image_views."""
 
+import inspect
 from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers.models.llava.modeling_llava import LlavaModel
 
 import mmdecode
 from mmdecode.engine.contracts import BranchSpec
@@ -182,6 +184,10 @@ def test_only_images_can_be_changed_as_pixels_are(family):
     assert found[0] != before[0] and found[1] == before[1]
 
 
+@pytest.mark.skipif(
+    "mm_encoder_outputs" not in inspect.signature(LlavaModel.forward).parameters,
+    reason="this transformers repeats images of rows that have several out of order",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copies_of_a_row_share_its_images(family):
     inputs = vision_inputs(family)

@@ -225,8 +225,13 @@ def test_shipped_model_generates_the_answer_that_packing_scores(shipped):
     text = [f"USER: <image>\n{row['text']} ASSISTANT:" for row in rows]
     inputs = processor(images=images, text=text, return_tensors="pt", padding=True)
     grown = model.generate(**inputs, do_sample=False, max_new_tokens=4)
-    said = processor.batch_decode(grown[:, inputs["input_ids"].shape[1] :])
-    assert {answer.removesuffix("<pad>" * 2) for answer in said} == {" Yes</s>", " No</s>"}
+    said = processor.batch_decode(
+        grown[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    assert set(said) <= {" Yes", " No"}
+    right = [f" {row['label'].capitalize()}" == one for row, one in zip(rows, said, strict=True)]
+    scores = pope_accuracy(model, Packer(processor), 4, "test")
+    assert sum(right) / 24 == pytest.approx(scores["adversarial"], abs=1e-3)
 
 
 def test_shipped_folder_is_small():
