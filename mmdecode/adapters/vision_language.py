@@ -147,6 +147,15 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             for row, count in enumerate(counts)
         ]
 
+    def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
+        """The images of each row, to name it by; of what cannot be shared out, none."""
+        found = {name: raw[name] for name in self.raw_names if isinstance(raw.get(name), Tensor)}
+        try:
+            rows = self.split(found, ids) if found else [{} for _ in ids]
+        except IncompatibleError:
+            return [[] for _ in ids]
+        return [[own[name][place] for name, place in self.images(own)] for own in rows]
+
     def per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
         """How many images each row has: each stands for as many tokens as another.
 
@@ -330,7 +339,15 @@ class LlavaAdapter(VisionLanguageAdapter):
         found = torch.cat(image_views.salience(weights, self.has_cls()))
         if raw["pixel_values"].ndim == 4:
             return found.flatten()
-        tiles = raw["pixel_values"].flatten(2).any(-1).sum(1)
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config: Any = self.model.config
+        side = config.vision_config.image_size
+        counted = [
+            image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+            for size in raw["image_sizes"].tolist()
+        ]
+        tiles = torch.tensor(counted, device=found.device)
         whole = found[tiles.cumsum(0) - tiles]
         return torch.cat(
             [pad(own, (0, count - len(own))) for own, count in zip(whole, counts, strict=True)]

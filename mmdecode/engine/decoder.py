@@ -226,6 +226,8 @@ class Decoder:
         seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+        adapter = registry.adapter_for(model, mm_model)
+        _refuse_blind(guide, adapter)
         ctx = setup.open_context(
             input_ids,
             config,
@@ -236,12 +238,11 @@ class Decoder:
             spare=MAX_NODES + 1,
             criteria=stopping_criteria,
             named=bool(config.do_sample) or guide is not None,
+            adapter=adapter,
         )
         ctx.tail = self.draft.needs.tail
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
-        adapter = ctx.adapter = registry.adapter_for(model, mm_model)
-        _refuse_blind(guide, adapter)
         needs = self.draft.needs.union(_needs(guide, adapter))
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:

@@ -132,6 +132,7 @@ def open_context(
     spare: int,
     criteria: StoppingCriteriaList,
     named: bool,
+    adapter: Any,
 ) -> Context:
     """The rows of a call before their first token.
 
@@ -154,7 +155,9 @@ def open_context(
     zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
     do_sample = bool(config.do_sample)
     mm_inputs = dict(mm_inputs or {})
-    keys = _requests(input_ids, mask, config, mm_inputs, mm_request) if named else [0] * batch
+    keys = [0] * batch
+    if named:
+        keys = _requests(input_ids, mask, config, mm_inputs, mm_request, adapter)
     return Context(
         prompt_ids=input_ids,
         prompt_mask=mask.bool(),
@@ -165,6 +168,7 @@ def open_context(
         noise=Noise.of(seed, keys, input_ids.device),
         limit=limit,
         do_sample=do_sample,
+        adapter=adapter,
         copies=int(config.num_return_sequences or 1),
         mm_inputs=mm_inputs,
         model_inputs=inputs,
@@ -191,18 +195,23 @@ def _pad_id(config: GenerationConfig) -> int:
     return pad[0] if pad else 0
 
 
-_CONTENT = ("input_features", "input_values", "pixel_values")
+_CONTENT = ("input_features", "input_values")
 
 
 def _requests(
-    ids: Tensor, mask: Tensor, config: GenerationConfig, mm_inputs: dict[str, Any], given: Any
+    ids: Tensor,
+    mask: Tensor,
+    config: GenerationConfig,
+    mm_inputs: dict[str, Any],
+    given: Any,
+    adapter: Any,
 ) -> list[int]:
     """One key per row: the caller's names, else the row's content and its ordinal among copies.
 
-    Raw audio and pixels count where there is one entry per row; what only a draft reads never does.
-    Whisper's own ``generate`` hands a decoder no audio and drops rows between attempts; rows that
-    cannot be told apart share their noise, which leaves the law of each row as it is. Name the
-    rows, or use the Transcriber.
+    Raw audio counts where there is one entry per row, and images as the adapter shares them out;
+    what only a draft reads never does. Whisper's own ``generate`` hands a decoder no audio and
+    drops rows between attempts; rows that cannot be told apart share their noise, which leaves the
+    law of each row as it is. Name the rows, or use the Transcriber.
     """
     copies = int(config.num_return_sequences or 1)
     if given is not None:
@@ -216,12 +225,16 @@ def _requests(
         return [request_key(name, row % copies) for row, name in enumerate(names)]
     known = {name: mm_inputs[name] for name in _CONTENT if name in mm_inputs}
     known = {name: value for name, value in known.items() if len(value) * copies == len(ids)}
+    seen: list[list[Tensor]] = [[] for _ in ids]
+    if hasattr(adapter, "contents"):
+        seen = adapter.contents(mm_inputs, ids[::copies])
     keys = []
     rows, masks = ids.tolist(), mask.bool().tolist()
     for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):
         parts: list[Any] = [t for t, r in zip(tokens, real, strict=True) if r]
         for name, value in known.items():
             parts += [name, _bytes(value[row // copies])]
+        parts += [_bytes(image) for image in seen[row // copies]]
         keys.append(request_key(*parts, row % copies))
     return keys
 
@@ -231,8 +244,6 @@ def _bytes(item: Any) -> bytes:
         return item.encode()
     if not isinstance(item, Tensor):
         item = torch.from_numpy(np.ascontiguousarray(item))
-    if item.ndim > 3:  # several images, of which empty ones fill up the batch
-        item = item[item.flatten(1).any(1)]
     return item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

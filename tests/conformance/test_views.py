@@ -101,27 +101,32 @@ def test_a_row_is_changed_alike_in_every_batch(family, view):
     expected, _ = reference(family)
     assert together[0].tolist() != expected[0, -NEW:].tolist()  # it does change something
     assert together[1].tolist() == expected[1, -NEW:].tolist()  # a row without images
-    alone = vision_inputs(family, batch=1)
-    mask = inputs["attention_mask"][0].bool()
-    assert inputs["input_ids"][0][mask].tolist() == alone["input_ids"][0].tolist()
-    first = {**alone, **_images_of_row_0(family, inputs)}
-    found = seen(family, view, inputs=first, **CHANGED[view])[0, -NEW:]
-    assert found.tolist() == together[0].tolist()
+    for row in (0, 2):
+        found = seen(family, view, inputs=_alone(family, inputs, row), **CHANGED[view])[0, -NEW:]
+        assert found.tolist() == together[row].tolist()
 
 
-def _images_of_row_0(family, inputs):
+def _alone(family, inputs, row):
+    """One row of three, as a processor would make it alone."""
+    mask = inputs["attention_mask"][row].bool()
+    own = {
+        name: inputs[name][row : row + 1, mask]
+        for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+        if name in inputs
+    }
+    images = slice(0, 1) if row == 0 else slice(1, 3)
+    values = inputs["pixel_values"]
     if family in QWEN:
-        patches = int(inputs["image_grid_thw"][0].prod())
-        return {
-            "pixel_values": inputs["pixel_values"][:patches],
-            "image_grid_thw": inputs["image_grid_thw"][:1],
-        }
-    found = {"pixel_values": inputs["pixel_values"][:1]}
+        cells = inputs["image_grid_thw"].prod(1)
+        first, last = int(cells[: images.start].sum()), int(cells[: images.stop].sum())
+        grid = inputs["image_grid_thw"][images]
+        return own | {"pixel_values": values[first:last], "image_grid_thw": grid}
     if family in ("idefics3", "smolvlm"):
-        found["pixel_values"] = inputs["pixel_values"][:1, :1]
+        return own | {"pixel_values": values[row : row + 1, : images.stop - images.start]}
+    own["pixel_values"] = values[images]
     if "image_sizes" in inputs:
-        found["image_sizes"] = inputs["image_sizes"][:1]
-    return found
+        own["image_sizes"] = inputs["image_sizes"][images]
+    return own
 
 
 @pytest.mark.parametrize("family", FAMILIES)
