@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype, refuse_without
-from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.vlm_runs import Mode, Recorder
 
 SHOWN = 5  # failures listed one by one
-WIDTH = 220  # of tables where there is no terminal
+COMPARED = 12  # comparisons shown, the surest
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
     "batch_size max_new_tokens warmup resume device dtype".split()
@@ -349,7 +349,7 @@ def _evaluate(
     folder = output or rescore
     if folder is not None:
         drawable()
-    with claimed(folder) if folder else contextlib.nullcontext():
+    with warnings_shown("default"), claimed(folder) if folder else contextlib.nullcontext():
         own = rescore is not None and folder is not None and folder.resolve() == rescore.resolve()
         if folder and not own and not resume and is_taken(folder, ITEMS):
             advice = "continue it with --resume, or " if model else ""
@@ -368,7 +368,7 @@ def _evaluate(
         told = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
         emit_json(report.summary | {"failures": told, "files": files})
     else:
-        _show(report)
+        _show(report, files)
     _tell(run, failures, files)
     if failures:
         raise typer.Exit(1)
@@ -474,8 +474,6 @@ def _run(
         "notes": list(questions.warnings),
     }
     load_average = settings.pop("load_average")
-    for note in questions.warnings:
-        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     rows = _decoded(recorder, questions, output, settings, resume)
     return _Run(
         rows=rows,
@@ -566,16 +564,29 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
     return YesNoReport(run.rows, task=task, parser=parser or "leading", controls=controls, **basis)
 
 
-def _show(report: ItemReport[Any]) -> None:
-    """Tables and comparisons, for people."""
+def _show(report: ItemReport[Any], files: list[Path]) -> None:
+    """Tables and the surest comparisons; Markdown where there is no terminal to lay them out."""
+    from mmdecode.evaluation.layout import markdown
+
     for rows in report.tables():
+        if not out.is_terminal:
+            _line(markdown(rows))
+            continue
         table = Table(*map(escape, rows[0]))
         for row in rows:
             table.add_row(*map(escape, row.values()))
-        out.print(table, width=None if out.is_terminal else WIDTH)
-    out.print(report.about(), markup=False, highlight=False, soft_wrap=True)
-    for found in report.comparisons:
-        out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        out.print(table)
+    _line(report.about())
+    compared = sorted(report.comparisons, key=lambda found: found.p_holm or found.p)
+    for found in compared[:COMPARED]:
+        _line(str(found))
+    if len(compared) > COMPARED:
+        where = f"in {files[1]}" if files else "printed with --json"
+        _line(f"the other {len(compared) - COMPARED} comparisons are {where}")
+
+
+def _line(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation import plots
 from mmdecode.evaluation.items import Item
 from mmdecode.evaluation.layout import html_table
 from mmdecode.evaluation.report import asset
@@ -88,8 +87,8 @@ def page_of(report: ItemReport[Any]) -> str:
     """One HTML file that holds everything: tables, figures, and the worst answers."""
     figures = "".join(
         f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="data:image/png;base64,{base64.b64encode(plots.png(figure)).decode()}"></figure>'
-        for name, figure in report.figures().items()
+        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></figure>'
+        for name, data in report.drawings.items()
     )
     worst = "".join(
         f"<h2>Most wrong, {html.escape(mode)}</h2>{shown.as_html()}"

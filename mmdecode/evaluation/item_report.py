@@ -208,6 +208,11 @@ class ItemReport(abc.ABC, Generic[Some]):
         found = [item for m in self.modes for answers in self.answers(m) for item in answers]
         return pandas.DataFrame([item.as_dict() for item in found])
 
+    @cached_property
+    def drawings(self) -> dict[str, bytes]:
+        """The figures as files of type PNG, by name."""
+        return {name: plots.png(figure) for name, figure in self.figures().items()}
+
     def page(self) -> str:
         """One HTML file that holds everything: tables, figures, and the worst answers."""
         return page_of(self)
@@ -232,9 +237,9 @@ class ItemReport(abc.ABC, Generic[Some]):
         files = [folder / name for name in texts]
         for path, text in zip(files, texts.values(), strict=True):
             write_atomically(path, text)
-        for name, figure in self.figures().items():
+        for name, data in self.drawings.items():
             files.append(folder / f"{name}.png")
-            files[-1].write_bytes(plots.png(figure))
+            files[-1].write_bytes(data)
         return files
 
     def _repr_html_(self) -> str:

@@ -214,7 +214,7 @@ and with the draft, in turns, clip by clip.</p>
 </section>
 </main>
 <div id="tip" role="tooltip" hidden></div>
-<script>{asset("report.js")}</script>
+<script>{asset("tip.js")}{asset("report.js")}</script>
 </body>
 </html>
 """

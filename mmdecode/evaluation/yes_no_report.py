@@ -406,6 +406,12 @@ class YesNoReport(ItemReport[YesNoItem]):
             parts.append(
                 f"{self._unshifted} answers of the baseline have no margin and are not shifted"
             )
+        missing = {mode: int(np.isnan(self.margins[mode]).sum()) for mode in self._recorded_modes}
+        partly = [m for m, count in missing.items() if 0 < count < self.margins[m].size]
+        if partly:
+            parts.append(
+                f"margins that are missing leave {', '.join(partly)} without AUROC where they are"
+            )
         if self.conditions.get("limit"):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)

@@ -1,17 +1,3 @@
-const tip = document.getElementById("tip");
-function show(event) {
-  const group = event.target.closest(".pass");
-  tip.hidden = !group;
-  if (!group) return;
-  tip.textContent = group.getAttribute("aria-label");
-  const box = group.getBoundingClientRect(), size = tip.getBoundingClientRect();
-  const above = box.top - size.height - 6;
-  tip.style.left = Math.max(8, Math.min(box.left, innerWidth - size.width - 8)) + "px";
-  tip.style.top = (above > 0 ? above : box.bottom + 6) + "px";
-}
-document.addEventListener("mouseover", show);
-document.addEventListener("click", show);
-document.addEventListener("scroll", () => { tip.hidden = true; }, {passive: true});
 document.addEventListener("play", event => {
   for (const other of document.querySelectorAll("audio")) if (other !== event.target) other.pause();
 }, true);

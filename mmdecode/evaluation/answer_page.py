@@ -1,0 +1,364 @@
+"""One HTML file that shows what guides did to answers about images: nothing to fetch.
+
+Beside each image stand its questions with the answers of every method, the yes-no margins of the
+branches as bars, the tokens that a guide changed, and where attention guides look.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+from mmdecode.evaluation.report import asset
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.attention_map import AttentionMap
+
+PLAIN = "plain"
+"""Name of the model without a guide."""
+END = "(end)"
+"""How a token shows that writes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        text: As it is written, with the space before it.
+        instead: What the plain model would have said after the same words; ``None``: the same.
+        survivors: Tokens that the guided law left; ``None``: no guide was at work.
+        distances: By branch, its largest difference of a log-probability from the main branch.
+    """
+
+    text: str
+    instead: str | None = None
+    survivors: int | None = None
+    distances: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What one method says to one question.
+
+    Attributes:
+        method: Its name; `PLAIN`: no guide.
+        tokens: The answer.
+        right: Whether it is true; of a caption, whether nothing is made up.
+        note: What was right or wrong about it.
+        made_up: Of a caption, how many objects it names that are not there; ``None``: no caption.
+        margins: Yes-no margins by branch, ``guided`` with the guide; empty for other questions.
+        seconds: What it took.
+        attention: Where it looks; ``None``: it leaves attention alone.
+    """
+
+    method: str
+    tokens: Sequence[Token]
+    right: bool
+    note: str = ""
+    made_up: int | None = None
+    margins: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    attention: AttentionMap | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(token.text for token in self.tokens).strip()
+
+    @property
+    def changed(self) -> int:
+        """How many tokens the plain model would not have said."""
+        return sum(token.instead is not None for token in self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One question and its answers, the plain one first.
+
+    Attributes:
+        text: The question.
+        truth: The true answer.
+        answers: One per method.
+    """
+
+    text: str
+    truth: str
+    answers: Sequence[Given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictured:
+    """One image and what was asked about it.
+
+    Attributes:
+        name: Of the image.
+        about: What is to be seen.
+        png: The image.
+        asked: The questions.
+    """
+
+    name: str
+    about: str
+    png: bytes
+    asked: Sequence[Asked]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a page shows.
+
+    Attributes:
+        model: Its name.
+        methods: Names of the guides, `PLAIN` first.
+        pictures: The images.
+        scores: By method what is said of it, by what it is about.
+        conditions: What the numbers depend on, by name.
+    """
+
+    model: str
+    methods: Sequence[str]
+    pictures: Sequence[Pictured]
+    scores: Mapping[str, Mapping[str, str]]
+    conditions: Mapping[str, str]
+
+
+def page(report: Answers) -> str:
+    """The whole page."""
+    first, *others = (_right(report, method) for method in report.methods)
+    spread = " to ".join(str(n) for n in sorted({min(others), max(others)})) if others else ""
+    guided = f", with a guide <b>{spread}</b>" if others else ""
+    short = sum(a.made_up is None for a in _all(report)) // len(report.methods)
+    count = sum(len(one.asked) for one in report.pictures)
+    widest = max(
+        [abs(m) for a in _all(report) for m in a.margins.values() if math.isfinite(m)] + [1e-9]
+    )
+    looks = any(answer.attention is not None for answer in _all(report))
+    conditions = escape(" \u00b7 ".join(report.conditions.values()))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>mmdecode demo: questions about images</title>
+<link rel="icon" href="data:,">
+<style>{asset("report.css")}{asset("answers.css")}</style>
+</head>
+<body>
+<header>
+<p class="eyebrow">mmdecode demo</p>
+<h1>Of {short} short questions <b>{first}</b> answered right{guided}</h1>
+<p class="lead">{escape(report.model)} was asked {count} questions about
+{len(report.pictures)} images, plainly and under each guide, with the same decoding loop. So few
+questions show how guides work, not which one is better: <code>mmdecode evaluate pope</code>
+measures that, beside controls.</p>
+<p class="conditions">{conditions}</p>
+</header>
+<main>
+<section class="cards">{_cards(report)}</section>
+<section>
+<h2>Image by image</h2>
+<ul class="legend">
+<li><span class="changed token">word</span> the plain model would have said something else here;
+point at it, or move to it with the tab key</li>
+<li><span class="sample positive"></span> leans to yes, <span class="sample negative"></span> to no:
+by how much (log-odds of the first word) each branch of the guide says so, on one scale for the
+whole page; <i>guided</i> is what is decided from, and the <i>main</i> branch of a guide that edits
+attention is edited already</li>
+{_LOOKS if looks else ""}
+</ul>
+{"".join(_picture(one, widest) for one in report.pictures)}
+</section>
+<section>
+<h2>All numbers</h2>
+{_table(report)}
+</section>
+</main>
+<div id="tip" role="tooltip" hidden></div>
+<script>{asset("tip.js")}</script>
+</body>
+</html>
+"""
+
+
+_LOOKS = """<li><span class="sample look"></span> where the last word of the prompt looks, before
+and under the edit: the mean over heads and the edited layers, on one scale for both</li>"""
+
+
+def _right(report: Answers, method: str) -> int:
+    """Short questions that a method answers right."""
+    given = [one for one in _all(report) if one.method == method and one.made_up is None]
+    return sum(one.right for one in given)
+
+
+def _all(report: Answers) -> list[Given]:
+    return [given for one in report.pictures for asked in one.asked for given in asked.answers]
+
+
+def _cards(report: Answers) -> str:
+    cards = []
+    for method in report.methods:
+        found = report.scores[method]
+        note = "".join(f"<small>{escape(v)} {escape(k)}</small>" for k, v in found.items())
+        right = _right(report, method)
+        cards.append(f"<div><h3>{_breakable(method)}</h3><p>{right}</p>{note}</div>")
+    return "".join(cards)
+
+
+def _picture(one: Pictured, widest: float) -> str:
+    asked = "".join(_asked(question, one, widest) for question in one.asked)
+    return f"""<article class="clip scene" id="{escape(one.name)}">
+<header><h3>{escape(one.name)}</h3><span>{escape(one.about)}</span></header>
+<div class="beside"><img class="pixels" width="256" height="256"
+alt="{escape(one.name)}: {escape(one.about)}" src="{_data(one.png)}">
+<div class="asked">{asked}</div></div>
+</article>
+"""
+
+
+def _asked(asked: Asked, one: Pictured, widest: float) -> str:
+    rows = "".join(_row(given, widest) for given in asked.answers)
+    maps = "".join(
+        _attention(given.method, given.attention, one)
+        for given in asked.answers
+        if given.attention is not None and given.attention.side
+    )
+    return f"""<section class="question"><h4>{escape(asked.text)}
+<small>true: {escape(asked.truth)}</small></h4>
+<table class="answers"><tbody>{rows}</tbody></table>
+{f'<div class="maps">{maps}</div>' if maps else ""}</section>"""
+
+
+def _row(given: Given, widest: float) -> str:
+    mood, mark, said = ("good", "\u2713", "right") if given.right else ("bad", "\u2717", "wrong")
+    text = "".join(map(_token, given.tokens)) or "<i>nothing</i>"
+    note = f'<small class="{mood}">{escape(given.note)}</small>' if given.note else ""
+    cells = f'<td colspan="2">{text} {note}</td>'
+    if given.margins:
+        cells = f'<td>{text} {note}</td><td class="bars">{_margins(given.margins, widest)}</td>'
+    return (
+        f'<tr><th scope="row">{_breakable(given.method)}</th>'
+        f'<td class="mark {mood}"><span role="img" aria-label="{said}">{mark}</span></td>'
+        f"{cells}</tr>"
+    )
+
+
+def _breakable(name: str) -> str:
+    """A name with places where a line may end."""
+    return re.sub(r"([:,_])", r"\1<wbr>", escape(name))
+
+
+def _token(token: Token) -> str:
+    text = escape(token.text)
+    if token.instead is None:
+        return text
+    start = " " if token.text.startswith(" ") else ""
+    shown = token.text.strip() or END
+    return (
+        f'{start}<span class="changed token" tabindex="0" role="note" '
+        f'aria-label="{escape(f"{shown}: {told(token)}")}">{escape(shown)}</span>'
+    )
+
+
+def told(token: Token) -> str:
+    """What a guide made of a token, in words."""
+    parts = [f"plain would say {(token.instead or '').strip() or END!r}"]
+    if token.survivors is not None:
+        parts.append(f"{token.survivors:,} tokens left by the guide")
+    parts += [
+        f"{name} differs by up to {distance:.2f} nats"
+        for name, distance in token.distances.items()
+        if math.isfinite(distance)
+    ]
+    return "; ".join(parts)
+
+
+def _margins(margins: Mapping[str, float], widest: float) -> str:
+    """A bar by branch, from the middle to the right for yes and to the left for no."""
+    parts, high = [], 17
+    for number, (name, margin) in enumerate(margins.items()):
+        length = 60 * min(abs(margin) / widest, 1.0)
+        start = 175 if margin >= 0 else 175 - length
+        kind = "positive" if margin >= 0 else "negative"
+        middle = number * high + high / 2
+        parts.append(
+            f'<text class="branch" x="100" y="{middle + 4:.1f}">{escape(name)}</text>'
+            f'<rect class="{kind}" x="{start:.1f}" y="{middle - 5:.1f}" width="{length:.1f}" '
+            f'height="10"/><text class="margin" x="290" y="{middle + 4:.1f}">{_signed(margin)}'
+            f"</text>"
+        )
+    tall = high * len(margins)
+    label = "yes-no margin: " + ", ".join(f"{n} {_signed(m)}" for n, m in margins.items())
+    return (
+        f'<svg class="margins" viewBox="0 0 292 {tall}" role="img" aria-label="{escape(label)}">'
+        f'<path class="axis" d="M175 0V{tall}"/>{"".join(parts)}</svg>'
+    )
+
+
+def _signed(margin: float) -> str:
+    if math.isinf(margin):
+        return "+\u221e" if margin > 0 else "\u2212\u221e"
+    return f"{margin:+.2f}".replace("-", "\u2212")
+
+
+def _attention(method: str, found: AttentionMap, one: Pictured) -> str:
+    """The image twice, with where the model looks, plain and edited."""
+    top = max(float(found.plain.max()), float(found.edited.max()), 1e-9)
+    layers = f"layers {found.layers[0] + 1} to {found.layers[-1] + 1}"
+    branch = "" if found.branch == "main" else f", branch {found.branch}"
+    both = "".join(
+        _overlay(name, shares.tolist(), top, f"{layers}{branch}", found.side or 1, one)
+        for name, shares in ((PLAIN, found.plain), (method, found.edited))
+    )
+    return f'<div class="pair">{both}</div>'
+
+
+def _overlay(
+    name: str, shares: Sequence[float], top: float, about: str, side: int, one: Pictured
+) -> str:
+    most = max(range(len(shares)), key=shares.__getitem__)
+    label = (
+        f"Attention of {name} over {one.name}: {100 * sum(shares):.0f} % on the image, most at row "
+        f"{most // side + 1}, column {most % side + 1} of {side}; {about}"
+    )
+    cells = "".join(
+        f'<rect class="look" x="{place % side}" y="{place // side}" width="1" height="1" '
+        f'fill-opacity="{0.9 * share / top:.2f}"><title>{100 * share:.1f} %</title></rect>'
+        for place, share in enumerate(shares)
+    )
+    return (
+        f'<figure class="map"><svg viewBox="0 0 {side} {side}" role="img" '
+        f'aria-label="{escape(label)}"><image class="pixels grey" href="{_data(one.png)}" '
+        f'width="{side}" height="{side}" preserveAspectRatio="none"/>{cells}</svg>'
+        f"<figcaption>{_breakable(name)}: {100 * sum(shares):.1f} % on the image"
+        f"<small>{escape(about)}</small></figcaption></figure>"
+    )
+
+
+def _table(report: Answers) -> str:
+    about = list(report.scores[report.methods[0]])
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("method", *about))
+    body = "".join(
+        f'<tr><th scope="row">{escape(method)}</th>'
+        + "".join(f"<td>{escape(report.scores[method][name])}</td>" for name in about)
+        + "</tr>"
+        for method in report.methods
+    )
+    facts = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>'
+        for name, text in report.conditions.items()
+    )
+    return (
+        f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><div class="wide"><table>{facts}</table></div>'
+    )
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

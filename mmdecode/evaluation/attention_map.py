@@ -1,0 +1,110 @@
+"""Where a model looks before it answers: attention to image tokens, with a guide and without.
+
+Read is the attention that the last row of the prompt pays, the row that decides the first token:
+the mean over heads and over the layers that the guide edits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.attention import AttentionEdit
+from mmdecode.engine.contracts import Context, Guide, Needs, Scores
+from mmdecode.engine.decoder import Decoder
+from mmdecode.guide.edited import Edited
+from mmdecode.vlm.answerer import Answerer
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Attention to the image tokens of one question.
+
+    Attributes:
+        plain: Share of all attention by image token, as the model has it, ``(n,)``.
+        edited: The same under the guide's edits.
+        layers: Those it is the mean of.
+        branch: The branch that is edited.
+    """
+
+    plain: Tensor
+    edited: Tensor
+    layers: tuple[int, ...]
+    branch: str
+
+    @property
+    def side(self) -> int | None:
+        """Rows and columns of the image tokens; ``None``: they are no square."""
+        side = math.isqrt(len(self.plain))
+        return side if side * side == len(self.plain) else None
+
+
+def attention_map(
+    answerer: Answerer, image: Any, question: str, guide: Guide
+) -> AttentionMap | None:
+    """Attention to the image before the first token.
+
+    Args:
+        answerer: Whose model and processor are used.
+        image: As `mmdecode.vlm.Answerer` takes it.
+        question: What is asked.
+        guide: Whose edits are looked at.
+
+    Returns:
+        ``None`` where the guide edits no attention of the language model.
+
+    Raises:
+        InputError: The question cannot be asked.
+    """
+    edits = _attention_edits(guide)
+    if not edits:
+        return None
+    readings: list[Any] = [_Reading(guide, edited=False), _Reading(guide, edited=True)]
+    for reading in readings:
+        reader = Answerer(answerer.model, answerer.processor, Decoder(guide=reading, seed=0))
+        reader(image, question, max_new_tokens=1, margins=False, raise_errors=True)
+    plain, edited = (reading.shares for reading in readings)
+    return AttentionMap(plain, edited, readings[1].layers, edits[0].branch)
+
+
+def _attention_edits(guide: Guide) -> list[AttentionEdit]:
+    return [edit for edit in getattr(guide, "edits", ()) if isinstance(edit, AttentionEdit)]
+
+
+class _Reading(Edited):
+    """Reads attention in the layers that a guide edits, with its edits or without."""
+
+    neutral = False
+    images = True
+
+    def __init__(self, guide: Guide, edited: bool) -> None:
+        self._covers = _attention_edits(guide)
+        self._branch = self._covers[0].branch if edited else "main"
+        # its branches may decide how strong the edits are
+        self.branches = guide.branches if edited else ()
+        self.edits = getattr(guide, "edits", ()) if edited else ()
+        self.layers: tuple[int, ...] = ()
+        self.shares = Tensor()
+
+    def needs(self, adapter: Any) -> Needs:  # type: ignore[override]
+        """The edited layers."""
+        depth = adapter.num_layers
+        self.layers = tuple(
+            layer
+            for layer in range(depth)
+            if any(edit.covers(layer, depth) for edit in self._covers)
+        )
+        return Needs(attention=frozenset(self.layers))
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """Notes the attention of the one row."""
+        super().begin(ctx, prefill)
+        scores = prefill[self._branch]
+        assert scores.images is not None, "comes with attention"
+        weights = torch.stack([scores.attention[layer][0, :, 0].float() for layer in self.layers])
+        self.shares = weights.mean((0, 1))[scores.images[0]].cpu()

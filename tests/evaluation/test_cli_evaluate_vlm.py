@@ -1,0 +1,297 @@
+"""``mmdecode evaluate pope|chair|mme|amber|spatial`` from end to end, on a tiny random LLaVA."""
+
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mmdecode.checkpoints import zoo_names
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.journal import Journal
+from mmdecode.evaluation.vlm_data import read_questions
+from mmdecode.vlm import answerer
+from tests.vlm.conftest import build_model, build_processor, picture
+
+OBJECTS = ("ring", "star", "circle")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    processor = build_processor()
+    build_model(processor).save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """POPE's three splits on three images, of which the last is broken; captions; MME; spatial."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "images").mkdir()
+    for place in range(2):
+        picture(place).save(folder / "images" / f"{place}.png")
+    (folder / "images" / "2.png").write_text("no image")
+    for split in ("random", "popular", "adversarial"):
+        rows = [
+            {
+                "image": f"{place}.png",
+                "text": f"Is there a {name} in the image?",
+                "label": "yes" if name == "ring" else "no",
+            }
+            for place in range(3)
+            for name in ("ring", "star" if split == "random" else "circle")
+        ]
+        write(folder / f"my_pope_{split}.jsonl", rows)
+    write(folder / "objects.jsonl", [{"image": f"{i}.png", "objects": ["dog"]} for i in range(2)])
+    write(
+        folder / "mme.jsonl",
+        [
+            {"category": "color", "image": f"{i}.png", "question": f"{text}?", "answer": text}
+            for i in range(2)
+            for text in ("Yes", "No")
+        ],
+    )
+    choices = [
+        {"image": f"{i}.png", "question": "Where?", "options": ["left", "right"], "group": "one"}
+        for i in range(2)
+    ]
+    write(
+        folder / "images" / "choices.jsonl",
+        [row | {"answer": row["options"][i]} for i, row in enumerate(choices)],
+    )
+    write(
+        folder / "images" / "vsr.jsonl",
+        [{"image": f"{i}.png", "caption": "It is left.", "label": i} for i in range(2)],
+    )
+    amber = folder / "amber"
+    (amber / "image").mkdir(parents=True)
+    picture(0).save(amber / "image" / "0.png")
+    asked = [{"id": i, "image": "0.png", "query": f"Is it {i}?"} for i in range(2)]
+    (amber / "query_discriminative.json").write_text(json.dumps(asked))
+    notes = [
+        {"id": i, "type": "discriminative-relation", "truth": truth}
+        for i, truth in enumerate(("yes", "no"))
+    ]
+    (amber / "annotations.json").write_text(json.dumps(notes))
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(*words):
+    return CliRunner().invoke(cli.app, ["evaluate", *map(str, words)], catch_exceptions=False)
+
+
+def parsed(done):
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def settings(checkpoint, data):
+    def words(task="pope", source=None, *more):
+        options = ["--model", checkpoint, "--device", "cpu", "--max-new-tokens", 3]
+        where = ["--data", source or data, "--images", data / "images", "--resamples", 20]
+        return [task, *options, *where, "--seeds", 2, "--warmup", 0, *more]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, checkpoint, data):
+    """A run with its controls, as JSON."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    done = run(
+        "pope", "--model", checkpoint, "--device", "cpu", "--data", data, "--max-new-tokens", 3,
+        "--images", data / "images", "--guide", "vcd", "--seeds", 2, "--resamples", 20,
+        "--suffix", "one-word", "--output", out, "--json",
+    )  # fmt: skip
+    return done, out
+
+
+def test_a_run_prints_and_writes_everything(finished):
+    done, out = finished
+    assert done.exit_code == 1 and "failed; they count as wrong" in done.stderr
+    found = parsed(done)
+    assert [mode for mode in found["modes"] if not found["modes"][mode]["computed"]] == [
+        "greedy", "sampled", "prompt_bias", "near_ties", "vcd", "plausible:beta=0.1, sampled",
+        "vcd, sampled",
+    ]  # fmt: skip
+    assert {"greedy shifted to vcd", "always yes"} < set(found["modes"])
+    assert found["questions"] == 9 and found["images"] == 3  # of 18 lines
+    assert found["modes"]["sampled"]["seeds"] == [0, 1]
+    assert found["modes"]["greedy"]["passes_per_token"] == 1
+    assert found["modes"]["vcd"]["passes_per_token"] == 2
+    assert found["modes"]["greedy"]["mean_seconds"] > 0
+    conditions = found["conditions"]
+    assert conditions["suffix"] == " Please answer this question with one word."
+    assert conditions["prompt"] == (
+        "USER: <image>\nIs there a ring in the image?"
+        " Please answer this question with one word. ASSISTANT:"
+    )
+    for name in (
+        "model",
+        "files",
+        "dtype",
+        "device",
+        "torch",
+        "transformers",
+        "seed",
+        "batch_size",
+    ):
+        assert conditions[name] is not None, name
+    assert set(conditions["files"]) == {"random", "popular", "adversarial"}
+    pairs = {(one["first"], one["second"]) for one in found["comparisons"]}
+    assert ("plausible:beta=0.1, sampled", "vcd, sampled") in pairs
+    assert ("greedy shifted to vcd", "vcd") in pairs and ("sampled", "vcd, sampled") in pairs
+    assert ("greedy", "vcd, sampled") not in pairs
+    rows = [json.loads(line) for line in (out / "items.jsonl").read_text().splitlines()]
+    assert len(rows) == 9 * (1 + 2 + 1 + 1 + 1 + 2 + 2)
+    assert {row["image"] for row in rows if row["error"]} == {"2.png"}
+    for name in ("summary.json", "report.html", "table.md", "differences.png"):
+        assert (out / name).exists(), name
+    assert {failure["mode"] for failure in found["failures"]} == {
+        mode for mode in found["modes"] if not found["modes"][mode]["computed"]
+    }
+
+
+def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, monkeypatch):
+    done, out = finished
+    monkeypatch.setattr(answerer, "load", None)
+    again = run("pope", "--rescore", out, "--resamples", 20, "--output", tmp_path / "a", "--json")
+    before, after = parsed(done), parsed(again)
+    for found in (before, after):
+        del found["files"], found["conditions"]
+    assert again.exit_code == 1 and after == before
+    other = run("pope", "--rescore", out, "--resamples", 20, "--parser", "original", "--json",
+                "--output", tmp_path / "b")  # fmt: skip
+    assert parsed(other)["parser"] == "original"
+    assert parsed(other)["modes"]["greedy"]["sets"]["random"]["unparsed"] < 1
+    own = run("pope", "--rescore", out, "--resamples", 20)
+    assert "replacing the report" in own.stderr and "| mode | set | accuracy %" in own.stdout
+    with pytest.raises(OptionError, match="'evaluate pope'"):
+        run("mme", "--rescore", out)
+
+
+def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop_early(self, row, add=Journal.add):
+        if len(self.done) == 20:
+            raise Stopped
+        add(self, row)
+
+    more = ["--guide", "vcd", "--suffix", "one-word", "--output", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", stop_early)
+        with pytest.raises(Stopped):
+            run(*settings("pope", None, *more, "--warmup", 1))
+    assert len((tmp_path / "items.jsonl").read_text().splitlines()) == 20
+    with pytest.raises(OptionError, match="--resume"):
+        run(*settings("pope", None, *more))
+    with pytest.raises(OptionError, match="warmup was 1, is 0"):
+        run(*settings("pope", None, *more, "--resume"))
+    done = run(*settings("pope", None, *more, "--warmup", 1, "--resume"))
+    assert done.exit_code == 1 and "| greedy | random |" in done.stdout
+    assert answers(tmp_path) == answers(finished[1])
+
+
+def answers(folder):
+    lines = (folder / "items.jsonl").read_text().splitlines()
+    return [json.loads(line) | {"seconds": None} for line in lines]
+
+
+def test_a_limit_is_said_loudly_and_splits_can_be_chosen(settings, tmp_path):
+    words = ("--limit", 2, "--split", "random", "--greedy", "--no-controls")
+    done = run(*settings("pope", None, *words, "--output", tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "A SMOKE TEST, NOT A RESULT" in done.stderr
+    assert "only a part of the set was scored" in done.stdout
+    assert "always yes" not in done.stdout and "popular" not in done.stdout
+    assert len(answers(tmp_path)) == 2
+
+
+def test_old_files_are_warned_of(settings, data, tmp_path):
+    text = (
+        (data / "my_pope_random.jsonl")
+        .read_text()
+        .replace("a ring in the image", "a ring in the imange")
+    )
+    with gzip.open(tmp_path / "random.jsonl.gz", "wt") as file:
+        file.write(text)
+    done = run(*settings("pope", tmp_path / "random.jsonl.gz", "--greedy", "--no-controls"))
+    assert "questions of random say 'imange'" in done.stderr.replace("\n", " ")
+
+
+def test_captions_are_scored(settings, data, tmp_path):
+    words = ("--guide", "vcd", "--prompt", "What is here?", "--output", tmp_path, "--json")
+    found = parsed(run(*settings("chair", data / "objects.jsonl", *words)))
+    assert {"greedy", "sampled", "vcd", "vcd, sampled"} <= set(found["modes"])
+    assert any("cut to" in mode for mode in found["modes"])
+    assert found["conditions"]["prompt"] == "USER: <image>\nWhat is here? ASSISTANT:"
+    assert found["vocabulary"]["names"] == 80
+    again = parsed(run("chair", "--rescore", tmp_path, "--resamples", 20, "--json"))
+    assert again["modes"] == found["modes"]
+
+
+def test_the_other_tasks_are_scored(settings, data):
+    words = ("--greedy", "--no-controls", "--json")
+    found = parsed(run(*settings("mme", data / "mme.jsonl", "--limit", 1, *words)))
+    assert found["questions"] == 2 and "color" in found["modes"]["greedy"]["task"]
+    found = parsed(run(*settings("spatial", data / "images" / "choices.jsonl", *words)))
+    assert found["modes"]["greedy"]["sets"]["all"][0]["pairs"] == 1
+    found = parsed(run(*settings("spatial", data / "images" / "vsr.jsonl", *words)))
+    assert found["task"] == "vsr" and found["questions"] == 2
+    amber = settings("amber", data / "amber", *words)
+    del amber[amber.index("--images") : amber.index("--images") + 2]
+    assert parsed(run(*amber))["modes"]["greedy"]["task"]["amber"][0]["relation"]
+
+
+def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(answerer, "load", None)
+    for words, error, told in (
+        (("pope",), OptionError, "one of --model and --rescore"),
+        (("pope", "--rescore", tmp_path, "--limit", 3), OptionError, "--limit does nothing"),
+        (("pope", "--rescore", tmp_path), InputError, "earlier run"),
+        (("pope", "--model", "x"), OptionError, "give --data"),
+        (("pope", "--model", "x", "--data", "missing"), InputError, "does not exist"),
+        (("pope", "--model", "x", "--data", data), OptionError, "--images"),
+        (("pope", "--model", "x", "--data", data, "--images", tmp_path), InputError, "none of"),
+        (("pope", "--model", "x", "--data", "zoo", "--split", "rnd"), UnknownNameError, "split"),
+        (("pope", "--model", "x", "--data", "zoo", "--part", "dev"), UnknownNameError, "part"),
+        (("pope", "--model", "x", "--data", "zoo", "--guide", "vdc"), UnknownNameError, "guide"),
+        (("pope", "--model", "x", "--parser", "p"), UnknownNameError, "parser"),
+        (("pope", "--model", "x", "--resume"), OptionError, "--output"),
+        (("amber", "--model", "x", "--data", "zoo"), OptionError, "AMBER"),
+        (("chair", "--model", "x", "--data", data), OptionError, "one file"),
+    ):
+        with pytest.raises(error, match=told):
+            run(*words)
+
+
+def test_the_zoo_has_questions_for_each_task():
+    for task, count in (("pope", 300 * 3), ("chair", 200), ("mme", 480), ("spatial", 400)):
+        for part in ("development", "test"):
+            questions = read_questions(task, part=part)
+            assert len(questions.items) >= count
+            assert not questions.warnings
+            assert questions.image(questions.items[0].image).read().size == (64, 64)
+
+
+@pytest.mark.skipif("llava-scenes" not in zoo_names(), reason="it is not trained yet")
+def test_the_zoo_model_runs_on_the_zoo(tmp_path):
+    done = run(
+        "pope", "--model", "zoo:llava-scenes", "--data", "zoo", "--guide", "vcd", "--greedy",
+        "--limit", 6, "--max-new-tokens", 2, "--resamples", 20, "--device", "cpu", "--output",
+        tmp_path, "--json", "--part", "development",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = parsed(done)
+    assert found["questions"] == 6 and found["conditions"]["part"] == "development"
+    assert found["modes"]["greedy"]["sets"]["random"]["margin"] is not None
+    assert "data:image/png" in (tmp_path / "report.html").read_text()
