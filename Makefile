@@ -11,7 +11,7 @@ EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
 .PHONY: help demo test test-all test-oldest lint types gpu bench clean
 
 help:
-	@echo "make demo      transcribe shipped speech with a shipped model"
+	@echo "make demo      shipped models on shipped speech and images"
 	@echo "make test      default tests, notebooks included"
 	@echo "make test-all  the slow tests too, and test-oldest"
 	@echo "make test-oldest  comparisons with transformers on the oldest version that is supported"

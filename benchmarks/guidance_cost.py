@@ -274,8 +274,8 @@ def main() -> None:
         "layer_skip:exit_layer=4",
         "amateur",
     ]
-    with only_our_output():
-        run(arguments)
+    only_our_output()
+    run(arguments)
 
 
 if __name__ == "__main__":

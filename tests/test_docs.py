@@ -1,6 +1,7 @@
 """The pages under ``docs``: code and commands run as they stand, links go somewhere."""
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -9,9 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
+from mmdecode import registry
 from mmdecode.cli.app import app
+from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -59,6 +63,56 @@ def test_the_commands_on_transcribing_run_as_they_stand(tmp_path, monkeypatch):
         assert done.exit_code == 0, (command, done.output, done.exception)
 
 
+def test_the_commands_on_asking_run_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scenes").mkdir()
+    for seed, name in enumerate(("scene", "scenes/1", "scenes/2")):
+        Image.fromarray(render(draw_scene(seed))).save(f"{name}.png")
+    blocks = FENCE.findall((DOCS / "ask.md").read_text(encoding="utf-8"))
+    [table] = [text for kind, text in blocks if kind == "json"]
+    Path("questions.jsonl").write_text(table)
+    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
+    assert len(commands) == 10
+    for command in commands:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, (command, done.output, done.exception)
+
+
+def settings_of(name):
+    """What a string can give a guide, as the page writes it; objects are left out."""
+    cls, _ = registry.resolve("guide", name)
+    make = getattr(cls, "from_options", cls)
+    objects = {"tokenizer", "yes", "no", "negative_ids", "negative_mask"}
+    names = {None: "none", False: "false", True: "true"}
+    found = []
+    for option in inspect.signature(make).parameters.values():
+        value = option.default
+        if option.name not in objects:
+            text = f"{value:.4g}" if isinstance(value, float) else names.get(value, value)
+            found.append(f"`{option.name}={text}`")
+    return ", ".join(found)
+
+
+def test_the_table_of_guides_says_what_the_code_says():
+    text = (DOCS / "guides.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([\d /]+) \|", text, re.MULTILINE
+    )
+    shipped = [entry.name for entry in registry.describe("guide") if not entry.plugin]
+    assert [name for name, *_ in rows] == shipped
+    for name, settings, neutral, count in rows:
+        assert settings == settings_of(name)
+        spec = f"{name}:prompt=last_token" if name == "contrast" else name
+        branches = registry.create("guide", spec).branches
+        after = 1 + sum(branch.replaces is None for branch in branches)
+        assert [int(n) for n in count.split(" / ")] in ([after], [1 + len(branches), after])
+        assert ("/" in count) == (after != 1 + len(branches))
+        if name == "prompt_bias":  # a string cannot give an empty text
+            assert registry.resolve("guide", name)[0](instruction="").neutral
+        else:
+            assert registry.create("guide", f"{name}:{neutral.strip('`')}").neutral
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
@@ -70,4 +124,6 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def test_every_page_is_there():
-    assert {"loop", "lossless", "transcribe", "write_a_part"} <= {page.stem for page in PAGES}
+    assert {"ask", "guides", "loop", "lossless", "transcribe", "write_a_part"} <= {
+        page.stem for page in PAGES
+    }

@@ -213,7 +213,7 @@ def _cards(report: Answers) -> str:
 
 def _picture(one: Pictured, widest: float) -> str:
     asked = "".join(_asked(question, one, widest) for question in one.asked)
-    return f"""<article class="clip scene" id="{escape(one.name)}">
+    return f"""<article class="clip scene" id="{escape(one.name.replace(" ", "-"))}">
 <header><h3>{escape(one.name)}</h3><span>{escape(one.about)}</span></header>
 <div class="beside"><img class="pixels" width="256" height="256"
 alt="{escape(one.name)}: {escape(one.about)}" src="{_data(one.png)}">

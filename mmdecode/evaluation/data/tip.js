@@ -1,6 +1,6 @@
 const tip = document.getElementById("tip");
 function show(event) {
-  const target = event.target.closest(".token, .pass");
+  const target = event.target.closest(".token[aria-label], .pass");
   tip.hidden = !target;
   if (!target) return;
   tip.textContent = target.getAttribute("aria-label");

@@ -1,0 +1,405 @@
+"""``mmdecode demo speech``: the shipped recordings, plainly and with Medusa heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.cli.output import console
+from mmdecode.cli.progress import only_our_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mmdecode.asr.transcriber import Transcriber, Transcript
+    from mmdecode.engine.decoder import Decoder, Round
+    from mmdecode.evaluation.report import Item, Report
+    from mmdecode.evaluation.wer import WER
+    from mmdecode.zoo.speech import Clip
+
+
+def run(
+    model: str,
+    draft: str,
+    repeats: int,
+    out: Path,
+    limit: int | None,
+    device: str | None,
+    dtype: str,
+    seed: int,
+) -> dict[str, Any]:
+    """Transcribes, shows what came out and writes the page; the options are those of the command.
+
+    Returns:
+        The numbers; ``identical`` among them says whether drafting changed no token.
+    """
+    started = time.perf_counter()
+    what = "the shipped recordings" if limit is None else f"{limit} of the shipped recordings"
+    console.print(
+        f"Transcribing {what} twice: token by token, and with Medusa heads that guess several "
+        "tokens ahead.\nThe text must not change; the time should. This takes about a minute.",
+        highlight=False,
+    )
+    from mmdecode.evaluation import report as page
+    from mmdecode.evaluation.conditions import load_average
+    from mmdecode.zoo.speech import speech_test
+
+    clips = speech_test()[:limit]
+    recordings = speech_test(long=True) if limit is None else []
+    ways = _load(model, draft, device, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    load_before = load_average() or "unknown"
+    items, noisy = _run(ways, clips, recordings, repeats, out)
+    result = _report(model, draft, ways, items, clips, noisy, recordings, seed)
+    result.conditions.update(_conditions(ways, dtype, repeats, load_before))
+    page.write(result, out / "report.html")
+    summary = _summary(result, items, len(clips))
+    summary["seconds"] = round(time.perf_counter() - started, 1)
+    summary["files"] = {
+        name: str(out / name) for name in ("report.html", "transcripts.jsonl", "subtitles")
+    }
+    _show(result, summary, items, len(clips))
+    return summary
+
+
+@dataclass
+class Way:
+    """One way to decode, watched.
+
+    Attributes:
+        transcriber: Runs it.
+        seconds: Time in the decoder since `start`.
+        ids: What the decoder returned since `start`, call by call.
+    """
+
+    transcriber: Transcriber
+    seconds: float = 0.0
+    ids: list[list[list[int]]] = field(default_factory=list)
+
+    @property
+    def decoder(self) -> Decoder:
+        """Its decoder."""
+        return self.transcriber.decoder
+
+    def __call__(self, audio: Any) -> tuple[Transcript, float, float]:
+        """The transcript, seconds in the decoder and seconds of everything."""
+        from mmdecode.asr.transcriber import Failure
+
+        self.seconds, self.ids = 0.0, []
+        self.decoder.stats.reset()
+        began = time.perf_counter()
+        (transcript,) = self.transcriber([audio], raise_errors=True)
+        assert not isinstance(transcript, Failure)  # it would have been raised
+        return transcript, self.seconds, time.perf_counter() - began
+
+
+def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, Way]:
+    """The plain and the drafted way over one model."""
+    from mmdecode import registry
+    from mmdecode.asr.transcriber import Transcriber, load
+    from mmdecode.draft.medusa import Medusa
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.evaluation.conditions import now
+
+    only_our_output()
+    network, processor = load(model, device, dtype)
+    if draft.partition(":")[0] in registry.names("draft"):
+        drafter = registry.create("draft", draft, target=network, model_id=model)
+    else:
+        drafter = Medusa.from_pretrained(draft)
+
+    class Watched(Decoder):
+        """Notes the time and the ids of each call."""
+
+        way: Way
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            began = now(network.device)
+            ids = super().__call__(*args, **kwargs)
+            self.way.seconds += now(network.device) - began
+            self.way.ids.append(ids.tolist())
+            return ids
+
+    ways = []
+    for decoder in (Watched(), Watched(draft=drafter)):
+        decoder.way = Way(Transcriber(network, processor, decoder))
+        ways.append(decoder.way)
+    return ways[0], ways[1]
+
+
+def _run(
+    ways: tuple[Way, Way],
+    clips: Sequence[Clip],
+    recordings: Sequence[Clip],
+    repeats: int,
+    out: Path,
+) -> tuple[list[Item], list[str]]:
+    """Items of all recordings and the texts of the noisy clips; writes texts as it goes."""
+    from rich.progress import track
+
+    from mmdecode.asr.formats import FORMATS
+    from mmdecode.asr.subtitles import DEFAULT
+    from mmdecode.asr.transcriber import Transcript
+    from mmdecode.files import write_atomically
+
+    drafted = ways[1]
+    timed = _with_words(drafted)
+    items, noisy = [], []
+    (out / "subtitles").mkdir(exist_ok=True)
+    with (out / "transcripts.jsonl").open("w", encoding="utf-8") as file:
+        for clip in track(
+            [*clips, *recordings], description="transcribing", console=console, transient=True
+        ):
+            loud = None if clip.long else drafted(clip.samples("noisy"))[0]
+            if loud is not None:
+                noisy.append(loud.text)
+                _append(file, clip, "noisy", loud)
+            turns = 1 if clip.long else repeats
+            item, transcript = _compare(ways, clip, turns, loud.text if loud else None)
+            (found,) = timed(clip.path, raise_errors=True)
+            assert isinstance(found, Transcript)  # a failure would have been raised
+            words = [word for segment in found.segments for word in segment.words or ()]
+            items.append(dataclasses.replace(item, words=words))
+            subtitles = out / "subtitles" / f"{Path(clip.name).stem}.srt"
+            write_atomically(subtitles, FORMATS["srt"](found, DEFAULT))
+            kind = "recording" if clip.long else "clean"
+            _append(file, clip, kind, transcript, identical=item.identical)
+    return items, noisy
+
+
+def _compare(
+    ways: tuple[Way, Way], clip: Clip, repeats: int, noisy: str | None
+) -> tuple[Item, Transcript]:
+    """One recording both ways, in turns; what went before warmed both up."""
+    import numpy as np
+
+    from mmdecode.evaluation.report import Item
+
+    plain, drafted = ways
+    plain(clip.path)
+    plain_ids, plain_stats = plain.ids, plain.decoder.stats.as_dict()
+    windows: list[list[Round]] = []
+    drafted.decoder.trace = windows
+    transcript = drafted(clip.path)[0]
+    drafted.decoder.trace = None
+    stats, histogram = drafted.decoder.stats.as_dict(), drafted.decoder.stats.histogram
+    identical = drafted.ids == plain_ids
+    times = np.zeros((2, repeats, 2))  # way, repeat, (decoding, everything)
+    for turn in range(repeats):
+        for way in (0, 1) if turn % 2 == 0 else (1, 0):
+            times[way, turn] = ways[way](clip.path)[1:]
+            identical &= ways[way].ids == plain_ids
+    (plain_s, plain_total), (drafted_s, drafted_total) = np.median(times, axis=1)
+    return Item(
+        name=clip.name,
+        audio=clip.path,
+        about=f"voice {clip.voice}, {_duration(clip.duration_s)}",
+        reference=clip.text,
+        hypothesis=transcript.text,
+        noisy=noisy,
+        windows=windows,
+        histogram=histogram,
+        tokens=stats["tokens"],
+        plain_passes=plain_stats["passes"],
+        passes=stats["passes"],
+        tokens_per_pass=stats["acceptance_length"],
+        plain_s=float(plain_s),
+        drafted_s=float(drafted_s),
+        plain_total_s=float(plain_total),
+        drafted_total_s=float(drafted_total),
+        identical=bool(identical),
+        words=(),
+    ), transcript
+
+
+def _with_words(way: Way) -> Transcriber:
+    """The same way with times of words, not watched."""
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.engine.decoder import Decoder
+
+    transcriber = way.transcriber
+    return Transcriber(
+        transcriber.model,
+        transcriber.processor,
+        Decoder(draft=way.decoder.draft),
+        TranscribeOptions(word_timestamps=True),
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
+def _append(file: Any, clip: Clip, kind: str, transcript: Transcript, **more: Any) -> None:
+    row: dict[str, Any] = {
+        "name": clip.name,
+        "set": kind,
+        "reference": clip.text,
+        "text": transcript.text,
+    }
+    row |= {"tokens": transcript.tokens, **more}
+    file.write(json.dumps(row) + "\n")
+    file.flush()
+
+
+def _report(
+    model: str,
+    draft: str,
+    ways: tuple[Way, Way],
+    items: list[Item],
+    clips: Sequence[Clip],
+    noisy: list[str],
+    recordings: Sequence[Clip],
+    seed: int,
+) -> Report:
+    import itertools
+
+    import numpy as np
+
+    from mmdecode.evaluation.report import Report
+    from mmdecode.evaluation.wer import wer
+
+    short = items[: len(clips)]
+    said, heard = [clip.text for clip in clips], [item.hypothesis for item in short]
+    scores = {"clean": wer(said, heard, seed=seed), "noisy": wer(said, noisy, seed=seed)}
+    for clip, item in zip(recordings, items[len(clips) :], strict=True):
+        scores["recording"] = wer([clip.text], [item.hypothesis], seed=seed)
+    times = np.array([(item.plain_s, item.drafted_s) for item in short])
+    draws = np.random.default_rng(seed).integers(len(times), size=(1000, len(times)))
+    sums = times[draws].sum(1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+    columns = itertools.zip_longest(*(item.histogram for item in items), fillvalue=0)
+    scored = sum(item.passes * item.tokens_per_pass for item in items)
+    return Report(
+        model=model,
+        draft=draft,
+        items=items,
+        ratio=(float(times[:, 0].sum() / times[:, 1].sum()), float(low), float(high)),
+        tokens_per_pass=scored / max(sum(item.passes for item in items), 1),
+        histogram=[sum(column) for column in columns],
+        wer=scores,
+        conditions={},
+        label=_labels(ways[0].transcriber),
+    )
+
+
+def _labels(transcriber: Transcriber) -> Callable[[int], str]:
+    """What a token id is called: text, a time in seconds, or the name of a special token."""
+    tokenizer = transcriber.processor.tokenizer
+    config = transcriber.model.config
+    config_ids = transcriber.model.generation_config
+    first_time = int(config_ids.no_timestamps_token_id) + 1
+    extractor = transcriber.processor.feature_extractor
+    step = extractor.chunk_length / config.max_source_positions
+    special = set(tokenizer.all_special_ids)
+
+    def label(token: int) -> str:
+        if token >= first_time:
+            return f"{(token - first_time) * step:.2f} s"
+        if token in special:
+            name = tokenizer.convert_ids_to_tokens(token).strip("<|>")
+            return "[end]" if name == "endoftext" else f"[{name}]"
+        return tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    return label
+
+
+def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> dict[str, str]:
+    import os
+    import platform
+
+    import torch
+    import transformers
+
+    import mmdecode
+    from mmdecode.evaluation.conditions import device_name, load_average
+
+    after = load_average() or "unknown"
+    return {
+        "device": f"{device_name(ways[0].transcriber.model.device)}, {dtype}",
+        "threads": f"threads: {torch.get_num_threads()}, CPUs: {os.cpu_count()}",
+        "load": f"load average {load} before, {after} after",
+        "runs": f"median of {repeats} (recording: 1), batch 1, greedy",
+        "versions": f"mmdecode {mmdecode.__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _score(score: WER) -> dict[str, Any]:
+    names = ("value", "low", "high", "words", "substitutions", "deletions", "insertions")
+    found = {name: getattr(score, name) for name in (*names, "utterances", "normaliser")}
+    return found | ({"low": None, "high": None} if score.utterances == 1 else {})
+
+
+def _times(items: Sequence[Item]) -> dict[str, float]:
+    names = ("plain_s", "drafted_s", "plain_total_s", "drafted_total_s")
+    sums = {name: sum(getattr(item, name) for item in items) for name in names}
+    ratios = {
+        "ratio": sums["plain_s"] / sums["drafted_s"],
+        "ratio_total": sums["plain_total_s"] / sums["drafted_total_s"],
+    }
+    return {name: round(value, 4) for name, value in (sums | ratios).items()}
+
+
+def _summary(report: Report, items: Sequence[Item], short: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": report.model,
+        "draft": report.draft,
+        "clips": short,
+        "identical": report.identical,
+        "different": [item.name for item in items if not item.identical],
+        "wer": {name: _score(score) for name, score in report.wer.items()},
+        "tokens": sum(item.tokens for item in items),
+        "passes": sum(item.passes for item in items),
+        "plain_passes": sum(item.plain_passes for item in items),
+        "tokens_per_pass": round(report.tokens_per_pass, 4),
+        "accepted_histogram": list(report.histogram),
+        "ratio_interval": [round(value, 4) for value in report.ratio[1:]],
+        "times": {"clips": _times(items[:short])},
+        "conditions": report.conditions,
+    }
+    if items[short:]:
+        found["times"]["recording"] = _times(items[short:])
+    return found
+
+
+def _show(report: Report, summary: dict[str, Any], items: Sequence[Item], short: int) -> None:
+    from rich.table import Table
+
+    from mmdecode.evaluation.report import score_text
+
+    table = Table("", "plain", "drafted", "ratio")
+    before, after = summary["plain_passes"], summary["passes"]
+    table.add_row("decoder passes", f"{before:,}", f"{after:,}", f"{before / max(after, 1):.2f}")
+    table.add_row("tokens per pass", "1.00", f"{report.tokens_per_pass:.2f}", "")
+    for name, times in summary["times"].items():
+        for what, suffix, ratio in (
+            ("decoding", "_s", "ratio"),
+            ("all", "_total_s", "ratio_total"),
+        ):
+            table.add_row(
+                f"{name}, {what}",
+                f"{times['plain' + suffix]:.2f} s",
+                f"{times['drafted' + suffix]:.2f} s",
+                f"{times[ratio]:.2f}",
+            )
+    low, high = summary["ratio_interval"]
+    table.caption = f"95 % interval of the clips' decoding ratio: {low:.2f} to {high:.2f}"
+    console.print(table)
+    for name, score in report.wer.items():
+        console.print(f"word errors, {name}: {score_text(score)}", highlight=False)
+    if report.identical:
+        console.print(f"identical: [bold green]yes[/], all {len(items)} recordings")
+    else:
+        names = ", ".join(summary["different"])
+        console.print(f"identical: [bold red]no[/], tokens differ in {names}")
+    for text in report.conditions.values():
+        console.print(text, style="dim", markup=False, highlight=False)
+    for path in summary["files"].values():
+        console.print(path, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)

@@ -1,0 +1,401 @@
+"""``mmdecode demo vlm``: questions about scenes, answered plainly and under guides."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.cli.output import console, warnings_shown
+from mmdecode.cli.progress import only_our_output
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from mmdecode.engine.contracts import Guide
+    from mmdecode.evaluation.answer_page import Answers, Asked, Given, Token
+    from mmdecode.evaluation.chair import Vocabulary
+    from mmdecode.vlm.answerer import Answer, Answerer
+    from mmdecode.zoo.scenes import Scene
+
+SCENES = 4
+FIRST = 2**41 + 300_000
+"""Seed from which scenes are drawn: on the test side, and in none of its sets."""
+CAPTION_TOKENS = 48
+TEMPTING = 1
+"""Place of the question whose attention is shown: about what is not there."""
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question about a scene, with its true answer and the words that could be one."""
+
+    text: str
+    truth: str
+    choices: tuple[str, ...] = ()  # none: a caption
+
+
+def run(
+    model: str,
+    guides: Sequence[str],
+    out: Path,
+    limit: int | None,
+    device: str | None,
+    dtype: str,
+    seed: int,
+) -> dict[str, Any]:
+    """Asks, shows what was answered and writes the page; the options are those of the command.
+
+    Returns:
+        The numbers.
+    """
+    from rich.progress import track
+
+    from mmdecode import registry
+    from mmdecode.evaluation import answer_page
+    from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured
+    from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
+    from mmdecode.files import write_atomically
+    from mmdecode.vlm.answerer import Answerer, load
+    from mmdecode.zoo.scene_sets import image_name, scenes_from
+
+    started = time.perf_counter()
+    names = list(dict.fromkeys(guides))
+    scenes = scenes_from(FIRST, min(limit or SCENES, SCENES), wanted=is_tempting)
+    console.print(
+        f"Asking about {len(scenes)} images: plainly, and with {', '.join(names)}. The answers may "
+        "change. This takes some seconds.",
+        highlight=False,
+    )
+    only_our_output()
+    network, processor = load(model, device, dtype)
+    methods: dict[str, Guide | None] = {PLAIN: None}
+    methods |= {name: registry.create("guide", name, target=network) for name in names}
+    plain = Answerer(network, processor)
+    words = vocabulary_of("zoo")
+    pictures = []
+    with warnings_shown("default"):
+        for number, scene in enumerate(
+            track(scenes, description="asking", console=console, transient=True), start=1
+        ):
+            png = drawn_image(image_name(scene))
+            asked = _ask(plain, methods, png, scene, words, seed, warm=number == 1)
+            about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
+            pictures.append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
+    report = Answers(
+        model=model,
+        methods=list(methods),
+        pictures=pictures,
+        scores=_scores([a for p in pictures for a in p.asked], list(methods)),
+        conditions=_conditions(network, seed),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "report.html", answer_page.page(report))
+    summary = _summary(report)
+    summary["seconds"] = round(time.perf_counter() - started, 1)
+    summary["files"] = {"report.html": str(out / "report.html")}
+    _show(report, summary)
+    return summary
+
+
+def is_tempting(scene: Scene) -> bool:
+    """Whether three nouns are there or more, one of them without what it mostly comes with."""
+    return len(scene.names) >= 3 and _companion(scene) is not None
+
+
+def _companion(scene: Scene) -> str | None:
+    """A noun that is not there, and mostly is where one of these is."""
+    from mmdecode.zoo.scenes import COMPANIONS
+
+    absent = (COMPANIONS[name] for name in scene.names)
+    return next((name for name in absent if name not in scene.names), None)
+
+
+def tasks(scene: Scene) -> Iterator[Task]:
+    """Is something there that is, something that is not but often would be; how many; which colour.
+
+    And a caption.
+    """
+    from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural, single
+    from mmdecode.zoo.scenes import COLOURS
+
+    absent = _companion(scene)
+    assert absent is not None, "the scene was chosen for it"
+    yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
+    yield Task(existence_question(absent), "No", ("yes", "no"))
+    noun = max(scene.names, key=scene.count)
+    counts = tuple(name.lower() for name in COUNTS)
+    question = f"How many {plural(noun)} are there in the image?"
+    yield Task(question, COUNTS[scene.count(noun)], counts)
+    for thing in single(scene)[:1]:
+        question = f"What colour is the {thing.name}?"
+        yield Task(question, thing.colour.capitalize(), tuple(COLOURS))
+    yield Task(DESCRIBE["plain"], ", ".join(scene.names))
+
+
+def _ask(
+    plain: Answerer,
+    methods: Mapping[str, Guide | None],
+    png: bytes,
+    scene: Scene,
+    words: Vocabulary,
+    seed: int,
+    *,
+    warm: bool,
+) -> list[Asked]:
+    """All questions about one image, each method one question at a time."""
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.evaluation.answer_page import Asked, Given
+    from mmdecode.evaluation.attention_map import attention_map
+    from mmdecode.vlm.answerer import Answerer
+
+    asked = list(tasks(scene))
+    answers: dict[str, list[Answer]] = {}
+    for name, guide in methods.items():
+        answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
+        if warm:
+            answerer(png, asked[0].text, max_new_tokens=4, raise_errors=True)
+        answers[name] = answerer(
+            png,
+            [task.text for task in asked],
+            max_new_tokens=CAPTION_TOKENS,
+            batch_size=1,
+            trace=True,
+            raise_errors=True,
+        )
+    every = [answer for given in answers.values() for answer in given]
+    instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
+    found = []
+    for place, task in enumerate(asked):
+        row = []
+        for name, guide in methods.items():
+            answer = answers[name][place]
+            right, note, made_up = _judged(task, answer.text, scene, words)
+            row.append(
+                Given(
+                    method=name,
+                    tokens=_tokens(plain, answer, None if guide is None else instead[id(answer)]),
+                    right=right,
+                    note=note,
+                    made_up=made_up,
+                    margins=_margins(answer, guided=guide is not None)
+                    if task.choices[:1] == ("yes",)
+                    else {},
+                    seconds=answer.seconds,
+                    attention=attention_map(plain, png, task.text, guide)
+                    if guide is not None and place == TEMPTING
+                    else None,
+                )
+            )
+        found.append(Asked(text=task.text, truth=task.truth, answers=row))
+    return found
+
+
+def _margins(answer: Answer, guided: bool) -> dict[str, float]:
+    """By branch, the guided law last; without a guide the model's own."""
+    known = answer.margins or {}
+    names = [name for name in known if name != "guided"] + ["guided"] * guided
+    return {name: known[name] for name in names if name in known}
+
+
+def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
+    """The tokens of an answer beside what the plain model would have said in their place."""
+    from mmdecode.evaluation.answer_page import Token
+
+    tokenizer = plain.processor.tokenizer
+    steps = [step for one in answer.trace or () for step in one.steps]
+    special = set(tokenizer.all_special_ids)
+
+    def written(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    tokens: list[Token] = []
+    before = ""
+    for place, token in enumerate(answer.token_ids):
+        text = written(answer.token_ids[: place + 1])
+        other = None if instead is None else instead[place]
+        if other is not None and other != token:
+            said = "" if other in special else tokenizer.decode([other])
+            step = steps[place] if place < len(steps) else None
+            tokens.append(
+                Token(
+                    text=text[len(before) :],
+                    instead=said,
+                    survivors=step.survivors if step else None,
+                    distances=dict(step.distances) if step else {},
+                )
+            )
+        elif text != before:
+            tokens.append(Token(text=text[len(before) :]))
+        before = text
+    return tokens
+
+
+def _plain_choices(plain: Answerer, png: bytes, answers: Sequence[Answer]) -> list[list[int]]:
+    """What transformers alone would say at each place of given answers, read from left to right."""
+    from mmdecode.vlm.images import image_source
+
+    picture = image_source(png, "image").read()
+    found: list[list[int]] = []
+    for start in range(0, len(answers), _BATCH):
+        part = answers[start : start + _BATCH]
+        questions = [plain.prompts.question(answer.question, [picture]) for answer in part]
+        following = _Following([answer.token_ids for answer in part])
+        plain.model.generate(
+            **plain.prompts.build(questions),
+            logits_processor=[following],
+            max_new_tokens=following.longest,
+            do_sample=False,
+            num_beams=1,
+        )
+        found += following.choices
+    return found
+
+
+class _Following:
+    """A logits processor that makes rows say what is given, and notes what they would have said."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows = rows
+        self.choices: list[list[int]] = [[] for _ in rows]
+        self.longest = max(map(len, rows))
+        self._place = 0
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        forced = scores.new_full(scores.shape, -float("inf"))
+        likeliest = scores.argmax(-1).tolist()
+        for number, row in enumerate(self.rows):
+            inside = self._place < len(row)
+            if inside:
+                self.choices[number].append(likeliest[number])
+            forced[number, row[self._place] if inside else row[-1]] = 0
+        self._place += 1
+        return forced
+
+
+def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[bool, str, int | None]:
+    """Whether an answer is right; of a caption, what it names and how much it makes up."""
+    if task.choices:
+        said = [word for word in re.findall(r"\w+", text.lower()) if word in task.choices]
+        return said[:1] == [task.truth.lower()], "", None
+    named = dict.fromkeys(words.objects(text))
+    made_up = [name for name in named if name not in scene.names]
+    there = sum(name in scene.names for name in named)
+    note = f"{there} of {len(scene.names)} named"
+    if made_up:
+        note += f", made up: {', '.join(made_up)}"
+    return not made_up, note, len(made_up)
+
+
+def _scores(asked: Sequence[Asked], methods: Sequence[str]) -> dict[str, dict[str, str]]:
+    """By method, in words."""
+    found = {}
+    times = [sum(one.answers[place].seconds for one in asked) for place in range(len(methods))]
+    for place, method in enumerate(methods):
+        given = [one.answers[place] for one in asked]
+        short = [one for one in given if one.made_up is None]
+        other = [one.answers[place].text != one.answers[0].text for one in asked]
+        found[method] = {
+            "right": f"{sum(one.right for one in short)} of {len(short)}",
+            "made up in captions": f"{sum(one.made_up or 0 for one in given)}",
+            "answers changed": f"{sum(other)} of {len(other)}",
+            "tokens changed": f"{sum(one.changed for one in given)}",
+            "seconds in all": f"{times[place]:.2f}",
+            "times plain": f"{times[place] / max(times[0], 1e-9):.2f}",
+        }
+    return found
+
+
+def _conditions(network: Any, seed: int) -> dict[str, str]:
+    from mmdecode.evaluation.conditions import surroundings
+
+    found = surroundings(network)
+    return {
+        "device": f"{found['device']}, {found['dtype']}",
+        "threads": f"threads: {found['threads']}",
+        "load": f"load average {found['load_average']}",
+        "runs": f"greedy, one question at a time, each timed once; seed {seed}",
+        "captions": f"captions of at most {CAPTION_TOKENS} tokens",
+        "versions": ", ".join(
+            f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers")
+        ),
+    }
+
+
+def _summary(report: Answers) -> dict[str, Any]:
+    questions = []
+    for picture in report.pictures:
+        for one in picture.asked:
+            answers = {given.method: _plainly(given) for given in one.answers}
+            questions.append(
+                {
+                    "image": picture.name,
+                    "question": one.text,
+                    "truth": one.truth,
+                    "answers": answers,
+                }
+            )
+    return {
+        "model": report.model,
+        "methods": list(report.methods),
+        "images": len(report.pictures),
+        "scores": {method: dict(found) for method, found in report.scores.items()},
+        "questions": questions,
+        "conditions": dict(report.conditions),
+    }
+
+
+def _plainly(given: Given) -> dict[str, Any]:
+    found = {
+        "text": given.text,
+        "right": given.right,
+        "note": given.note,
+        "margins": dict(given.margins),
+        "seconds": round(given.seconds, 4),
+        "changed": [dataclasses.asdict(t) for t in given.tokens if t.instead is not None],
+    }
+    if given.attention is not None:
+        found["attention_on_image"] = {
+            "plain": float(given.attention.plain.sum()),
+            "edited": float(given.attention.edited.sum()),
+        }
+    return found
+
+
+def _show(report: Answers, summary: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("image", "question", "true", *report.methods)
+    for picture in report.pictures:
+        for number, one in enumerate(picture.asked):
+            first = one.answers[0].text
+            cells = [_cell(given, other=given.text != first) for given in one.answers]
+            table.add_row("" if number else picture.name, one.text, one.truth, *cells)
+        table.add_section()
+    console.print(table)
+    console.print(
+        "[green]right[/], [red]wrong[/], [bold underline]another answer[/] than the plain one",
+        highlight=False,
+    )
+    scores = Table("", *report.scores[report.methods[0]])
+    for method in report.methods:
+        scores.add_row(method, *report.scores[method].values())
+    console.print(scores)
+    for text in report.conditions.values():
+        console.print(text, style="dim", markup=False, highlight=False)
+    for path in summary["files"].values():
+        console.print(path, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)
+
+
+def _cell(given: Given, other: bool) -> Text:
+    """An answer; of a caption what is wrong with it, the words are on the page."""
+    from rich.text import Text
+
+    style = "green" if given.right else "red"
+    return Text(given.note or given.text, style=f"{style} bold underline" if other else style)

@@ -1,0 +1,237 @@
+"""``mmdecode demo vlm``: questions about scenes answered plainly and with guides, and its page."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmdecode import registry
+from mmdecode.cli import demo_vlm
+from mmdecode.cli.app import app
+from mmdecode.errors import MMDecodeError
+from mmdecode.evaluation import answer_page as page
+from mmdecode.evaluation.attention_map import AttentionMap, attention_map
+from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
+from mmdecode.guide.edited import Edited
+from mmdecode.vlm import Answerer
+from mmdecode.zoo.scene_sets import image_name, scenes_from
+from tests.test_demo import checked
+
+
+@pytest.fixture(scope="module")
+def answerer():
+    return Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def scene():
+    return scenes_from(demo_vlm.FIRST, 1, wanted=demo_vlm.is_tempting)[0]
+
+
+@pytest.fixture(scope="module")
+def png(scene):
+    return drawn_image(image_name(scene))
+
+
+def given(**changes):
+    fields = {
+        "method": page.PLAIN,
+        "tokens": [page.Token(text=" Yes")],
+        "right": True,
+        "margins": {"main": 0.5},
+        "seconds": 0.1,
+    }
+    return page.Given(**fields | changes)
+
+
+CHANGED = page.Token(text=" No", instead=" Yes", survivors=2, distances={"noised": 0.25})
+
+
+def report(*answers, **changes):
+    answers = answers or (given(), given(method="vcd", tokens=[CHANGED], right=False))
+    asked = page.Asked(text="Is there a ring in the image?", truth="Yes", answers=answers)
+    fields = {
+        "model": "zoo:m",
+        "methods": [one.method for one in answers],
+        "pictures": [page.Pictured(name="image 1", about="red ring", png=b"png", asked=[asked])],
+        "scores": {one.method: {"right": "1 of 1"} for one in answers},
+        "conditions": {"device": "cpu"},
+    }
+    return page.Answers(**fields | changes)
+
+
+# The command
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["demo", *words], env={"COLUMNS": "120"})
+
+
+def test_demo_asks_and_writes_a_page(tmp_path):
+    guides = ["--guide", "vcd", "--guide", "pai:alpha=1"]
+    done = run("vlm", "--limit", "1", *guides, "--json", "--output", str(tmp_path / "demo"))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["methods"] == ["plain", "vcd", "pai:alpha=1"] and found["images"] == 1
+    kinds = [one["question"].split()[0] for one in found["questions"]]
+    assert kinds == ["Is", "Is", "How", "What", "Describe"]
+    temptation = found["questions"][1]
+    assert temptation["truth"] == "No"
+    answers = temptation["answers"]
+    assert list(answers["plain"]["margins"]) == ["main"]
+    assert list(answers["vcd"]["margins"]) == ["main", "noised", "guided"]
+    looked = answers["pai:alpha=1"]["attention_on_image"]
+    assert 0 < looked["plain"] < looked["edited"] < 1
+    assert "attention_on_image" not in answers["vcd"]
+    for one in found["questions"]:
+        assert one["answers"]["plain"]["changed"] == []
+        for method in found["methods"][1:]:
+            answer = one["answers"][method]
+            same = answer["text"] == one["answers"]["plain"]["text"]
+            assert same == (not answer["changed"])
+    shown = Path(found["files"]["report.html"])
+    assert shown == tmp_path / "demo" / "report.html" and str(shown) in done.stderr
+    parser = checked(shown.read_text())
+    assert all(address.startswith("data:") for address in parser.fetched)
+    assert "pai:alpha=1" in done.stderr and "Is there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vlm", "--draft", "lookup"], "--draft does nothing without 'mmdecode demo speech'"),
+        (["speech", "--guide", "vcd"], "--guide does nothing without 'mmdecode demo vlm'"),
+        (["image"], "no demo named 'image'; known: speech, vlm"),
+    ],
+)
+def test_options_of_the_other_demo_are_refused(words, message):
+    with pytest.raises(MMDecodeError, match=re.escape(message)):
+        raise run(*words).exception
+
+
+# What is asked, and what is right
+
+
+def test_questions_have_true_answers_and_one_tempts(scene):
+    tasks = list(demo_vlm.tasks(scene))
+    there, tempting, count, _, caption = tasks
+    assert re.search(r"an? ([a-z ]+) in", there.text)[1] in scene.names
+    assert re.search(r"an? ([a-z ]+) in", tempting.text)[1] not in scene.names
+    assert (there.truth, tempting.truth, count.truth) == ("Yes", "No", "Two")
+    assert caption.truth.split(", ") == list(scene.names)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("Yes", True),
+        ("Yes, there is no cup.", True),
+        ("No, I cannot say yes", False),
+        ("No", False),
+        ("Maybe", False),
+        ("", False),
+    ],
+)
+def test_the_first_word_that_could_be_an_answer_counts(scene, text, right):
+    task = demo_vlm.Task("Is there a ring in the image?", "Yes", ("yes", "no"))
+    assert demo_vlm._judged(task, text, scene, vocabulary_of("zoo")) == (right, "", None)
+
+
+def test_a_caption_is_judged_by_what_it_makes_up(scene):
+    *_, task = demo_vlm.tasks(scene)
+    words = vocabulary_of("zoo")
+    text = f"There is a {scene.names[0]} and a fish beside a fish."
+    right, note, made_up = demo_vlm._judged(task, text, scene, words)
+    assert not right and made_up == 1
+    assert note == f"1 of {len(scene.names)} named, made up: fish"
+    assert demo_vlm._judged(task, f"A {scene.names[0]}.", scene, words)[::2] == (True, 0)
+
+
+def test_what_plain_would_say_is_what_plain_says(answerer, png):
+    asked = ["Is there a ring in the image?", "Describe the image."]
+    plain = answerer(png, asked, max_new_tokens=12)
+    assert demo_vlm._plain_choices(answerer, png, plain) == [one.token_ids for one in plain]
+
+
+# Attention
+
+
+def test_a_boost_draws_attention_to_the_image_and_the_plain_map_stays(answerer, png):
+    question = "Is there a ring in the image?"
+    weak, strong = (
+        attention_map(answerer, png, question, registry.create("guide", f"pai:alpha={alpha}"))
+        for alpha in (0.2, 2)
+    )
+    assert torch.equal(weak.plain, strong.plain) and weak.side == 8
+    assert weak.plain.sum() < weak.edited.sum() < strong.edited.sum() < 1
+    layers = [*range(8)]
+    assert list(weak.layers) == layers and weak.branch == "main"
+
+
+def test_the_law_is_read_where_a_branch_of_a_later_stage_is_edited(answerer, png):
+    guide = registry.create("guide", "conscious_gaze:threshold=0,alpha=2")
+    found = attention_map(answerer, png, "Is there a ring in the image?", guide)
+    assert found.branch == "law" and found.edited.sum() > found.plain.sum()
+
+
+def test_a_guide_that_edits_no_attention_has_no_map(answerer, png):
+    assert attention_map(answerer, png, "What?", registry.create("guide", "vcd")) is None
+    assert attention_map(answerer, png, "What?", Edited()) is None
+
+
+# The page
+
+
+def test_page_is_one_well_formed_file_that_fetches_nothing():
+    flat = torch.full((64,), 0.01)
+    look = AttentionMap(flat, 2 * flat, (0, 1), "law")
+    text = page.page(report(given(), given(method="pai", attention=look)))
+    parser = checked(text)
+    assert all(address.startswith("data:") for address in parser.fetched)
+    assert not re.search(r"https?://|@import|url\(|src=[\"'](?!data:)", text)
+    assert text.count('<rect class="look"') == 2 * 64
+    assert 'fill-opacity="0.45"' in text and 'fill-opacity="0.90"' in text
+    assert "Attention of pai over image 1: 128 % on the image, most at row 1, column 1 of 8" in text
+    assert text.count("alt=") == 1 and 'alt="image 1: red ring"' in text
+
+
+def test_tokens_that_changed_say_why():
+    text = page.page(report())
+    words = "plain would say &#x27;Yes&#x27;; 2 tokens left by the guide; noised differs by up to"
+    assert f'aria-label="No: {words} 0.25 nats"' in text
+    assert text.count('tabindex="0"') == 1
+
+
+def test_bars_point_to_yes_and_no_on_one_scale():
+    margins = {"main": -2.0, "noised": 1.0, "guided": math.inf}
+    text = page.page(report(given(margins=margins)))
+    assert re.search(r'class="negative" x="115.0" y="[\d.]+" width="60.0"', text)
+    assert re.search(r'class="positive" x="175.0" y="[\d.]+" width="30.0"', text)
+    assert "main \u22122.00, noised +1.00, guided +\u221e" in text
+
+
+def test_text_from_outside_is_escaped():
+    bad = '<script>alert("1")</script>&'
+    tokens = [page.Token(text=bad), page.Token(text=bad, instead=bad, distances={bad: 1.0})]
+    answer = given(method=bad, tokens=tokens, note=bad, margins={bad: 1.0})
+    asked = page.Asked(text=bad, truth=bad, answers=[answer])
+    picture = page.Pictured(name=bad, about=bad, png=b"", asked=[asked])
+    text = page.page(report(answer, model=bad, pictures=[picture], conditions={bad: bad}))
+    assert "alert" in text and '<script>alert("1")' not in text
+    checked(text)
+
+
+def test_headline_counts_short_questions():
+    one = given(method="vcd", right=False)
+    caption = given(method="vcd", right=True, made_up=0, margins={})
+    asked = [
+        page.Asked(text="?", truth="Yes", answers=[given(), one]),
+        page.Asked(text="!", truth="ring", answers=[given(made_up=0), caption]),
+    ]
+    picture = page.Pictured(name="image 1", about="", png=b"", asked=asked)
+    text = page.page(report(given(), one, pictures=[picture]))
+    assert "Of 1 short questions <b>1</b> answered right, with a guide <b>0</b>" in text

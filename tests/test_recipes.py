@@ -1,0 +1,100 @@
+"""The scripts of the recipe folders run as their pages say."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from mmdecode.vlm import Answerer
+from mmdecode.zoo.scene_sets import scene_rows, write_images
+from mmdecode.zoo.scenes import draw_scene, render
+
+ROOT = Path(__file__).parents[1]
+QUESTION = "Is there a ring in the image?"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script as if from the command line: its exit code, and what it prints."""
+
+    def run(script, *words):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for seed in range(3):
+        Image.fromarray(render(draw_scene(seed))).save(folder / f"{seed}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(pictures):
+    answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
+    return [one.text for one in answerer(sorted(pictures.iterdir()), QUESTION)]
+
+
+@pytest.mark.parametrize("name", ["asr", "vlm"])
+def test_every_script_of_a_folder_is_on_its_page(name):
+    page = (ROOT / name / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / name).glob("*.py")}
+    assert scripts and scripts == set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE))
+
+
+@pytest.mark.recipe
+def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, pictures, plain):
+    done = run("vlm/answer_folder.py", pictures, QUESTION, "--guide", "margin_shift:shift=100")
+    assert done.code == 0, done.err
+    *lines, last = done.out.splitlines()
+    assert [line.split("'")[1] for line in lines] == plain
+    assert [line.split("'")[3] for line in lines] == ["Yes"] * 3
+    assert last == f"{sum(text != 'Yes' for text in plain)} of 3 answers changed"
+    (pictures / "broken.png").write_bytes(b"no image")
+    done = run("vlm/answer_folder.py", pictures, QUESTION, "--draft", "lookup")
+    (pictures / "broken.png").unlink()
+    assert done.code == 1 and "failed: " in done.out and "of 3 answers" in done.out
+
+
+@pytest.mark.recipe
+def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
+    asked = set()
+    for split in ("random", "popular", "adversarial"):
+        rows = scene_rows("test", f"pope_{split}")[:6]
+        asked.update(row["text"] for row in rows)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"coco_pope_{split}.json").write_text(lines)
+    write_images(tmp_path / "images", [row["image"] for row in rows])
+    folder = tmp_path / "run"
+    done = run("vlm/pope.py", tmp_path, tmp_path / "images", "--guide", "vcd", "--output", folder)
+    assert done.code == 0, done.err
+    for mode in ("greedy", "vcd", "near_ties", "prompt_bias", "always yes"):
+        for split in ("random", "popular", "adversarial"):
+            assert re.search(rf"^\| {mode} \| {split} \|", done.out, re.MULTILINE)
+    assert json.loads((folder / "summary.json").read_text())["questions"] == len(asked)
+    refused = run("vlm/pope.py", tmp_path)
+    assert refused.code == 2 and "or --zoo" in refused.err
+
+
+@pytest.mark.recipe
+def test_a_pipeline_is_guided_and_left_as_it_was(run, pictures, plain):
+    picture = sorted(pictures.iterdir())[0]
+    done = run("vlm/pipeline.py", picture, QUESTION, "--guide", "damro")
+    assert done.code == 0, done.err
+    first, second, last = done.out.splitlines()
+    assert first == f"plain:  {plain[0]}" and last == "as before: True"
+    guided = Answerer.from_pretrained("zoo:llava-scenes", guide="damro", device="cpu")
+    assert second == f"guided: {guided(picture, QUESTION)[0].text}"
