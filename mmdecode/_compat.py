@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,20 +14,41 @@ def attention_implementation(config: Any) -> str | None:
 
 
 @contextmanager
-def attention_configs(model: Any, name: str) -> Iterator[dict[int, str]]:
-    """Lets every part of a model attend by ``name``; yields what each config, by id, said before.
+def attention_configs(model: Any, name: str) -> Iterator[None]:
+    """Lets every part of a model attend by ``name``; afterwards it says what it said before.
 
-    ``set_attn_implementation`` cannot give a model back that mixes implementations.
+    Calls may overlap, on several threads too: the first notes what a config said, the last gives it
+    back. ``set_attn_implementation`` cannot, of a model that mixes implementations.
     """
-    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    before = {key: used for key, c in found.items() if (used := attention_implementation(c))}
+    parts = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
+    configs = [c for c in {id(c): c for c in parts}.values() if attention_implementation(c)]
+    with _lock:
+        # first read, then set: a config hands on what it is told to those within
+        for config, said in [(c, attention_implementation(c)) for c in configs]:
+            _stock.setdefault(id(config), [said, 0])[1] += 1
+        for config in configs:
+            config._attn_implementation = name
     try:
-        for key in before:
-            found[key]._attn_implementation = name
-        yield before
+        yield
     finally:
-        for key, used in before.items():
-            found[key]._attn_implementation = used
+        with _lock:
+            for config in configs:  # the outer ones first
+                said, held = _stock[id(config)]
+                _stock[id(config)][1] = held - 1
+                config._attn_implementation = name if held > 1 else said
+                if held == 1:
+                    del _stock[id(config)]
+
+
+def stock_attention(config: Any) -> str:
+    """What a config said before `attention_configs`; ``sdpa`` where it was never asked."""
+    noted = _stock.get(id(config))
+    return str(noted[0]) if noted else "sdpa"
+
+
+_lock = threading.Lock()
+_stock: dict[int, list[Any]] = {}
+"""By id of a config: what it said, and how many calls hold it."""
 
 
 def detects_timestamps_from_logprob(processor: Any) -> bool:

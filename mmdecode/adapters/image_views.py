@@ -88,6 +88,10 @@ def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Pr
             "there is no such view",
             f"use one of {', '.join(VIEWS)}",
         )
+    if view is not questions and not bool(adapter.image_mask(ctx.prompt_ids).any()):
+        # as in a batch where other rows have images; guides warn that they are inactive
+        whole: Literal["last_token", "same"] = "last_token" if view is only_images else "same"
+        return adapter.prompt(ctx, BranchSpec(name=spec.name, prompt=whole))
     return view(adapter, ctx, spec, **spec.view_options)
 
 
@@ -95,19 +99,12 @@ def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
     """Pixels of each row, empty for a row without images.
 
     Raises:
-        IncompatibleError: The call has no images, or they were encoded before it began.
+        IncompatibleError: They were encoded before the call began.
     """
     given = {**ctx.model_inputs, **ctx.mm_inputs}
     raw = {n: given[n].to(ctx.device) for n in adapter.raw_names if given.get(n) is not None}
     if not any(name in raw for name in PIXELS):
         name = type(adapter.model).__name__
-        if not bool(adapter.image_mask(ctx.prompt_ids).any()):
-            raise IncompatibleError.between(
-                "a guide that looks at images",
-                "a prompt without any",
-                f"{name} was asked a question without an image",
-                "give it one, or leave the guide out",
-            )
         raise IncompatibleError.between(
             "a guide that changes images",
             name,
@@ -314,7 +311,7 @@ def patches(
         plan = salient_plan(adapter)
 
         def changed(states: Tensor) -> Tensor:
-            return change(states, torch.cat(plan.chunks()), draw)
+            return change(states, torch.cat(plan.chunks()), draw).to(states.dtype)
 
         with reading(adapter, plan), adapter.patches(changed):
             return encode(adapter, own)

@@ -98,6 +98,8 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         """The prompt of a Q-Former that reads some patches of each row, and no class token."""
         parts = []
         for own in image_views.raw_images(self, ctx):
+            if not own:
+                continue
             plan = image_views.salient_plan(self, heads)
 
             def chosen(states: Tensor, plan: Any = plan) -> Tensor:

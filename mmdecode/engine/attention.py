@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmdecode._compat import attention_configs
+from mmdecode._compat import attention_configs, stock_attention
 from mmdecode.engine.noise import Noise
 
 NAME = "mmdecode"
@@ -105,7 +105,7 @@ class Plan:
         keys: Tokens before each key, ``(R, K)``.
         noise: Of the rows of one branch; those of all branches draw alike.
         strengths: By edit, ``(rows of the edit, Q)``.
-        weights: What was read, layer to ``(R, H, Q, K)``.
+        weights: What was read, layer to ``(R, H, Q, K)``; of a prompt, its last row.
     """
 
     sites: Mapping[int, int]
@@ -130,8 +130,8 @@ class Plan:
         ]
 
     def keep(self, layer: int, weights: Tensor) -> None:
-        """Keeps what was asked for."""
-        self.weights[layer] = weights
+        """Keeps what was asked for: of a prompt, its last row."""
+        self.weights[layer] = weights[:, :, -1:].clone() if self.is_prompt else weights
 
     def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
         """Scores or weights with the edits of a layer; rows no edit names stay as they are."""
@@ -214,7 +214,6 @@ class TowerPlan:
 
 
 _plan: ContextVar[Plan | TowerPlan | None] = ContextVar("mmdecode_plan", default=None)
-_stock: ContextVar[Mapping[int, str]] = ContextVar("mmdecode_stock", default={})  # noqa: B039
 
 
 @contextmanager
@@ -231,15 +230,11 @@ def planned(plan: Plan | TowerPlan | None) -> Iterator[None]:
 def switched(model: nn.Module) -> Iterator[None]:
     """Lets all of a model attend by the function here; afterwards it is as before.
 
-    The name of an attention function lies in configs, so models that share one switch together, and
-    two threads must not decode with edits of one model at a time.
+    The name of an attention function lies in configs, so models that share one switch together.
+    Calls may overlap.
     """
-    with attention_configs(model, NAME) as stock:
-        token = _stock.set({**_stock.get(), **stock})
-        try:
-            yield
-        finally:
-            _stock.reset(token)
+    with attention_configs(model, NAME):
+        yield
 
 
 def attend(
@@ -259,7 +254,7 @@ def attend(
     layer = None if plan is None else plan.sites.get(id(module))
     if plan is None or layer is None or not (layer in plan.reads or plan.active(layer)):
         plan = layer = None
-    stock = _stock.get().get(id(getattr(module, "config", None)), "sdpa")
+    stock = stock_attention(getattr(module, "config", None))
     if plan is None and stock != "eager":
         return ALL_ATTENTION_FUNCTIONS[stock](
             module,

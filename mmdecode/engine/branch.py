@@ -99,8 +99,9 @@ class ModelBranches:
                 prompt.ids, depths, prompt.sees, visible=bucket(width), prompt=prompt, specs=here
             )
             self.cache.set_start(torch.full_like(self.pads, width))
-            last = {key: value[:, -1:] for key, value in states.items()}
-            weights = {layer: value[:, :, -1:, :width] for layer, value in weights.items()}
+            # copies, so that the states of a whole prompt can go
+            last = {key: value[:, -1:].clone() for key, value in states.items()}
+            weights = {layer: value[..., :width] for layer, value in weights.items()}
             whole = states if self.needs.prompt_hidden else {}
             result |= self._split(here, last, weights, whole)
             read.append((self.cache, self._past, self.pads, self._images))

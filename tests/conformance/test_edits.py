@@ -1,13 +1,16 @@
 """Edits inside a branch, against uncached passes of the whole model with the same edit."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import mmdecode
+from mmdecode import registry
 from mmdecode._compat import attention_configs
-from mmdecode.engine.attention import AttentionEdit, layer_range
+from mmdecode.engine.attention import NAME, AttentionEdit, layer_range, switched
 from mmdecode.engine.contracts import BranchSpec, Needs, StateEdit
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
@@ -243,3 +246,45 @@ def test_an_encoder_decoder_shows_nothing_of_its_inside():
     decoder = Decoder(guide=Edited(needs=Needs(exits=frozenset([0]))))
     with pytest.raises(IncompatibleError, match="inside"):
         tiny.ours(decoder, "whisper")
+
+
+def test_overlapping_calls_give_a_model_back_as_it_was():
+    model = vision_model("llava")
+    inputs = torch.tensor([[5, 6, 7]])
+    before = model(input_ids=inputs).logits
+    one, other = switched(model), switched(model.base_model.vision_tower)
+    one.__enter__()
+    other.__enter__()
+    assert torch.equal(model(input_ids=inputs).logits, before)
+    one.__exit__(None, None, None)
+    assert model.base_model.vision_tower.config._attn_implementation == NAME
+    other.__exit__(None, None, None)
+    assert model.base_model.vision_tower.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+    with switched(model), switched(model):
+        assert torch.equal(model(input_ids=inputs).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore:guide CausalMM is inactive")  # a tower of two layers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_guide_of_images_runs_in_half_precision(dtype):
+    model = copy.deepcopy(vision_model("llava")).to(dtype)
+    inputs = vision_inputs("llava")
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    names = [e.name for e in registry.describe("guide")]
+    images = [n for n in names if getattr(registry.resolve("guide", n)[0], "images", False)]
+    assert len(images) >= 10
+    for spec in [
+        *images,
+        "causalmm:released=true",
+        "causalmm:level=both,first=0.6",
+        "dola",
+        "dcla",
+    ]:
+        if spec.partition(":")[0] in ("icd", "ritual", "prompt_bias"):
+            continue  # they ask for questions or eight-bit images
+        decoder = Decoder(guide=spec, seed=0)
+        found = mmdecode.generate(
+            model, decoder=decoder, max_new_tokens=3, do_sample=False, **inputs
+        )
+        assert found.shape[1] == inputs["input_ids"].shape[1] + 3, spec

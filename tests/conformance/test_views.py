@@ -221,5 +221,10 @@ def test_images_that_were_encoded_before_are_refused():
         seen("llava", "noise")
     with pytest.raises(IncompatibleError, match="Answerer"):
         seen("llava", "questions", change=lambda question, draw: question)
-    with pytest.raises(IncompatibleError, match="without any"):
-        seen("llava", "pixels", inputs=vision_inputs("llava", images=False), **UNCHANGED["pixels"])
+
+
+@pytest.mark.parametrize("view", CHANGED)
+def test_a_batch_without_images_is_as_its_rows_are_among_others(view):
+    inputs = vision_inputs("llava", images=False)
+    found = seen("llava", view, inputs=inputs, **CHANGED[view])
+    assert found.tolist() == plain("llava", inputs=inputs).tolist()
