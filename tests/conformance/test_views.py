@@ -102,11 +102,11 @@ def test_a_row_is_changed_alike_in_every_batch(family, view):
     assert together[0].tolist() != expected[0, -NEW:].tolist()  # it does change something
     assert together[1].tolist() == expected[1, -NEW:].tolist()  # a row without images
     for row in (0, 2):
-        found = seen(family, view, inputs=_alone(family, inputs, row), **CHANGED[view])[0, -NEW:]
+        found = seen(family, view, inputs=alone(family, inputs, row), **CHANGED[view])[0, -NEW:]
         assert found.tolist() == together[row].tolist()
 
 
-def _alone(family, inputs, row):
+def alone(family, inputs, row):
     """One row of three, as a processor would make it alone."""
     mask = inputs["attention_mask"][row].bool()
     own = {

@@ -13,7 +13,7 @@ from mmdecode.errors import IncompatibleError
 from mmdecode.guide import AGLA, ICD, M3ID, RITUAL, VCD, CFGImage, Linear, PromptBias
 from mmdecode.testing import drafts
 from tests.conformance import test_instructblip as instructblip
-from tests.conformance.test_views import FAMILIES, _images_of_row_0
+from tests.conformance.test_views import FAMILIES, alone
 from tests.conformance.tiny import HiddenPath
 from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
 
@@ -35,10 +35,7 @@ def prompts(family, batch=3):
     inputs["pixel_values"] = eight_bit(inputs["pixel_values"])
     if batch == 3:
         return inputs
-    own = inputs["attention_mask"][0].bool()
-    names = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-    alone = {name: inputs[name][:1, own] for name in names if name in inputs}
-    return alone | _images_of_row_0(family, inputs)
+    return alone(family, inputs, row=0)
 
 
 def longer(inputs, new):
@@ -172,8 +169,8 @@ def test_every_cached_branch_is_what_reading_all_again_says(family, kind):
 def test_a_row_alone_is_as_in_the_batch(family, kind):
     together, seen = decoded(family, kind)
     guide = all_branches(family, kind)
-    alone = run(family, guide, prompts(family, batch=1), words=kind == "questions")
-    assert alone.tolist() == together[:1].tolist()
+    single = run(family, guide, prompts(family, batch=1), words=kind == "questions")
+    assert single.tolist() == together[:1].tolist()
     for name, logits in guide.seen[-1].items():
         assert torch.allclose(logits, seen[-1][name][:1], atol=2e-3), name
 
@@ -285,10 +282,11 @@ def test_a_question_that_is_not_at_hand_cannot_be_rewritten(name):
 
 
 @pytest.mark.parametrize("name", ["vcd", "ritual", "agla", "rbd"])
-def test_a_prompt_without_images_is_refused(name):
+def test_prompts_without_images_are_answered_with_a_warning(name):
     inputs = vision_inputs("llava", images=False)
-    with pytest.raises(IncompatibleError, match="without any"):
-        run("llava", METHODS[name](), inputs, words=False)
+    with pytest.warns(UserWarning, match="inactive"):
+        found = run("llava", METHODS[name](), inputs, words=False)
+    assert found.tolist() == run("llava", None, inputs, words=False).tolist()
 
 
 class Same(VCD):
