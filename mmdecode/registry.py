@@ -606,12 +606,32 @@ def _build(
                     f"{kind} {name!r} takes no option {key!r}{hint}; {listing}{nested}"
                 )
         context = {key: value for key, value in context.items() if key in accepted}
+    for parameter in takes:
+        _check_kind(kind, name, parameter, options)
     arguments = {**context, **options}
     missing = [p.name for p in takes if p.default is p.empty and p.name not in arguments]
     if missing:
         example = f"{name}:{missing[0]}=..."
         raise OptionError(f"{kind} {name!r} needs {', '.join(missing)}; write {example!r}")
     return build(**arguments)
+
+
+def _check_kind(
+    kind: str, name: str, parameter: inspect.Parameter, options: dict[str, Any]
+) -> None:
+    """Raises where an option is no number, or no whole one, as its parameter's annotation asks."""
+    if parameter.name not in options:
+        return
+    value, wanted = options[parameter.name], str(parameter.annotation)
+    allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+    if wanted not in allowed:
+        return
+    if not isinstance(value, allowed[wanted]) or (isinstance(value, bool) and wanted != "bool"):
+        words = {"int": "a whole number", "float": "a number", "bool": "true or false"}[wanted]
+        raise OptionError(
+            f"{kind} {name!r}: {parameter.name} must be {words}, got {value!r}; write "
+            f"{name}:{parameter.name}=..."
+        )
 
 
 def _parse_one(kind: str, text: str) -> tuple[str, dict[str, Any]]:

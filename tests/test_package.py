@@ -197,6 +197,16 @@ def test_a_mistyped_name_gets_a_suggestion_and_the_known_names():
 
 
 @pytest.mark.parametrize(
+    "spec",
+    ["vcd:beta=x", "damro:k=2.5", "dcla:tau=x", "ritual:normalize=3", "scalingvis:weight=true"],
+)
+def test_an_option_of_another_kind_is_refused(spec):
+    option = spec.partition(":")[2].partition("=")[0]
+    with pytest.raises(errors.OptionError, match=f"{option} must be"):
+        registry.create("guide", spec)
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("3", 3),
