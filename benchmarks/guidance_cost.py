@@ -120,8 +120,7 @@ def measure_captions(
     base, rows = spent(PLAIN), []
     for name, decoder in decoders.items():
         own = spent(name)
-        twin = name.rpartition(", ")[0] if name.count(",") == 2 else PLAIN
-        same = ids[name] == ids["vcd, stacked" if "vcd" in name else twin]
+        same = ids[name] == ids["vcd, stacked" if "vcd" in name else PLAIN]
         rows.append(
             row_of(name, own, base, tokens - 1, same)
             | {

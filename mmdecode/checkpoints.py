@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 ZOO = Path(__file__).parent / "zoo" / "models"
@@ -69,12 +72,22 @@ def placed(model: Any, device: str | torch.device | None) -> Any:
         raise OptionError(f"device {device!r} cannot be used: {error}") from error
 
 
-def cannot_load(model_id: str, error: Exception) -> InputError:
-    """The error of a checkpoint that transformers cannot read."""
-    return InputError(
-        f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
-        "folder, a Hub id that can be reached, or zoo:NAME"
-    )
+@contextmanager
+def loading(model_id: str) -> Iterator[None]:
+    """Turns what transformers raises over a checkpoint it cannot read into our error.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
+    try:
+        yield
+    except MMDecodeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
+            "folder, a Hub id that can be reached, or zoo:NAME"
+        ) from error
 
 
 def config_of(path: str) -> Any:

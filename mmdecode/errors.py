@@ -10,7 +10,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "IncompatibleError",
@@ -22,6 +22,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "did_you_mean",
+    "refuse_unknown",
 ]
 
 
@@ -101,3 +102,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ``; did you mean 'x'?`` for the names nearest to ``name``, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def refuse_unknown(options: Iterable[str], known: Sequence[str]) -> None:
+    """Raises for the first keyword that is no option.
+
+    Raises:
+        OptionError: It is none of ``known``.
+    """
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+            )

@@ -95,9 +95,7 @@ class DecoderOnlyAdapter:
             inputs[_EMBEDS] = torch.cat(
                 [pad(self._embeds(p), (0, 0, width - p.ids.shape[1], 0)) for p in prompts]
             )
-        ids = torch.cat([pad(p.ids, (width - p.ids.shape[1], 0)) for p in prompts])
-        mask = torch.cat([pad(p.mask, (width - p.mask.shape[1], 0)) for p in prompts])
-        return [Prompt(ids=ids, mask=mask, inputs=inputs)]
+        return [Prompt.stacked(prompts, inputs)]
 
     def _embeds(self, prompt: Prompt) -> Tensor:
         """What stands for the ids."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from mmdecode.adapters.attention import refuse_attention
@@ -72,15 +71,9 @@ class EncoderDecoderAdapter:
         """Rows of all prompts, branch by branch, as wide as the widest."""
         if len(prompts) == 1:
             return list(prompts)
-        width = max(p.ids.shape[1] for p in prompts)
-        stacked = Prompt(
-            ids=torch.cat([pad(p.ids, (width - p.ids.shape[1], 0)) for p in prompts]),
-            mask=torch.cat([pad(p.mask, (width - p.mask.shape[1], 0)) for p in prompts]),
-            inputs={
-                name: torch.cat([p.inputs[name] for p in prompts]) for name in prompts[0].inputs
-            },
-        )
-        return [stacked]
+        names = prompts[0].inputs
+        inputs = {name: torch.cat([p.inputs[name] for p in prompts]) for name in names}
+        return [Prompt.stacked(prompts, inputs)]
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
         """Never needed: all prompts are read in one pass."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -248,10 +248,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
 
     def has_cls(self) -> bool:
         """Whether the encoder's first token stands for the whole image."""
-        return any("class_embedding" in n or "cls_token" in n for n, _ in self._tower_weights())
-
-    def _tower_weights(self) -> Iterable[tuple[str, Any]]:
-        return self.tower().named_parameters()
+        names = (name for name, _ in self.tower().named_parameters())
+        return any("class_embedding" in name or "cls_token" in name for name in names)
 
     def places(self, ctx: Context) -> dict[str, Any]:
         """Inputs that keep the positions of the caller's prompt."""

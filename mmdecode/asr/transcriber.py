@@ -17,9 +17,9 @@ from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, in_order, timed_words
-from mmdecode.checkpoints import cannot_load, dtype_of, local_path, placed
+from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
+from mmdecode.errors import InputError, UnsupportedModelError, refuse_unknown
 from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
@@ -327,14 +327,7 @@ def as_list(inputs: Any) -> list[Any]:
 
 def make_options(options: Mapping[str, Any]) -> TranscribeOptions:
     """`TranscribeOptions` from keyword arguments, with our error for an unknown name."""
-    from mmdecode.errors import did_you_mean
-
-    known = list(TranscribeOptions.__dataclass_fields__)
-    for name in options:
-        if name not in known:
-            raise OptionError(
-                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
-            )
+    refuse_unknown(options, list(TranscribeOptions.__dataclass_fields__))
     return TranscribeOptions(**options)
 
 
@@ -352,7 +345,7 @@ def load(
 
     kind = dtype_of(dtype)
     path = local_path(model_id)
-    try:
+    with loading(model_id):
         config = AutoConfig.from_pretrained(path)
         if config.model_type != "whisper":
             raise UnsupportedModelError(
@@ -366,8 +359,4 @@ def load(
         else:
             processor = WhisperProcessor.from_pretrained(path)
             model = WhisperForConditionalGeneration.from_pretrained(path, dtype=kind)
-    except MMDecodeError:
-        raise
-    except (OSError, ValueError) as error:
-        raise cannot_load(model_id, error) from error
     return placed(model, device), processor

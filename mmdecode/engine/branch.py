@@ -73,6 +73,9 @@ class ModelBranches:
         self._images: Tensor | None = None  # of the prompts, where somebody asks
         self._strengths: Mapping[int, Tensor] = {}
         self._noise: Noise | None = None
+        looks = any(isinstance(e, AttentionEdit) for e in self.edits) or self.needs.attention
+        modules = adapter.attention_sites() if looks else ()
+        self._sites = {id(module): layer for layer, module in enumerate(modules)}
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
         """Reads the prompts of all branches; row 0 is their last position."""
@@ -242,7 +245,7 @@ class ModelBranches:
         first = positions[:, :1]
         slots = torch.arange(visible, device=positions.device)
         plan = Plan(
-            sites={id(m): i for i, m in enumerate(self.adapter.attention_sites())},
+            sites=self._sites,
             depth=self.adapter.num_layers,
             edits=attention,
             reads=self.needs.attention,

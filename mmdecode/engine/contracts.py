@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
@@ -298,6 +299,16 @@ class Prompt:
     mask: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)
     sees: Tensor | None = None
+
+    @classmethod
+    def stacked(cls, prompts: Sequence[Prompt], inputs: Mapping[str, Any]) -> Prompt:
+        """Rows of all, one prompt after the other, padded to the widest; ``inputs`` are theirs."""
+        width = max(p.ids.shape[1] for p in prompts)
+        ids, mask = (
+            torch.cat([pad(part, (width - part.shape[1], 0)) for part in parts])
+            for parts in ([p.ids for p in prompts], [p.mask for p in prompts])
+        )
+        return cls(ids=ids, mask=mask, inputs=inputs)
 
 
 Mask = Tensor | Mapping[str, Tensor]

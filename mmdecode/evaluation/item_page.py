@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.evaluation.items import Item
-from mmdecode.evaluation.layout import html_table
-from mmdecode.evaluation.report import asset
+from mmdecode.evaluation.layout import document, html_table
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.item_report import ItemReport
@@ -85,37 +84,9 @@ def overview(report: ItemReport[Any]) -> str:
 
 def page_of(report: ItemReport[Any]) -> str:
     """One HTML file that holds everything: tables, figures, and the worst answers."""
-    figures = "".join(
-        f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></figure>'
-        for name, data in report.drawings.items()
-    )
     worst = "".join(
         f"<h2>Most wrong, {html.escape(mode)}</h2>{shown.as_html()}"
         for mode in report.modes
         if (shown := report.worst(5, mode)).items
     )
-    facts = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in report.conditions.items()
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(report.title)}</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}</style>
-</head>
-<body>
-<h1>{html.escape(report.title)}</h1>
-{overview(report)}
-<section class="figures">{figures}</section>
-{worst}
-<h2>Conditions</h2>
-<div class="wide"><table>{facts}</table></div>
-</body>
-</html>
-"""
+    return document(report.title, overview(report), report.drawings, worst, report.conditions)

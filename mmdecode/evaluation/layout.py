@@ -1,11 +1,15 @@
-"""Rows of text as Markdown, HTML and CSV."""
+"""Rows of text as Markdown, HTML and CSV, and the page of a report."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import html
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmdecode.evaluation.report import asset
 
 Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""
@@ -36,6 +40,53 @@ def html_table(rows: Rows) -> str:
         f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def document(
+    title: str,
+    overview: str,
+    figures: Mapping[str, bytes],
+    worst: str,
+    conditions: Mapping[str, Any],
+) -> str:
+    """One HTML file that holds everything of a report.
+
+    Args:
+        title: Of the page.
+        overview: Tables and what they mean, as HTML.
+        figures: PNG by name.
+        worst: Examples, as HTML.
+        conditions: What the numbers depend on.
+    """
+    drawn = "".join(
+        f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
+        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></figure>'
+        for name, data in figures.items()
+    )
+    facts = "".join(
+        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
+        for name, value in conditions.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{asset("report.css")}</style>
+</head>
+<body>
+<h1>{html.escape(title)}</h1>
+{overview}
+<section class="figures">{drawn}</section>
+{worst}
+<h2>Conditions</h2>
+<div class="wide"><table>{facts}</table></div>
+</body>
+</html>
+"""
 
 
 def csv_text(rows: Rows) -> str:

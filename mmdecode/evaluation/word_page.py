@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import html
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmdecode.evaluation import plots
-from mmdecode.evaluation.report import asset, marked, player
+from mmdecode.evaluation.layout import document, html_table
+from mmdecode.evaluation.report import marked, player
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.wer import align_as_written
 
@@ -73,52 +73,15 @@ class Worst:
 
 def page_of(report: WERReport) -> str:
     """One HTML file that holds everything: tables, figures, and the worst recordings."""
-    figures = "".join(
-        f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="data:image/png;base64,{base64.b64encode(plots.png(figure)).decode()}"></figure>'
-        for name, figure in report.figures().items()
-    )
     worst = "".join(
         f"<h2>Most errors, {html.escape(mode)}</h2>{report.worst(10, mode).as_html()}"
         for mode in report.modes
     )
-    facts = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in report.conditions.items()
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Word errors</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}</style>
-</head>
-<body>
-<h1>Word errors</h1>
-{overview(report)}
-<section class="figures">{figures}</section>
-{worst}
-<h2>Conditions</h2>
-<div class="wide"><table>{facts}</table></div>
-</body>
-</html>
-"""
+    drawn = {name: plots.png(figure) for name, figure in report.figures().items()}
+    return document("Word errors", overview(report), drawn, worst, report.conditions)
 
 
 def overview(report: WERReport) -> str:
     """The scores as a table, what they mean and the comparisons, without styles."""
-    rows = report.rows()
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>"
-        for row in rows
-    )
     compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in report.comparisons)
-    return (
-        f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div><p>{html.escape(report.about())}</p>"
-        f"<ul>{compared}</ul>"
-    )
+    return f"{html_table(report.rows())}<p>{html.escape(report.about())}</p><ul>{compared}</ul>"

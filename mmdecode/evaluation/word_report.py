@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownN
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.conditions import conditions_of
+from mmdecode.evaluation.layout import csv_text, markdown, number
+from mmdecode.evaluation.layout import percent as percent_of
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.runs import data_hash, record
 from mmdecode.evaluation.samples import Sample, sample_of, write_results
@@ -289,22 +290,17 @@ class WERReport:
             row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
             row["failed"] = str(found["failed"])
             looped = found["loop_rate"]
-            row["looped"] = _number(None if looped is None else 100 * looped, ".2f")
-            row["rtfx"] = _number(found["rtfx"], ".2f")
-            row["p50"], row["p95"] = (_number(spread.get(k), ".3f") for k in ("p50", "p95"))
-            row["tokens_per_pass"] = _number(found["tokens_per_pass"], ".2f")
+            row["looped"] = percent_of(looped)
+            row["rtfx"] = number(found["rtfx"])
+            row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
+            row["tokens_per_pass"] = number(found["tokens_per_pass"])
             rows.append(row)
         used = [name for name in COLUMNS if any(row[name] for row in rows)]
         return [{COLUMNS[name]: row[name] for name in used} for row in rows]
 
     def table(self) -> str:
         """The scores as Markdown, with what they mean below."""
-        rows = self.rows()
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-        text = "".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
-        )
-        return f"{text}\n{self.about()}\n"
+        return f"{markdown(self.rows())}\n{self.about()}\n"
 
     def about(self) -> str:
         """What the numbers mean, in a sentence or two."""
@@ -382,7 +378,7 @@ class WERReport:
         texts = {
             "summary.json": summary,
             "table.md": self.table() + "".join(f"\n- {found}" for found in self.comparisons) + "\n",
-            "table.csv": _csv(self.rows()),
+            "table.csv": csv_text(self.rows()),
             "report.html": self.page(),
         }
         files = [folder / name for name in texts]
@@ -507,17 +503,3 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
         return None
     p50, p95 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.95])
     return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _csv(rows: Sequence[Mapping[str, str]]) -> str:
-    import csv
-
-    file = io.StringIO()
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()

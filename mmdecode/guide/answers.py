@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.linear import generated
 
 YesNo = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of yes, and of no."""
@@ -44,7 +47,7 @@ def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tens
     return logits[..., list(yes)].logsumexp(-1) - logits[..., list(no)].logsumexp(-1)
 
 
-class FirstWord:
+class FirstWord(ABC):
     """A guide that knows yes and no; what it does to the first token is up to its kind.
 
     Args:
@@ -83,6 +86,24 @@ class FirstWord:
             )
         vocab = torch.arange(prefill["main"].logits.shape[-1], device=ctx.device)
         return _among(vocab, yes), _among(vocab, no)
+
+    def apply(
+        self,
+        constants: tuple[Tensor, Tensor],
+        ctx: Context,
+        proposal: Proposal,
+        scores: Mapping[str, Scores],
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, else as it is."""
+        main = scores["main"].logits
+        if ctx.longest:
+            return main  # every row is past its first token
+        first = (generated(ctx, proposal) == 0)[..., None]
+        return torch.where(first, self.opening(main, *constants), main)
+
+    @abstractmethod
+    def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+        """The law of the first token; masks as `begin` gives them."""
 
 
 def _among(vocab: Tensor, ids: Sequence[int]) -> Tensor:

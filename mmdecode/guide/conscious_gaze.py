@@ -28,7 +28,7 @@ from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers
-from mmdecode.guide.linear import not_negative, plausible, warn_inactive
+from mmdecode.guide.linear import checked_cut, not_negative, plausible, warn_inactive
 
 LAYERS = (5 / 31, 18 / 31)
 """Layers 5 to 18 of 32, as published."""
@@ -65,11 +65,10 @@ class ConsciousGaze:
     ) -> None:
         if candidates < 2:
             raise OptionError(f"a variance needs at least 2 candidates, got {candidates}")
-        if not 0 <= beta <= 1:
-            raise OptionError(f"beta must be in 0..1, got {beta}; 0 switches the cut off")
         self.alpha = not_negative("alpha", alpha)
         self.threshold, self.candidates = threshold, candidates
-        self.update, self.update_from, self.beta = update, update_from, beta
+        self.update, self.update_from = update, update_from
+        self.beta = checked_cut("beta", beta)
         self.neutral = self.alpha == 0 and not update
         noise = {"change": uniform_noise}
         self.branches = [

@@ -22,7 +22,7 @@ from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
-from mmdecode.guide.linear import not_negative, plausible
+from mmdecode.guide.linear import checked_cut, not_negative, plausible
 
 BUCKETS = {"low": (0.0, 0.5), "high": (0.5, 1.0), "all": (0.0, 1.0)}
 """Candidates by name, as fractions of the depth; every second layer is one."""
@@ -48,12 +48,9 @@ class DoLa:
         relative_top: float = 0.1,
         alpha: float = 1.0,
     ) -> None:
-        if not 0 <= relative_top <= 1:
-            raise OptionError(
-                f"relative_top must be in 0..1, got {relative_top}; 0 switches the cut off"
-            )
         self.layers = checked_layers(layers)
-        self.relative_top, self.alpha = relative_top, not_negative("alpha", alpha)
+        self.relative_top = checked_cut("relative_top", relative_top)
+        self.alpha = not_negative("alpha", alpha)
         self.neutral = not self.alpha and not relative_top
         self.total = 1 - self.alpha
 

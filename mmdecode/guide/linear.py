@@ -59,12 +59,10 @@ class Linear:
                 f"{len(weights)} weights for the main branch and {len(branches)} others; give "
                 f"{len(branches) + 1}"
             )
-        if not 0 <= beta <= 1:
-            raise OptionError(f"beta must be in 0..1, got {beta}; 0 switches the cut off")
         used = [pair for pair in zip(branches, weights[1:], strict=True) if pair[1]]
         self.branches = [branch for branch, _ in used]
         self.weights = [weights[0], *(weight for _, weight in used)]
-        self.beta, self.log_space = beta, log_space
+        self.beta, self.log_space = checked_cut("beta", beta), log_space
         self.neutral = self.weights == [1] and not beta
 
     @staticmethod
@@ -154,6 +152,17 @@ def not_negative(name: str, value: float) -> float:
     """
     if isinstance(value, str) or not 0 <= value < math.inf:
         raise OptionError(f"{name} must be >= 0, got {value}; use 0 to switch it off")
+    return value
+
+
+def checked_cut(name: str, value: float) -> float:
+    """The value of an option that is a plausibility cut.
+
+    Raises:
+        OptionError: It is not in 0..1.
+    """
+    if not 0 <= value <= 1:
+        raise OptionError(f"{name} must be in 0..1, got {value}; 0 switches the cut off")
     return value
 
 

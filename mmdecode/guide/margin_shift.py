@@ -9,16 +9,13 @@ Source: the mechanism described by Yin et al. 2025, arXiv:2504.10020.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Scores
-from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.answers import FirstWord
-from mmdecode.guide.linear import generated
 
 
 class MarginShift(FirstWord):
@@ -48,18 +45,7 @@ class MarginShift(FirstWord):
         self.shift, self.spread, self.neutral = float(shift), spread, not shift
         super().__init__(yes, no, tokenizer)
 
-    def apply(
-        self,
-        constants: tuple[Tensor, Tensor],
-        ctx: Context,
-        proposal: Proposal,
-        scores: Mapping[str, Scores],
-    ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
-        main = scores["main"].logits
-        if ctx.longest:
-            return main  # every row is past its first token
-        yes, no = constants
+    def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+        """Yes gains, and no loses where the shift is spread."""
         less = self.shift / 2 if self.spread else 0.0
-        first = (generated(ctx, proposal) == 0)[..., None]
-        return main + first * ((self.shift - less) * yes - less * no)
+        return main + ((self.shift - less) * yes - less * no)

@@ -8,16 +8,14 @@ Source: OLM of Yin et al. 2025, arXiv:2504.10020.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Scores
-from mmdecode.engine.proposal import Proposal
 from mmdecode.guide.answers import FirstWord
-from mmdecode.guide.linear import generated, not_negative
+from mmdecode.guide.linear import not_negative
 
 
 class NearTies(FirstWord):
@@ -45,19 +43,9 @@ class NearTies(FirstWord):
         self.neutral = not gap
         super().__init__(yes, no, tokenizer)
 
-    def apply(
-        self,
-        constants: tuple[Tensor, Tensor],
-        ctx: Context,
-        proposal: Proposal,
-        scores: Mapping[str, Scores],
-    ) -> Tensor:
-        """See `mmdecode.engine.contracts.Guide`."""
-        main = scores["main"].logits
-        if ctx.longest:
-            return main  # every row is past its first token
+    def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+        """Nothing but yes where the two are tied."""
         p = main.softmax(-1)
-        yes, no = ((p * ids).sum(-1) for ids in constants)
-        tied = (yes + no > self.mass) & ((yes - no).abs() < self.gap)
-        forced = tied & (generated(ctx, proposal) == 0)
-        return main.masked_fill(forced[..., None] & ~constants[0], -torch.inf)
+        p_yes, p_no = (p * yes).sum(-1), (p * no).sum(-1)
+        tied = (p_yes + p_no > self.mass) & ((p_yes - p_no).abs() < self.gap)
+        return main.masked_fill(tied[..., None] & ~yes, -torch.inf)

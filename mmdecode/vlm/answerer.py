@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.checkpoints import cannot_load, dtype_of, local_path, placed
+from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.engine.decoder import Decoder, Round
 from mmdecode.errors import (
     InputError,
@@ -24,10 +23,10 @@ from mmdecode.errors import (
     MMDecodeError,
     OptionError,
     UnsupportedModelError,
-    did_you_mean,
+    refuse_unknown,
 )
 from mmdecode.frontdoor import generate
-from mmdecode.guide.answers import word_ids, yes_no_margin
+from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.vlm.images import digest
 from mmdecode.vlm.questions import Prompts, Question
 from mmdecode.vlm.requests import Request, requests_of
@@ -382,7 +381,7 @@ class Answerer:
         **options: Any,
     ) -> list[dict[str, Any]]:
         """Per row what an `Answer` has of it: new tokens up to the end, and what was asked for."""
-        asked = bool(settings.margins and self._yes and self._no)
+        asked = settings.margins and all(yes_no_ids(self.processor.tokenizer))
         names = None
         if settings.do_sample:
             names = [_noise_name(*pair) for pair in zip(requests, questions, strict=True)]
@@ -422,15 +421,7 @@ class Answerer:
         return rows
 
     def _margins(self, logits: Tensor) -> list[float]:
-        return yes_no_margin(logits, self._yes, self._no).tolist()
-
-    @cached_property
-    def _yes(self) -> list[int]:
-        return word_ids(self.processor.tokenizer, "yes")
-
-    @cached_property
-    def _no(self) -> list[int]:
-        return word_ids(self.processor.tokenizer, "no")
+        return yes_no_margin(logits, *yes_no_ids(self.processor.tokenizer)).tolist()
 
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode
@@ -439,12 +430,7 @@ class Answerer:
 
 def make_options(options: Mapping[str, Any]) -> AnswerOptions:
     """`AnswerOptions` from keyword arguments, with our error for an unknown name."""
-    known = list(AnswerOptions.__dataclass_fields__)
-    for name in options:
-        if name not in known:
-            raise OptionError(
-                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
-            )
+    refuse_unknown(options, list(AnswerOptions.__dataclass_fields__))
     return AnswerOptions(**options)
 
 
@@ -469,14 +455,15 @@ def load(
     kind = dtype_of(dtype)
     path = local_path(model_id)
     try:
-        config = AutoConfig.from_pretrained(path)
-        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            raise UnsupportedModelError(
-                f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
-                "models, those of transformers' AutoModelForImageTextToText"
-            )
-        processor = AutoProcessor.from_pretrained(path)
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=kind)
+        with loading(model_id):
+            config = AutoConfig.from_pretrained(path)
+            if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+                raise UnsupportedModelError(
+                    f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
+                    "models, those of transformers' AutoModelForImageTextToText"
+                )
+            processor = AutoProcessor.from_pretrained(path)
+            model = AutoModelForImageTextToText.from_pretrained(path, dtype=kind)
     except MMDecodeError:
         raise
     except ImportError as error:  # some processors exist for torchvision alone
@@ -484,8 +471,6 @@ def load(
         raise MissingExtraError(
             f"loading {model_id!r} needs more ({reason})", extra="vlm"
         ) from error
-    except (OSError, ValueError) as error:
-        raise cannot_load(model_id, error) from error
     return placed(model, device), processor
 
 
