@@ -2,12 +2,14 @@
 
     python benchmarks/hallucination.py tune        # grids, on the development scenes
     python benchmarks/hallucination.py report      # the cards' settings and tuned ones, on the test
+    python benchmarks/hallucination.py page        # docs/hallucination.md and .svg from the results
 
 ``tune`` decodes greedily and keeps, per method, the setting with the best mean accuracy over the
 three POPE splits of the development scenes; ties go to the earlier one, which is the card's.
-``report`` runs ``mmdecode evaluate`` for POPE (greedy, and five seeds), captions and relations,
-each method in both settings, and continues where it was interrupted. Nothing of the test scenes
-enters a choice. ``--limit`` is the number of questions; of a report it is for trying it out.
+``report`` runs ``mmdecode evaluate`` for POPE (greedy, and five seeds), captions, MME's pairs and
+relations, each method in both settings, and continues where it was interrupted; it takes about four
+hours on one core. Nothing of the test scenes enters a choice. Of the results, the summaries and
+tables are kept in the project; the rows (``items.jsonl``) stay where they were made.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hallucination_tables import read, tables
+from pages import write_page
+from plot_hallucination import draw
+
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vlm_data import read_questions
@@ -26,7 +32,15 @@ from mmdecode.vlm.answerer import load
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hallucination"
+PAGE = HERE.parent / "docs" / "hallucination.md"
 CHOSEN = "tuned.json"
+TASKS = {
+    "pope": ["--seeds", "5", "--max-new-tokens", "1"],
+    "chair": ["--greedy", "--max-new-tokens", "80"],
+    "mme": ["--greedy", "--max-new-tokens", "1"],
+    "spatial": ["--greedy", "--max-new-tokens", "4"],
+}
+"""Options of each."""
 
 GRIDS: dict[str, list[str]] = {
     "vcd": ["vcd", "vcd:alpha=0.5", "vcd:step=700", "vcd:step=900", "vcd:alpha=0.5,step=900"],
@@ -71,17 +85,19 @@ GRIDS: dict[str, list[str]] = {
 
 def tune(arguments: argparse.Namespace) -> None:
     """Chooses a setting per method and writes all that were tried."""
-    questions = read_questions("pope", ["zoo"], part="development").limited(arguments.limit)
+    questions = read_questions("pope", ["zoo"], part="development")
+    scenes = list(dict.fromkeys(item.image for item in questions.items))[: arguments.scenes]
+    items = [item for item in questions.items if item.image in scenes]  # of all three splits
     model, processor = load(arguments.model, arguments.device, "float32")
     guides = [spec for name, grid in GRIDS.items() if name not in INERT for spec in grid]
     modes = modes_of(guides, seeds=[], controls=False)
     recorder = Recorder(
         model,
         processor,
-        questions.items,
+        items,
         modes,
         questions.image,
-        max_new_tokens=2,
+        max_new_tokens=1,
         batch_size=arguments.batch_size,
     )
     with progress_bar() as bar:
@@ -95,8 +111,8 @@ def tune(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = {
         "model": arguments.model,
-        "questions": len(questions.items),
-        "limit": arguments.limit,
+        "questions": len(items),
+        "scenes": len(scenes),
         "greedy": accuracy["greedy"],
         "accuracy": {spec: accuracy[spec] for spec in guides},
         "tuned": chosen,
@@ -110,7 +126,7 @@ def mean_accuracy(report: YesNoReport) -> dict[str, float]:
     """Accuracy by mode, on average over the splits."""
     found = {}
     for mode, scores in report.summary["modes"].items():
-        values = [split["accuracy"]["value"] for split in scores["sets"].values()]
+        values = [split["accuracy"] for split in scores["sets"].values()]
         found[mode] = round(sum(values) / len(values), 5)
     return found
 
@@ -123,32 +139,36 @@ def evaluate(arguments: argparse.Namespace) -> None:
     common += ["--batch-size", str(arguments.batch_size)]
     if arguments.limit:
         common += ["--limit", str(arguments.limit)]
-    tasks = {
-        "pope": ["--seeds", "5", "--max-new-tokens", "2"],
-        "chair": ["--greedy", "--max-new-tokens", "80"],
-        "spatial": ["--greedy", "--max-new-tokens", "4"],
-    }
-    for task, options in tasks.items():
-        named = [argument for spec in guides for argument in ("--guide", spec)]
+    for task in arguments.task or TASKS:
+        drawn = "--greedy" not in TASKS[task]
+        kept = [spec for spec in guides if drawn or spec.partition(":")[0] not in INERT]
+        named = [argument for spec in kept for argument in ("--guide", spec)]
         folder = arguments.out / task
         resume = ["--resume"] if folder.exists() else []
-        command = [sys.executable, "-m", "mmdecode", "evaluate", task, *common, *options, *named]
+        command = [sys.executable, "-m", "mmdecode", "evaluate", task, *common, *TASKS[task]]
         print(task, flush=True)
-        subprocess.run([*command, "--output", str(folder), *resume], check=True)
+        subprocess.run([*command, *named, "--output", str(folder), *resume], check=True)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("step", choices=["tune", "report"])
+    parser.add_argument("step", choices=["tune", "report", "page"])
     parser.add_argument("--model", default="zoo:llava-scenes")
     parser.add_argument("--device")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--limit", type=int, help="only so many questions: a try")
+    parser.add_argument("--limit", type=int, help="questions of a report: a try")
+    parser.add_argument("--scenes", type=int, default=60, help="to tune on, all splits of each")
+    parser.add_argument("--task", action="append", choices=TASKS, help="of a report; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
     only_our_output()
-    (tune if arguments.step == "tune" else evaluate)(arguments)
+    if arguments.step == "page":
+        write_page(arguments.page, tables(arguments.out))
+        draw(read(arguments.out)["pope"], arguments.page.with_suffix(".svg"))
+    else:
+        (tune if arguments.step == "tune" else evaluate)(arguments)
 
 
 if __name__ == "__main__":

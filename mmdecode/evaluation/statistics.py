@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 RESAMPLES = 10_000
+_TAIL = 20  # draws beyond zero that are enough to count
 _AT_ONCE = 1 << 22  # drawn units held in memory together
 
 
@@ -254,9 +255,17 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def bootstrap_p(draws: np.ndarray) -> float:
-    """Two-sided p-value of a difference from its draws; never under 2 / (draws + 1)."""
-    least = min((draws <= 0).sum(), (draws >= 0).sum())
-    return min(1.0, 2 * (float(least) + 1) / (len(draws) + 1))
+    """Two-sided p-value of a difference from its draws.
+
+    The share of draws beyond zero; where those are too few to tell how small it is, which matters
+    once many comparisons are corrected together, the normal tail at the draws' mean and spread.
+    """
+    beyond = min((draws <= 0).sum(), (draws >= 0).sum())
+    counted = min(1.0, 2 * (float(beyond) + 1) / (len(draws) + 1))
+    spread = float(draws.std())
+    if beyond >= _TAIL or not spread:
+        return counted
+    return min(counted, 2 * NormalDist().cdf(-abs(float(draws.mean())) / spread))
 
 
 @lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ import pytest
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import statistics
 from mmdecode.evaluation.statistics import (
+    bootstrap_p,
     holm,
     mapsswe,
     paired_bootstrap,
@@ -209,3 +210,12 @@ def test_spread_of_the_draws_is_the_standard_error():
 def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_a_small_p_is_told_by_the_tail_that_no_draw_reaches():
+    rng = np.random.default_rng(0)
+    assert bootstrap_p(rng.normal(1, 1, 10_000)) == pytest.approx(0.317, abs=0.02)
+    assert bootstrap_p(rng.normal(-5, 1, 10_000)) == pytest.approx(5.7e-7, rel=0.5)
+    assert bootstrap_p(rng.normal(0, 1, 10_000)) > 0.9
+    assert bootstrap_p(np.zeros(99)) == 1
+    assert bootstrap_p(np.ones(99)) == 0.02, "no spread: the draws are all there is"

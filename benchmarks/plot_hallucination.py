@@ -1,0 +1,50 @@
+"""The picture of the hallucination report: what is more than a constant shift of the margin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from hallucination_tables import HARDEST, Summary, greedy_verdict, settings
+
+HELPS, OTHERS, CURVE = "#0b8043", "#4c8bf5", "#9aa0a6"
+
+
+def draw(pope: Summary, out: Path) -> None:
+    """Accuracy against the share of yes on the adversarial split, the likeliest token taken.
+
+    Args:
+        pope: Summary of the run on POPE.
+        out: An SVG file.
+    """
+    modes = pope["modes"]
+
+    def place(name: str) -> tuple[float, float]:
+        scores = modes[name]["sets"][HARDEST]
+        return 100 * scores["yes_ratio"], 100 * scores["accuracy"]
+
+    named = settings(pope)
+    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9})
+    figure, axes = plt.subplots(figsize=(9, 5))
+    curve = sorted(place(f"greedy shifted to {name}") for name in named)
+    axes.plot(*zip(*curve, strict=True), color=CURVE, zorder=1, label="plain model, margin shifted")
+    axes.plot(*place("greedy"), "D", color="black", label="plain model")
+    for control in ("prompt_bias", "near_ties"):
+        axes.plot(*place(control), "x", color="black")
+        axes.annotate(control, place(control), xytext=(4, -9), textcoords="offset points")
+    for name in named:
+        colour = HELPS if greedy_verdict(pope, name).startswith("**") else OTHERS
+        axes.plot(*place(name), "o", color=colour, markersize=5)
+        axes.annotate(
+            name, place(name), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour
+        )
+    axes.set_xlabel(f"answers yes in %, {HARDEST} questions (half of the right answers are yes)")
+    axes.set_ylabel("accuracy in %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower center")
+    figure.tight_layout()
+    figure.savefig(out)
+    plt.close(figure)

@@ -1,0 +1,132 @@
+"""Verdicts of the report on hallucination, on answers whose cause is known."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmdecode.evaluation import CaptionReport, YesNoReport
+from mmdecode.evaluation.chair import Vocabulary
+from mmdecode.evaluation.items import CaptionItem, YesNoItem
+from mmdecode.evaluation.vlm_runs import comparisons_of, modes_of
+
+ROOT = Path(__file__).parents[1]
+SPLITS = ("random", "popular", "adversarial")
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import hallucination_tables
+
+    return hallucination_tables
+
+
+def pope(margins_of, guides=("vcd", "icd", "pai", "dola")):
+    """A summary of answers; ``margins_of`` are functions of right answers and plain margins."""
+    rng = np.random.default_rng(0)
+    right = np.arange(600) % 2 == 0
+    plain = rng.normal(np.where(right, -0.7, -2.3), 1)  # says no far too often
+    modes = modes_of(guides, seeds=[0, 1])
+    items = []
+    for mode in modes:
+        for seed in mode.seeds or (None,):
+            drawn = plain + rng.normal(0, 2, len(plain)) * bool(mode.seeds)
+            margins = margins_of.get(mode.name, lambda right, plain: plain)(right, drawn)
+            items += [
+                YesNoItem(
+                    id=str(i),
+                    image=f"{i}.png",
+                    question="?",
+                    target="yes" if right[i] else "no",
+                    sets=(SPLITS[i % 3],),
+                    mode=mode.name,
+                    seed=seed,
+                    output="Yes" if margins[i] > 0 else "No",
+                    margin=float(margins[i]),
+                )
+                for i in range(len(plain))
+            ]
+    return YesNoReport(
+        items,
+        task="pope",
+        resamples=300,
+        against=comparisons_of(modes),
+        controls=[mode.name for mode in modes if mode.control],
+    ).summary
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return pope(
+        {
+            "vcd": lambda right, plain: plain + np.where(right, 3, -3),
+            "icd": lambda right, plain: plain + 1.5,
+            "pai": lambda right, plain: plain - np.where(right, 1, -1),
+        }
+    )
+
+
+def test_better_seeing_helps_and_saying_yes_does_not(tables, greedy):
+    assert tables.greedy_verdict(greedy, "vcd") == "**helps** (random, popular, adversarial)"
+    assert tables.greedy_verdict(greedy, "icd") == "a shift does the same"
+    assert tables.greedy_verdict(greedy, "pai") == "hurts"
+    assert tables.greedy_verdict(greedy, "dola") == "no difference"
+
+
+def test_sampling_is_judged_by_its_own_controls(tables):
+    def sure(right, drawn):
+        return np.where(right, 5.0, -5.0)
+
+    def rather(right, drawn):
+        return drawn + np.where(right, 1.2, -1.2)
+
+    cut = "plausible:beta=0.1, sampled"
+    alone = pope({"vcd, sampled": sure}, ["vcd"])
+    assert tables.sampled_verdict(alone, "vcd, sampled").startswith("**helps** (random, popular")
+    assert "greedy" not in tables.sampled_verdict(alone, "vcd, sampled")
+    both = pope({"vcd, sampled": sure, cut: sure}, ["vcd"])
+    assert tables.sampled_verdict(both, "vcd, sampled") == "a control does the same"
+    assert tables.rivals(both, "vcd, sampled") == ["sampled", cut]
+    some = pope({"vcd, sampled": rather, "greedy": sure}, ["vcd"])
+    assert tables.sampled_verdict(some, "vcd, sampled").endswith("greedy decoding, shifted, not")
+    none = pope({"vcd, sampled": lambda right, drawn: -drawn}, ["vcd"])
+    assert tables.sampled_verdict(none, "vcd, sampled") == "hurts"
+
+
+def test_a_table_has_every_mode_that_was_run(tables, greedy):
+    shown = tables.pope_table(greedy)
+    assert re.findall("^\\| `([\\w:.=]+)`", shown, re.MULTILINE) == [
+        *("greedy", "prompt_bias", "near_ties", "vcd", "icd", "pai", "dola")
+    ]
+    drawn = tables.sampled_table(greedy)
+    named = set(re.findall("^\\| `([^`]+)`", drawn, re.MULTILINE))
+    assert named == {"sampled", "plausible:beta=0.1", "vcd", "icd", "pai", "dola"}
+
+
+def captions(made):
+    """A summary of captions; each mode says the same words of every image, or a list of them."""
+    said = {"greedy": ["cat and dog and cup and hat"] * 40, **made}
+    items = [
+        CaptionItem(id=str(i), image=f"{i}.png", objects=("cat", "dog"), mode=mode, output=text)
+        for mode, texts in said.items()
+        for i, text in enumerate(texts)
+    ]
+    words = Vocabulary(dict.fromkeys(("cat", "dog", "cup", "hat"), ()))
+    return CaptionReport(items, vocabulary=words, resamples=300).summary
+
+
+def test_captions_are_judged_at_equal_length(tables):
+    summary = captions(
+        {
+            "truer": ["cat and dog and dog and cat"] * 20 + ["cat and dog and cup and dog"] * 20,
+            "shorter": ["cat and dog"] * 40,
+            "silent": ["a and a and a and a"] * 39 + ["cat and a and a and a"],
+            "wilder": ["cat and hat and cup and hat"] * 40,
+        }
+    )
+    verdict = {name: tables.caption_verdict(summary, name) for name in summary["modes"]}
+    assert verdict["truer"] == "**helps**" and verdict["shorter"] == "no difference"
+    assert verdict["silent"] == "fewer objects of either kind" and verdict["wilder"] == "hurts"
+    assert verdict["greedy"] == ""
