@@ -64,12 +64,17 @@ class DecoderOnlyAdapter:
         self._body = model.base_model
         self._head = model.get_output_embeddings()
 
+    @property
+    def name(self) -> str:
+        """What messages call the model: the class that the caller knows."""
+        return type(self.model).__name__
+
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
         if spec.view is not None:
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with view {spec.view!r}",
-                type(self.model).__name__,
+                self.name,
                 *self.no_views,
             )
         if isinstance(spec.prompt, Tensor):

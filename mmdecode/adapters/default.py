@@ -81,7 +81,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
         if strange and ctx.adapter is self:
             raise IncompatibleError.between(
                 f"input {', '.join(strange)}",
-                type(self.model).__name__,
+                self.name,
                 "models without an adapter of their own are run from ids and mask",
                 "leave it out, or decode with plain generate",
             )
@@ -93,7 +93,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return list(module)
         raise UnsupportedModelError(
-            f"{type(self.model).__name__} has no list of {self.num_layers} layers to read hidden "
+            f"{self.name} has no list of {self.num_layers} layers to read hidden "
             "states from; use a draft that needs none"
         )
 
@@ -110,7 +110,7 @@ def check(adapter: DecoderOnlyAdapter) -> None:
     Raises:
         UnsupportedModelError: They differ, or a pass fails.
     """
-    name = type(adapter.model).__name__
+    name = adapter.name
     advice = (
         "decode it with plain generate, or register an adapter under the entry-point group "
         "mmdecode.adapters"

@@ -84,7 +84,7 @@ def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Pr
     if view is None:
         raise IncompatibleError.between(
             f"branch {spec.name!r} with view {spec.view!r}",
-            type(adapter.model).__name__,
+            adapter.name,
             "there is no such view",
             f"use one of {', '.join(VIEWS)}",
         )
@@ -104,7 +104,7 @@ def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
     given = {**ctx.model_inputs, **ctx.mm_inputs}
     raw = {n: given[n].to(ctx.device) for n in adapter.raw_names if given.get(n) is not None}
     if not any(name in raw for name in PIXELS):
-        name = type(adapter.model).__name__
+        name = adapter.name
         raise IncompatibleError.between(
             "a guide that changes images",
             name,

@@ -24,6 +24,7 @@ from mmdecode.adapters import image_views
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.setup import left_padded
 
 
@@ -53,6 +54,11 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         language = model.language_model
         fits = language.config.model_type in DecoderOnlyAdapter.model_types
         return language if fits else None
+
+    @property
+    def name(self) -> str:
+        """The model around the language model."""
+        return type(self._whole).__name__
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The embeddings that generate merged, or a view of the image or the question."""
@@ -118,4 +124,4 @@ class InstructBlipAdapter(VisionLanguageAdapter):
             states = change(output.last_hidden_state)
             return type(output)(**{**output, "last_hidden_state": states})
 
-        return self.tower().register_forward_hook(after)
+        return self.tower().register_forward_hook(of_this_thread(after))

@@ -25,6 +25,7 @@ from mmdecode.adapters import image_views, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.setup import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError
@@ -79,7 +80,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         if ctx.model_inputs.get("inputs_embeds") is not None:
             raise IncompatibleError.between(
                 "inputs_embeds",
-                type(self.model).__name__,
+                self.name,
                 "its adapter merges images and ids itself",
                 "leave inputs_embeds out",
             )
@@ -102,7 +103,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             given |= ctx.mm_inputs
             if encoded and "pixel_values" not in given:
                 raise IncompatibleError.between(
-                    type(self.model).__name__,
+                    self.name,
                     f"the images of {type(ctx.adapter.model).__name__}",
                     "generate has encoded them for that model, and a second model needs pixels",
                     "call mmdecode.generate, or generate inside mmdecode.attach(model)",
@@ -207,7 +208,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                 return getattr(self._whole, name)
         raise IncompatibleError.between(
             "a guide that looks into the image encoder",
-            type(self.model).__name__,
+            self.name,
             "its adapter knows of none",
             "use a guide that changes pixels or the prompt",
         )
@@ -241,7 +242,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """
         raise IncompatibleError.between(
             "a guide that changes what enters the projector",
-            type(self.model).__name__,
+            self.name,
             "its adapter knows of no projector that takes patches one by one",
             "use a guide that changes the encoder's attention, or pixels",
         )
@@ -327,7 +328,7 @@ class LlavaAdapter(VisionLanguageAdapter):
     def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """As of any; the class token was dropped before."""
         return self._whole.multi_modal_projector.register_forward_pre_hook(
-            lambda _, args: (change(args[0]), *args[1:])
+            of_this_thread(lambda _, args: (change(args[0]), *args[1:]))
         )
 
     def salience(
@@ -451,7 +452,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         places = ctx.model_inputs.get("position_ids")
         if places is None or places.ndim != 3:
             raise IncompatibleError.between(
-                type(self.model).__name__,
+                self.name,
                 "the call's position_ids",
                 "images need positions in time, height and width, which generate of a Qwen-VL "
                 "model prepares",

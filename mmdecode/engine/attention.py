@@ -2,7 +2,9 @@
 
 A model attends by `NAME` only while `switched` lasts. A layer that no plan names runs as before,
 bit for bit; a layer of the plan computes scores and weights in the open, so that a part may read or
-change them. Edits see prompt columns and rows of a block, never how the cache lies behind them.
+change them, of the queries it asks for: of a prompt most often the last alone, which spares the
+matrix of all queries and keys. Edits see prompt columns and rows of a block, never how the cache
+lies behind them.
 
 Which layers of a model attend where is the adapter's to say; when a plan is active is the branch's.
 """
@@ -129,23 +131,39 @@ class Plan:
             if edit.covers(layer, self.depth) and (self.is_prompt or edit.rows != "last_prompt")
         ]
 
+    def queries(self, layer: int, count: int) -> int:
+        """How many of ``count`` queries, the last ones, are edited or read in a layer."""
+        edits = [edit for _, edit, _ in self.active(layer)]
+        if not edits and layer not in self.reads:
+            return 0
+        return 1 if self.is_prompt and all(edit.rows != "all" for edit in edits) else count
+
     def keep(self, layer: int, weights: Tensor) -> None:
         """Keeps what was asked for: of a prompt, its last row."""
         self.weights[layer] = weights[:, :, -1:].clone() if self.is_prompt else weights
 
     def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
-        """Scores or weights with the edits of a layer; rows no edit names stay as they are."""
+        """Scores or weights with a layer's edits, in place; rows no edit names stay as they are.
+
+        Args:
+            values: Of the last queries of the pass, ``(R, H, Q, K)``.
+            layer: Index of the layer.
+            seen: Keys each query may see, ``(R or 1, 1, Q, K)``.
+            stage: ``"scores"`` or ``"weights"``.
+        """
+        here = slice(self.law_rows.shape[1] - values.shape[2], None)
+        law = self.law_rows[:, here]
         for index, edit, rows in self.active(layer):
             change = getattr(edit, stage)
             if change is None:
                 continue
-            chosen = torch.ones_like(self.law_rows) if edit.rows == "all" else self.law_rows
+            chosen = torch.ones_like(law) if edit.rows == "all" else law
             chosen = chosen[rows][:, None, :, None]
             strength = self.strengths.get(index)
             strength = (
                 torch.ones_like(chosen, dtype=values.dtype)
                 if strength is None
-                else strength.to(values.dtype)[:, None, :, None]
+                else strength[:, here].to(values.dtype)[:, None, :, None]
             )
             before = values[rows]
             site = Site(
@@ -154,12 +172,11 @@ class Plan:
                 images=_as_wide(self.images[rows], before.shape[-1])[:, None, None],
                 seen=seen[rows] if len(seen) > 1 else seen,
                 strength=strength,
-                positions=self.positions[rows],
+                positions=self.positions[rows, here],
                 keys=self.keys[rows, : before.shape[-1]],
                 noise=self.noise,
             )
-            after = torch.where(chosen & (strength != 0), change(before, site), before)
-            values = torch.cat([values[: rows.start], after, values[rows.stop :]])
+            values[rows] = torch.where(chosen & (strength != 0), change(before, site), before)
         return values
 
 
@@ -187,9 +204,10 @@ class TowerPlan:
     joined: bool = False
     weights: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def active(self, layer: int) -> bool:
-        """Whether a layer is edited."""
-        return self.edit is not None and layer in self.layers
+    def queries(self, layer: int, count: int) -> int:
+        """How many of ``count`` queries are edited or read in a layer: all or none."""
+        edited = self.edit is not None and layer in self.layers
+        return count if edited or layer in self.reads else 0
 
     def apply(self, values: Tensor, layer: int, seen: Tensor, stage: str) -> Tensor:
         """Weights as edited; scores stay."""
@@ -249,14 +267,29 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers' attention functions: ``(B, H, Q, D)`` in, ``(B, Q, H, D)`` out."""
+    """As transformers' attention functions: ``(B, H, Q, D)`` in, ``(B, Q, H, D)`` out.
+
+    All queries are done as usual, then those that the plan asks for once more in the open.
+    """
     plan = _plan.get()
     layer = None if plan is None else plan.sites.get(id(module))
-    if plan is None or layer is None or not (layer in plan.reads or plan.active(layer)):
-        plan = layer = None
+    count = query.shape[2]
+    chosen = 0 if plan is None or layer is None else plan.queries(layer, count)
     stock = stock_attention(getattr(module, "config", None))
-    if plan is None and stock != "eager":
-        return ALL_ATTENTION_FUNCTIONS[stock](
+
+    def in_the_open(
+        last: int, plan: Plan | TowerPlan | None, layer: int | None
+    ) -> tuple[Tensor, Tensor]:
+        seen = _seen(module, query, key, attention_mask, is_causal)[..., -last:, :]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _in_the_open(query[:, :, -last:], key, value, seen, scale, softcap, plan, layer)
+
+    if chosen == count:
+        return in_the_open(count, plan, layer)
+    if stock == "eager":
+        usual = in_the_open(count, None, None)
+    else:
+        usual = ALL_ATTENTION_FUNCTIONS[stock](
             module,
             query,
             key,
@@ -265,18 +298,34 @@ def attend(
             dropout=dropout,
             scaling=scaling,
             is_causal=is_causal,
+            softcap=softcap,
             **kwargs,
         )
+    if chosen:
+        usual[0][:, -chosen:] = in_the_open(chosen, plan, layer)[0]
+    return usual
+
+
+def _in_the_open(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
+    plan: Plan | TowerPlan | None,
+    layer: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by its scores and weights, edited and read as planned; shapes as of `attend`."""
     heads = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(heads, 1) if heads > 1 else t for t in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    seen = _seen(module, scores, attention_mask, is_causal)
     if plan is not None and layer is not None:
         scores = plan.apply(scores.float(), layer, seen, "scores")
     weights = masked_softmax(scores, seen)
+    del scores  # as large as the weights
     if plan is not None and layer is not None:
         weights = plan.apply(weights, layer, seen, "weights")
         if layer in plan.reads:
@@ -291,13 +340,15 @@ def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, low).softmax(-1, dtype=torch.float32)
 
 
-def _seen(module: nn.Module, scores: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor:
+def _seen(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor:
     """Keys each query may see, from a boolean mask, an additive one, or none at all."""
-    queries, keys = scores.shape[-2:]
+    queries, keys = query.shape[2], key.shape[2]
     if mask is not None:
         mask = mask[..., :keys]
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=scores.device)
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
     return seen.tril() if causal and queries > 1 else seen
 

@@ -29,6 +29,7 @@ from mmdecode.engine.contracts import (
     Scores,
     StateEdit,
 )
+from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
@@ -61,7 +62,7 @@ class ModelBranches:
         if wants_inside and not hasattr(adapter, "attention_sites"):
             raise IncompatibleError.between(
                 "a part that reads or edits attention, or reads exits",
-                type(adapter.model).__name__,
+                getattr(adapter, "name", type(adapter.model).__name__),
                 f"{type(adapter).__name__} does not show the inside of its model",
                 "use it with a decoder-only or vision-language model",
             )
@@ -162,7 +163,7 @@ class ModelBranches:
 
         Returns:
             States by layer as in `Scores.hidden`, ``(R, Q, H)``, and attention weights by layer as
-            asked for, ``(R, heads, Q, visible)``.
+            asked for, ``(R, heads, Q, visible)``; of a prompt, those of its last row.
         """
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
@@ -387,7 +388,7 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         into[key] = args[0] if args else kwargs["hidden_states"]
 
-    return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True)
 
 
 def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
@@ -418,7 +419,7 @@ def _edit_states(
         return change
 
     for index, layer in enumerate(layers):
-        hooks.enter_context(layer.register_forward_hook(after(index)))
+        hooks.enter_context(layer.register_forward_hook(of_this_thread(after(index))))
 
 
 def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:

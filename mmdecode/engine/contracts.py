@@ -33,7 +33,10 @@ class Context:
         open: Rows that go on, ``(B,)``.
         rounds: Rounds each row has been through, ``(B,)``.
         noise: Keyed noise of the rows.
-        mm_inputs: Raw inputs by name (pixels, audio, texts), one entry per row.
+        ends: Ids of which any ends a row, ``(n,)``.
+        mm_inputs: Raw inputs by name (pixels, audio, texts) as the caller gave them, before rows
+            were copied: one entry per row, or, of pixels, per image, of which a row may have any
+            number.
         model_inputs: What ``generate`` prepared for the model.
         limit: Most tokens any row may generate.
         do_sample: Whether the caller samples.
@@ -61,6 +64,7 @@ class Context:
     longest: int = 0
     copies: int = 1
     fixed: bool = False
+    ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     mm_inputs: Mapping[str, Any] = field(default_factory=dict)
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,31 +95,6 @@ class Context:
         """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
         columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
         return self.ids.gather(1, columns.clamp_min(0))
-
-    def reorder(self, rows: Tensor) -> Context:
-        """The rows ``rows``, in that order."""
-        return Context(
-            prompt_ids=self.prompt_ids[rows],
-            prompt_mask=self.prompt_mask[rows],
-            ids=self.ids[rows],
-            length=self.length[rows],
-            open=self.open[rows],
-            rounds=self.rounds[rows],
-            noise=self.noise.reorder(rows),
-            limit=self.limit,
-            do_sample=self.do_sample,
-            tail=self.tail,
-            draft_free=self.draft_free,
-            adapter=self.adapter,
-            longest=self.longest,
-            fixed=self.fixed,
-            mm_inputs={k: _take(v, rows) for k, v in self.mm_inputs.items()},
-            model_inputs=self.model_inputs,
-        )
-
-
-def _take(values: Any, rows: Tensor) -> Any:
-    return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,8 @@ class Decoder:
             logits_processor: The caller's processors and warpers.
             stopping_criteria: The caller's.
             generation_config: The call's.
-            mm_inputs: Raw inputs for guides and drafts, by name, one entry per row.
+            mm_inputs: Raw inputs for guides and drafts, by name: one entry per row, or, of pixels,
+                per image.
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
             mm_streamer: A streamer for the one row of the batch; the caller ends it.
             mm_model: The model that ``generate`` was called on, which may be one around ``model``.
@@ -227,7 +228,8 @@ class Decoder:
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         adapter = registry.adapter_for(model, mm_model)
-        _refuse_blind(guide, adapter)
+        wanted = _needs(guide, adapter)
+        _refuse(guide, wanted, adapter)
         ctx = setup.open_context(
             input_ids,
             config,
@@ -243,7 +245,7 @@ class Decoder:
         ctx.tail = self.draft.needs.tail
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
-        needs = self.draft.needs.union(_needs(guide, adapter))
+        needs = self.draft.needs.union(wanted)
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:
             raise OptionError(
@@ -263,9 +265,7 @@ class Decoder:
             kind=kind,
             scorers=_scorers(adapter, guide, needs, ctx),
             processors=Processors(processors),
-            stopping=Stopping(
-                stopping_criteria, setup.token_ids(config.eos_token_id), ctx.limit, ctx.device
-            ),
+            stopping=Stopping(stopping_criteria, ctx.ends, ctx.limit),
             stats=self.stats,
             recorder=setup.Recorder(
                 bool(config.output_scores), bool(config.output_logits), ctx.batch
@@ -383,7 +383,6 @@ class Run:
                     names = [other.name for other in scorer.specs]
                     if names == [spec.replaces]:
                         continue
-                    assert spec.replaces not in names, "it shares a pass with another branch"
                     scorer.rename(spec.name, spec.replaces)
                 kept.append(scorer)
             self.scorers = kept
@@ -584,12 +583,36 @@ def width_bucket(width: int, size: int) -> int:
     return min(size, 1 << (width - 1).bit_length())
 
 
-def _refuse_blind(guide: Guide | None, adapter: Any) -> None:
-    """Raises where a guide of images meets a model that shows none."""
+def _refuse(guide: Guide | None, needs: Needs, adapter: Any) -> None:
+    """Raises where a guide's branches clash, or it wants what the adapter does not show."""
+    if guide is None:
+        return
+    name = f"guide {type(guide).__name__}"
+    model = getattr(adapter, "name", type(adapter.model).__name__)
+    passes = [MAIN, *(s for s in guide.branches if s.build is None and s.model is None)]
+    stages = {spec.name: spec.stage for spec in passes}
+    for spec in guide.branches:
+        beside = [n for n, stage in stages.items() if stage == stages.get(spec.replaces or "")]
+        if len(beside) > 1:
+            raise IncompatibleError.between(
+                name,
+                "Decoder",
+                f"branch {spec.name!r} answers in the place of {spec.replaces!r}, which shares a "
+                f"pass with {', '.join(n for n in beside if n != spec.replaces)}",
+                "give the branches beside it a later stage",
+            )
+    inside = getattr(guide, "edits", ()) or needs.attention or needs.exits
+    if inside and not hasattr(adapter, "attention_sites"):
+        raise IncompatibleError.between(
+            name,
+            model,
+            f"{type(adapter).__name__} does not show the inside of its model",
+            "use it with a decoder-only or vision-language model",
+        )
     if getattr(guide, "images", False) and not getattr(adapter, "shows_images", False):
         raise IncompatibleError.between(
-            f"guide {type(guide).__name__}",
-            type(adapter.model).__name__,
+            name,
+            model,
             "the guide needs images, and this model reads none itself",
             "use a vision-language model; one that hands its images to an inner language model "
             "needs mmdecode.generate, or generate inside mmdecode.attach(model)",

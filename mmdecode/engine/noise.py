@@ -76,10 +76,6 @@ class Noise:
         """From plain integers."""
         return cls(seed, torch.tensor([_signed(r) for r in requests], device=device))
 
-    def reorder(self, rows: Tensor) -> Noise:
-        """The noise of the rows ``rows``, ``(B',)``."""
-        return Noise(self.seed, self.requests[rows])
-
     def generator(self, row: int, *parts: str | int) -> torch.Generator:
         """A generator on the CPU for what a row draws before its first token, named by ``parts``.
 
@@ -114,7 +110,8 @@ class Noise:
     def pairs(self, queries: Tensor, keys: Tensor, layer: int, heads: int) -> Tensor:
         """Draws in (0, 1) for every pair of a query and a key in a layer, float32.
 
-        The same wherever a key lies in the cache, and whatever else is in the pass.
+        The same wherever a key lies in the cache, and whatever else is in the pass. Keys take
+        several times the memory of what is drawn: ask for few queries at a time.
 
         Args:
             queries: Tokens before each query, padding not counted, ``(B, Q)``.

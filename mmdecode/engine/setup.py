@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -83,6 +84,18 @@ def token_ids(value: Any) -> list[int]:
     if isinstance(value, Tensor):
         return [int(v) for v in value.reshape(-1).tolist()]
     return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def end_ids(
+    criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
+) -> Tensor:
+    """Ids that end a row, ``(n,)``.
+
+    As in transformers, the caller's own criteria replace what the config says.
+    """
+    own = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+    ends = [i for value in own or [config.eos_token_id] for i in token_ids(value)]
+    return torch.tensor(ends, dtype=torch.long, device=device)
 
 
 def take_over_guidance(
@@ -170,6 +183,7 @@ def open_context(
         do_sample=do_sample,
         adapter=adapter,
         copies=int(config.num_return_sequences or 1),
+        ends=end_ids(criteria, config, input_ids.device),
         mm_inputs=mm_inputs,
         model_inputs=inputs,
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import (
+from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteriaList,
 )
 
 from mmdecode.engine.contracts import Context
@@ -25,22 +25,12 @@ class Stopping:
 
     Args:
         criteria: As ``generate`` built them.
-        eos: End-of-sequence ids.
+        ends: Ids that end a row, ``(n,)``; they stand for the criteria of ends.
         limit: Most generated tokens per row.
-        device: Of the rows.
     """
 
-    def __init__(
-        self, criteria: StoppingCriteriaList, eos: list[int], limit: int, device: torch.device
-    ) -> None:
-        # as in transformers, the caller's own end and length criteria replace the config's
-        ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
-        self.eos = (
-            torch.cat([torch.as_tensor(e).reshape(-1) for e in ends]).to(device)
-            if ends
-            else torch.tensor(eos, dtype=torch.long, device=device)
-        )
-        self.limit = limit
+    def __init__(self, criteria: StoppingCriteriaList, ends: Tensor, limit: int) -> None:
+        self.ends, self.limit = ends, limit
         self.per_call = [c for c in criteria if type(c) is MaxTimeCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = [c for c in criteria if type(c) not in known]
@@ -57,7 +47,7 @@ class Stopping:
             ``count (B,)``, at least 1 for open rows, and ``ended (B,)``.
         """
         order = torch.arange(1, block.shape[1] + 1, device=block.device)
-        stop = (block[..., None] == self.eos).any(-1)
+        stop = (block[..., None] == self.ends).any(-1)
         stop |= (ctx.length[:, None] + order) >= self.limit
         if self.others:
             stop |= self._ask(ctx, block, count)

@@ -30,6 +30,7 @@ the map is edited is left open there; all of them is our choice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -110,42 +111,53 @@ class CausalMM(Linear):
         return cls(level, intervention, gamma, epsilon, (first, last), released)
 
     def _in_tower(self, weights: Tensor, seen: Tensor, layer: int, draw: torch.Generator) -> Tensor:
-        return counterfactual(self._change, weights, seen, _uniform(weights, draw))
+        return counterfactual(
+            self._change, weights, seen, lambda part: _uniform(weights[:, :, part], draw)
+        )
 
     def _in_language(self, weights: Tensor, site: Site) -> Tensor:
-        draws = site.noise.pairs(site.positions, site.keys, site.layer, weights.shape[1])
+        def draws(part: slice) -> Tensor:
+            queries = site.positions[:, part]
+            return site.noise.pairs(queries, site.keys, site.layer, weights.shape[1])
+
         return counterfactual(self._change, weights, site.seen, draws)
 
     def _of_patches(self, states: Tensor, weights: Tensor, draw: torch.Generator) -> Tensor:
         """States of patches ``(R, n, H)`` times the map of their layer, as released."""
         whole = weights.flatten(2)
-        edited = self._change(
-            whole, torch.ones_like(whole, dtype=torch.bool), _uniform(whole, draw)
-        )
+        allowed = torch.ones_like(whole, dtype=torch.bool)
+        edited = self._change(whole, allowed, lambda: _uniform(whole, draw))
         return states * patch_map(edited.view_as(weights), states.shape[1])[..., None]
 
 
-Intervention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(rows (..., n), allowed (..., n) bool, draws in (0, 1)) -> rows``; what is not allowed in a row
-does not count, and may be anything afterwards."""
+AT_ONCE = 1 << 20
+"""Weights that are edited together, at most, unless one query has more: the keys of draws take
+several times the memory of the weights."""
+
+Draws = Callable[[], Tensor]
+"""Draws in (0, 1), one for each weight; nothing is drawn before it is called."""
+
+Intervention = Callable[[Tensor, Tensor, Draws], Tensor]
+"""``(rows (..., n), allowed (..., n) bool, draws) -> rows``; what is not allowed in a row does not
+count, and may be anything afterwards."""
 
 
-def _random(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
-    return 2 * draws
+def _random(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
+    return 2 * draws()
 
 
-def _mean(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+def _mean(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
     mean = (rows * allowed).sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp_min(1)
     return mean.expand_as(rows)
 
 
-def _reversed(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+def _reversed(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
     return (rows * allowed).amax(-1, keepdim=True) - rows
 
 
-def _shuffle(rows: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+def _shuffle(rows: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
     # what is allowed comes first in both orders: of the draws, and of the keys
-    source = draws.masked_fill(~allowed, 2.0).argsort(-1)
+    source = draws().masked_fill(~allowed, 2.0).argsort(-1)
     target = (~allowed).long().argsort(dim=-1, stable=True)
     return torch.zeros_like(rows).scatter(-1, target, rows.gather(-1, source))
 
@@ -158,16 +170,32 @@ INTERVENTIONS: dict[str, Intervention] = {
 }
 
 
-def counterfactual(change: Intervention, weights: Tensor, seen: Tensor, draws: Tensor) -> Tensor:
+def counterfactual(
+    change: Intervention, weights: Tensor, seen: Tensor, draws: Callable[[slice], Tensor]
+) -> Tensor:
     """Attention weights, each query's changed among the keys it sees, and scaled to sum to one.
+
+    A few queries at a time, see `AT_ONCE`.
 
     Args:
         change: The intervention.
         weights: ``(R, heads, Q, K)``.
         seen: Bool, which broadcasts to them. A query that sees nothing keeps its weights.
-        draws: Between 0 and 1, of the same shape as the weights.
+        draws: Between 0 and 1 for the weights of a slice of the queries; called where ``change``
+            draws.
     """
-    allowed = seen.expand_as(weights)
+    rows, heads, queries, keys = weights.shape
+    seen, step = seen.expand_as(weights), max(1, AT_ONCE // (rows * heads * keys))
+    result = torch.empty_like(weights)
+    for first in range(0, queries, step):
+        part = slice(first, first + step)
+        result[:, :, part] = _made_up(
+            change, weights[:, :, part], seen[:, :, part], partial(draws, part)
+        )
+    return result
+
+
+def _made_up(change: Intervention, weights: Tensor, allowed: Tensor, draws: Draws) -> Tensor:
     edited = change(weights, allowed, draws) * allowed
     total = edited.sum(-1, keepdim=True)
     uniform = allowed / allowed.sum(-1, keepdim=True).clamp_min(1)

@@ -8,11 +8,11 @@ first; where its variance is above ``threshold``, a fifth branch, read after the
 fifth is the law. It is gated at each row and node by the sensor at that very place: the released
 code steers a token by what it sensed at the token before.
 
-Ours, where the paper speaks of InstructBLIP alone: images are replaced by uniform noise over the
+Ours, where the release knows InstructBLIP alone: images are replaced by uniform noise over the
 range of their own normalised pixels; the empty prompt is the image tokens and the last token of the
-prompt, which every family has.
+prompt, which every family has. InstructBLIP's Q-Former still reads the question there.
 
-Source: Conscious Gaze, arXiv:2512.05546; settings of its released code. The threshold is that of
+Source: Bu et al. 2025, arXiv:2512.05546; settings of its released code. The threshold is that of
 its README and script, the code's own default is 0.5.
 """
 

@@ -2,17 +2,17 @@
 
 Each image token is given the word that the model's own head reads in its last state. At every step
 the attention that the token pays to the image says how much each word is used, ``U``; the law is
-``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the
-denominator), with H the entropy of P over ``log V``: a model that is
-sure is left alone. Attention to image tokens of one word counts once, by its mean; only words among
-the likeliest ``rank`` gain. Nothing changes where the likeliest token ends the text.
+``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the denominator), with H the entropy of
+P over ``log V``: a model that is sure is left alone. Attention to image tokens of one word counts
+once, by its mean; only words among the likeliest ``rank`` gain. Nothing changes where the likeliest
+token ends the text.
 
 The published method reads words of a text and picks heads, and their weights, by a probe trained
 for each model. No probe comes with this library: all heads of the chosen layers count alike, unless
 weights are given.
 
-Source: Huang et al. 2025, "Dynamic Attention-Guided Context Decoding", Findings of ACL; ``alpha``
-of chat models, 2 is for base models.
+Source: Huang et al. 2025, "Dynamic Attention-Guided Context Decoding", Findings of ACL
+(arXiv:2501.01059); ``alpha`` of chat models, 2 is for base models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 from mmdecode.engine.attention import layer_range
 from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
 from mmdecode.engine.proposal import Proposal
-from mmdecode.engine.setup import token_ids
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import not_negative
@@ -44,12 +43,12 @@ class Words:
     Attributes:
         ids: By column of the prompt, ``(B, P)``; 0 where there is no image.
         share: Of each column in its word: one over the image tokens of that word, else 0.
-        ends: Tokens that end a text, ``(n,)``.
+        weights: Of the heads of each layer that is read, ``(heads, 1)``.
     """
 
     ids: Tensor
     share: Tensor
-    ends: Tensor
+    weights: Mapping[int, Tensor]
 
 
 class DAGCD:
@@ -114,24 +113,29 @@ class DAGCD:
         counts = main.logits.new_zeros(ctx.batch, main.logits.shape[-1])
         counts = counts.scatter_add(1, ids, images.to(counts))
         share = images / counts.gather(1, ids).clamp_min(1)
-        config = getattr(ctx.adapter.model, "generation_config", None)
-        ends = torch.tensor(token_ids(getattr(config, "eos_token_id", None)), device=ctx.device)
-        return Words(ids, share, ends)
+        weights = {
+            layer: self._weights(layer, main.attention[layer])
+            for layer in self._layers(ctx.adapter)
+        }
+        return Words(ids, share, weights)
 
-    def usage(self, adapter: Any, words: Words, main: Scores) -> Tensor:
+    def usage(self, words: Words, main: Scores) -> Tensor:
         """How much each word is looked at, of any rank, ``(B, N + 1, V)``."""
         usage = torch.zeros_like(main.logits)
-        for layer in self._layers(adapter):
+        for layer, weights in words.weights.items():
             attention = main.attention[layer][..., : words.ids.shape[1]]
             looked = attention.transpose(1, 2) * words.share[:, None, None]  # (B, N + 1, heads, P)
             ratio = looked / looked.sum(-1, keepdim=True).clamp_min(_TINY)
-            weights = [self._weight(layer, head) for head in range(attention.shape[1])]
-            part = (ratio * ratio.new_tensor(weights)[:, None]).sum(2)
+            part = (ratio * weights).sum(2)
             usage.scatter_add_(-1, words.ids[:, None].expand_as(part), part)
         return usage.clamp_min(0)
 
-    def _weight(self, layer: int, head: int) -> float:
-        return 1.0 if self.heads is None else self.heads.get((layer, head), 0.0)
+    def _weights(self, layer: int, attention: Tensor) -> Tensor:
+        """Of each head, ``(heads, 1)``; ``attention (B, heads, N + 1, P)`` tells how many."""
+        heads = range(attention.shape[1])
+        if self.heads is None:
+            return attention.new_ones(len(heads), 1)
+        return attention.new_tensor([[self.heads.get((layer, head), 0.0)] for head in heads])
 
     def apply(
         self, constants: Words, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
@@ -142,10 +146,10 @@ class DAGCD:
         law = logits.log_softmax(-1)
         doubt = torch.special.entr(law.exp()).sum(-1, keepdim=True) / math.log(logits.shape[-1])
         ranked = logits.topk(min(self.rank, logits.shape[-1]), -1).indices
-        usage = self.usage(ctx.adapter, constants, main)
+        usage = self.usage(constants, main)
         usage = torch.zeros_like(usage).scatter(-1, ranked, usage.gather(-1, ranked))
         usage = usage / usage.sum(-1, keepdim=True).clamp_min(_TINY)
-        ending = torch.isin(ranked[..., :1], constants.ends)
+        ending = (ranked[..., :1] == ctx.ends).any(-1, keepdim=True)
         boost = torch.where(ending, 0.0, self.alpha * doubt * usage)
         # in the space of the logits, so that a row without a gain keeps them bit for bit
         return torch.logaddexp(logits, logits.logsumexp(-1, keepdim=True) + boost.log())

@@ -5,17 +5,18 @@ At layer l of a late range, ``r = sum_k w_k h_k`` over the outputs of all layers
 itself, and the same way in the prompt and behind it, so a cached pass equals a full one. Final norm
 and head stay. Works on text models too.
 
-The paper leaves the layer range, the weights and the side of alpha open; these are ours: the second
-half of the layers, ``w_k`` proportional to ``decay ** (l - k)``, and alpha as the weight of the
-layer's own state.
+Abstract and reviews, all that we know of it, leave the layer range, the weights and the side of
+alpha open; these are ours: the second half of the layers, ``w_k`` proportional to
+``decay ** (l - k)``, and alpha as the weight of the layer's own state.
 
-Source: DCLA, decoding with inter-layer consistency via layer aggregation, 2025 (withdrawn from
-ICLR 2026); ``tau`` and ``alpha`` as its reviewers quote them for one model.
+Source: Tang et al. 2025, arXiv:2505.12343 (withdrawn from ICLR 2026); ``tau`` and ``alpha`` as its
+reviewers quote them for one model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ from torch.nn.functional import cosine_similarity
 from mmdecode.engine.contracts import StateEdit
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import Edited, checked_layers
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Outputs of the first ``count`` layers of a pass, ``last`` the latest, by fading weights."""
+
+    count: int
+    last: Tensor
+    total: Tensor
+    weight: float
 
 
 class DCLA(Edited):
@@ -51,6 +62,7 @@ class DCLA(Edited):
         self.neutral = self.tau <= -1 or self.alpha == 1
         layers = checked_layers(layers)
         self.edits = [StateEdit(branch="main", change=self._corrected, layers=layers)]
+        self._sum: _Sum | None = None
 
     @classmethod
     def from_options(
@@ -67,10 +79,19 @@ class DCLA(Edited):
     def _corrected(self, layer: int, states: Tensor, earlier: Sequence[Tensor]) -> Tensor:
         if not earlier:
             return states
-        total, weight = torch.zeros_like(states, dtype=torch.float32), 0.0
-        for before in earlier:
-            total, weight = self.decay * total + before.float(), self.decay * weight + 1
-        reference, own = total / weight, states.float()
+        reference, own = self._mean(earlier), states.float()
         drifted = cosine_similarity(own, reference, dim=-1)[..., None] < self.tau
         mixed = self.alpha * own + (1 - self.alpha) * reference
         return torch.where(drifted, mixed.to(states.dtype), states)
+
+    def _mean(self, earlier: Sequence[Tensor]) -> Tensor:
+        """Goes on from the sum of the layer before, where that was of the same pass."""
+        known = self._sum  # read once: another thread may be in another pass
+        if known and known.count <= len(earlier) and earlier[known.count - 1] is known.last:
+            count, total, weight = known.count, known.total, known.weight
+        else:
+            count, total, weight = 0, torch.zeros_like(earlier[0], dtype=torch.float32), 0.0
+        for before in earlier[count:]:
+            total, weight = self.decay * total + before.float(), self.decay * weight + 1
+        self._sum = _Sum(len(earlier), earlier[-1], total, weight)
+        return total / weight

@@ -8,7 +8,7 @@ pays for the exits of all layers. Works on text models too.
 Two differences from the released code: early states pass the final norm before the head, without
 which their logits have another scale, and every row and node has a temperature of its own.
 
-Source: Siren-DFD, "Dynamic Focus Decoding", 2025, its ``_get_focus_weight`` and
+Source: Luo et al. 2025, arXiv:2503.08057, and its release (Siren-DFD): ``_get_focus_weight`` and
 ``_exponential_decay_temperature_converter``; ``rho``, ``sigma`` and ``T0`` of its demonstration.
 """
 

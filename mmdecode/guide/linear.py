@@ -36,7 +36,8 @@ class Linear:
         beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
             branch. ``0`` keeps the vocabulary.
         log_space: Whether log-probabilities are combined, as text guidance does it, and not raw
-            logits. Both give the same law, but not to processors that tell the two apart.
+            logits. Both give the same law, but not to processors that tell the two apart. Without
+            other branches nothing is combined: raw logits are handed on.
 
     Attributes:
         images: Whether the guide is about images; then it warns where no branch differs.
@@ -94,7 +95,7 @@ class Linear:
     ) -> Tensor:
         """The law before the cut, ``(B, N + 1, V)``."""
         values = [scores[name].logits for name in ("main", *(b.name for b in self.branches))]
-        if self.log_space:
+        if self.log_space and self.branches:
             values = [value.log_softmax(-1) for value in values]
         weights = self.weigh(ctx, proposal)
         combined = weights[0] * values[0]
@@ -137,6 +138,12 @@ class Contrast(Linear):
             )
         branch = BranchSpec(name="contrast", prompt=prompt, view=view)
         super().__init__([branch], contrast(alpha), beta)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants; warns where a view shows what the model sees."""
+        for branch in self.branches:
+            if branch.view is not None:
+                warn_inactive(type(self).__name__, ctx, prefill, branch.name)
 
 
 def contrast(alpha: float) -> list[float]:
@@ -185,14 +192,16 @@ def generated(ctx: Context, proposal: Proposal) -> Tensor:
 
 
 def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, Scores], name: str) -> None:
-    """Warns where a branch says exactly what the main one does, of every row that has an image."""
-    same = (prefill["main"].logits == prefill[name].logits).flatten(1).all(1)
+    """Warns where a branch says what the main one does, of every row that has an image."""
+    # the same tokens may be read another way, which costs the last bits
+    same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)
+    same = same.flatten(1).all(1)
     has_image = ctx.adapter.image_mask(ctx.prompt_ids).any(1)
     if bool((same | (has_image.any() & ~has_image)).all()):
         warn(
-            f"guide {guide} is inactive: its branch {name!r} says of these prompts exactly what "
-            "the model says without it; check that the prompts have images and that the guide's "
-            "options change what it is about",
+            f"guide {guide} is inactive: its branch {name!r} says of these prompts what the model "
+            "says without it; check that the prompts have images and that the guide's options "
+            "change what it is about",
             stacklevel=2,
         )
 

@@ -11,12 +11,14 @@ its code.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchSpec
-from mmdecode.guide.edited import checked_layers
+from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import Linear, not_negative
 
 LAYERS = (2 / 31, 1.0)
@@ -47,7 +49,7 @@ class PAI(Linear):
         self.alpha = not_negative("alpha", alpha)
         not_negative("gamma", gamma)
         branch = BranchSpec(name="no_image", view="no_image")
-        super().__init__([branch], [gamma, 1 - gamma], beta, log_space=gamma != 1)
+        super().__init__([branch], [gamma, 1 - gamma], beta, log_space=True)
         self.neutral &= self.alpha == 0
         layers = checked_layers(layers)
         boost = AttentionEdit(branch="main", layers=layers, scores=self._boosted)
@@ -64,6 +66,13 @@ class PAI(Linear):
     ) -> PAI:
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, gamma, beta, (first, last))
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants; warns where there are no images, for either part."""
+        if bool(ctx.adapter.image_mask(ctx.prompt_ids).any()):
+            super().begin(ctx, prefill)
+        else:
+            warn_without_images(type(self).__name__, ctx)
 
     def _boosted(self, scores: Tensor, site: Site) -> Tensor:
         return torch.where(site.images, scores + self.alpha * scores.abs(), scores)

@@ -1,9 +1,9 @@
 """RBD-style: away from a noised image, towards the image's most attended tokens.
 
 ``(1 + a - b) z - a z(noised) + b z(most attended)``, cut to what is plausible; the weights add up
-to 1. The paper (Re-Balancing Contrastive Decoding) gives neither coefficients, nor how many tokens,
-nor whose attention in public, so all of these are ours: this is its idea, not its reproduction.
-Attention is the image encoder's, to each token, as the adapter has it.
+to 1. This is the idea of Re-Balancing Contrastive Decoding by its abstract, not its reproduction:
+the coefficients, how many tokens stay and whose attention counts are ours. It is the image
+encoder's, to each token, as the adapter has it.
 
 Source: Liang et al. 2024, arXiv:2409.06485 (abstract).
 """

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -140,6 +141,68 @@ def test_an_edit_is_that_of_uncached_passes(family, stage, rows):
     known = [row[-NEW:] for row in rows_of_batch.tolist()]
     draft = drafts.Known(known, length=4, wrong_at=[2, 9])
     assert ours(family, guide, draft, batch=3).tolist() == rows_of_batch.tolist()
+
+
+class Matrices(TorchDispatchMode):
+    """Counts results that have all queries of a prompt by at least as many keys, by head."""
+
+    def __init__(self, queries, heads):
+        super().__init__()
+        self.queries, self.heads, self.count = queries, heads, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        shape = tuple(getattr(result, "shape", ()))
+        if len(shape) == 4 and shape[1:3] == (self.heads, self.queries):
+            self.count += shape[3] >= self.queries
+        return result
+
+
+ROWS_OF_A_PROMPT = {
+    "law": Edited(AttentionEdit(branch="main", scores=doubled)),
+    "last_prompt": Edited(AttentionEdit(branch="main", rows="last_prompt", weights=squared)),
+    "read": Edited(needs=Needs(attention=frozenset([0, 1]))),
+    "all": Edited(AttentionEdit(branch="main", rows="all", weights=squared)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_A_PROMPT)
+def test_queries_that_no_part_asks_for_are_done_as_usual(name):
+    queries = vision_inputs("llava", 1)["input_ids"].shape[1]
+    with Matrices(queries, vision_model("llava").get_decoder().config.num_attention_heads) as seen:
+        ours("llava", ROWS_OF_A_PROMPT[name])
+    assert bool(seen.count) == (name == "all")
+
+
+@pytest.mark.parametrize("name", ROWS_OF_A_PROMPT)
+def test_eager_attention_is_edited_alike(name):
+    guide, model = ROWS_OF_A_PROMPT[name], copy.deepcopy(vision_model("llava"))
+    guide.seen.clear()
+    expected = ours("llava", guide, batch=3)
+    model.set_attn_implementation("eager")
+    decoder = Decoder(guide=guide)
+    options = {"max_new_tokens": NEW, "do_sample": False, **vision_inputs("llava")}
+    assert mmdecode.generate(model, decoder=decoder, **options).tolist() == expected.tolist()
+    usual, eager = (guide.seen[i]["main"] for i in (0, NEW))
+    torch.testing.assert_close(usual.logits, eager.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dict(usual.attention), dict(eager.attention))
+
+
+def test_a_cap_on_scores_is_handed_on():
+    caps = []
+
+    def noted(module, query, key, value, attention_mask, softcap=None, **kwargs):
+        caps.append(softcap)
+        return oracle(module, query, key, value, attention_mask, softcap=softcap, **kwargs)
+
+    AttentionInterface.register("noted", noted)
+    AttentionMaskInterface.register("noted", eager_mask)
+    model = copy.deepcopy(tiny.text_model("gemma2"))
+    model.set_attn_implementation("noted")
+    ORACLE.update(stage=None, rows=lambda count: slice(0, count), sites=())
+    with switched(model):
+        model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert caps == [model.config.attn_logit_softcapping] * model.config.num_hidden_layers
 
 
 def test_the_edit_matters_and_leaves_no_trace():

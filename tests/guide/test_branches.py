@@ -275,18 +275,46 @@ def test_parts_of_an_image_are_not_transformed_one_by_one():
         run(family, RITUAL(), prompts(family, batch=1), words=False)
 
 
+def test_what_does_not_fit_instructblip_is_said_of_the_model_that_the_caller_knows():
+    decoder = Decoder(guide="causalmm:released=true")
+    with pytest.raises(IncompatibleError, match="fit InstructBlipForConditionalGeneration"):
+        mmdecode.generate(
+            instructblip.model(), decoder=decoder, max_new_tokens=2, **instructblip.inputs()
+        )
+
+
 @pytest.mark.parametrize("name", ["icd", "prompt_bias"])
 def test_a_question_that_is_not_at_hand_cannot_be_rewritten(name):
     with pytest.raises(IncompatibleError, match="Answerer"):
         run("llava", METHODS[name](), prompts("llava"), words=False)
 
 
-@pytest.mark.parametrize("name", ["vcd", "ritual", "agla", "rbd"])
+IDLE = [
+    *[
+        "vcd",
+        "m3id:rate=0.5",
+        "ritual",
+        "agla:beta=0.1",
+        "cfg_image",
+        "rbd",
+        "contrast:view=no_image",
+    ],
+    *["cfg_image:without=mean", "cfg_image:without=zero_features", "damro", "causalmm", "dagcd"],
+    *["pai", "pai:gamma=1,beta=0", "pai:alpha=0", "scalingvis", "adaptvis", "conscious_gaze"],
+]
+
+
+@pytest.mark.parametrize("name", IDLE)
 def test_prompts_without_images_are_answered_with_a_warning(name):
     inputs = vision_inputs("llava", images=False)
     with pytest.warns(UserWarning, match="inactive"):
-        found = run("llava", METHODS[name](), inputs, words=False)
+        found = run("llava", name, inputs, words=False)
     assert found.tolist() == run("llava", None, inputs, words=False).tolist()
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_is_active_is_not_warned_of(name):
+    run("llava", name, prompts("llava"), words=False)
 
 
 class Same(VCD):
@@ -304,9 +332,12 @@ def test_a_branch_that_changes_nothing_is_warned_of(family):
         run(family, Same(), prompts(family), words=False)
 
 
-def test_without_an_image_m3id_is_warned_of():
-    with pytest.warns(UserWarning, match="M3ID is inactive"):
-        run("llava", M3ID(), vision_inputs("llava", images=False), words=False)
+@pytest.mark.parametrize("name", ["agla:keep=1", "rbd:a=0,keep=1", "damro:k=99,order=spatial"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_branch_that_shows_all_of_the_image_is_warned_of(family, name):
+    """It is read another way, so it differs in the last bits."""
+    with pytest.warns(UserWarning, match="is inactive"):
+        run(family, name, prompts(family), words=False)
 
 
 def test_a_question_that_stays_as_it_is_is_warned_of():

@@ -5,21 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import EosTokenCriteria, StoppingCriteriaList
 
 from mmdecode.engine.contracts import Scores
 from mmdecode.errors import OptionError
 from mmdecode.guide.dagcd import DAGCD, Words
+from tests.guide.vision import decode
 
 V, P = 12, 7
-CTX = SimpleNamespace(adapter=SimpleNamespace(num_layers=1))
+ADAPTER = SimpleNamespace(num_layers=1)
 NO_ENDS = torch.tensor([], dtype=torch.long)
 # columns 1 to 4 are of the image; two of them stand for one word
 IDS = torch.tensor([[0, 3, 5, 5, 8, 0, 0]])
 SHARE = torch.tensor([[0.0, 1.0, 0.5, 0.5, 1.0, 0.0, 0.0]])
 
 
-def words(ends=NO_ENDS, share=SHARE):
-    return Words(IDS, share, ends)
+def words(weights=(1.0, 1.0), share=SHARE):
+    return Words(IDS, share, {0: torch.tensor(weights)[:, None]})
 
 
 def main(logits=None, heads=2, nodes=1, seed=0):
@@ -30,7 +32,8 @@ def main(logits=None, heads=2, nodes=1, seed=0):
     return Scores(logits=logits, attention={0: attention})
 
 
-def law(guide, scores, held=None, ctx=CTX):
+def law(guide, scores, held=None, ends=NO_ENDS):
+    ctx = SimpleNamespace(adapter=ADAPTER, ends=ends)
     return guide.apply(held or words(), ctx, None, {"main": scores})
 
 
@@ -71,9 +74,9 @@ def test_without_doubt_without_an_image_or_at_the_end_nothing_changes():
     scores = main()
     blind = words(share=torch.zeros_like(SHARE))
     assert torch.equal(law(DAGCD(), scores, blind), scores.logits)
-    ending = words(ends=scores.logits.argmax(-1)[0])
-    assert torch.equal(law(DAGCD(), scores, ending), scores.logits)
-    assert not torch.equal(law(DAGCD(), scores), scores.logits)
+    best = scores.logits.argmax(-1)[0]
+    assert torch.equal(law(DAGCD(), scores, ends=torch.cat([best + 1, best])), scores.logits)
+    assert not torch.equal(law(DAGCD(), scores, ends=best + 1), scores.logits)
 
 
 def test_a_model_that_knows_nothing_is_boosted_in_full():
@@ -81,32 +84,64 @@ def test_a_model_that_knows_nothing_is_boosted_in_full():
     assert float(found.sum()) / V == pytest.approx(3.0)  # 1 + alpha
 
 
-def test_heads_of_a_probe_weigh_by_themselves():
-    ctx = SimpleNamespace(adapter=SimpleNamespace(num_layers=1))
-    one = DAGCD(heads={(0, 1): 2.0})
+def test_heads_weigh_by_themselves():
     scores = main()
     alone = Scores(logits=scores.logits, attention={0: scores.attention[0][:, 1:]})
-    torch.testing.assert_close(law(one, scores, ctx=ctx), law(DAGCD(), alone))
-    assert one.needs(ctx.adapter).attention == {0}
-    negative = DAGCD(heads={(0, 0): -1.0})
-    assert torch.equal(law(negative, scores), scores.logits)
+    one = law(DAGCD(), scores, words([0.0, 2.0]))
+    torch.testing.assert_close(one, law(DAGCD(), alone, words([1.0])))
+    assert torch.equal(law(DAGCD(), scores, words([-1.0, 0.0])), scores.logits)
+    assert DAGCD(heads={(0, 1): 2.0}).needs(ADAPTER).attention == {0}
     with pytest.raises(OptionError, match="has 1"):
-        DAGCD(heads={(4, 0): 1.0}).needs(ctx.adapter)
+        DAGCD(heads={(4, 0): 1.0}).needs(ADAPTER)
+
+
+class Kept(DAGCD):
+    """Keeps what the main branch said and what was made of it."""
+
+    def apply(self, constants, ctx, proposal, scores):
+        found = super().apply(constants, ctx, proposal, scores)
+        self.said, self.found = scores["main"].logits, found
+        return found
+
+
+@pytest.mark.parametrize("form", ["option", "criterion"])
+def test_the_call_says_what_ends_a_text(form):
+    def first(ends):
+        guide = Kept(rank=80)
+        options = {"eos_token_id": ends, "pad_token_id": 0}
+        if form == "criterion":
+            options = {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(ends)])}
+        decode(guide, batch=1, max_new_tokens=1, **options)
+        return guide
+
+    other = first([2, 3])
+    assert not torch.equal(other.found, other.said)
+    best = int(other.said.argmax())
+    ending = first([2, best])
+    assert torch.equal(ending.found, ending.said)
 
 
 def test_image_tokens_stand_for_what_the_head_reads_in_them():
     states = torch.nn.functional.one_hot(torch.tensor([[4, 3, 5, 5, 8, 1, 1]]), V).float()
     images = torch.tensor([[False, True, True, True, True, False, False]])
-    prefill = Scores(logits=torch.zeros(1, 1, V), images=images, prompt_hidden={"last": states})
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[2, 7]))
+    prefill = Scores(
+        logits=torch.zeros(1, 1, V),
+        images=images,
+        prompt_hidden={"last": states},
+        attention=dict.fromkeys((0, 1), torch.zeros(1, 2, 1, P)),
+    )
     ctx = SimpleNamespace(
         adapter=SimpleNamespace(
-            head=lambda hidden: hidden, image_mask=lambda ids: images, model=model
+            head=lambda hidden: hidden, image_mask=lambda ids: images, num_layers=2
         ),
         prompt_ids=torch.zeros(1, P, dtype=torch.long),
         batch=1,
-        device="cpu",
     )
-    found = DAGCD().begin(ctx, {"main": prefill})
+    found = DAGCD(layers=(1.0, 1.0)).begin(ctx, {"main": prefill})
     assert torch.equal(found.ids, IDS) and torch.equal(found.share, SHARE)
-    assert found.ends.tolist() == [2, 7]
+    assert {layer: w.tolist() for layer, w in found.weights.items()} == {1: [[1.0], [1.0]]}
+    found = DAGCD(heads={(0, 1): 2.0, (1, 0): -1.0}).begin(ctx, {"main": prefill})
+    assert {layer: w.flatten().tolist() for layer, w in found.weights.items()} == {
+        0: [0.0, 2.0],
+        1: [-1.0, 0.0],
+    }

@@ -32,6 +32,42 @@ def test_a_drifted_state_is_mixed_with_a_mean_that_fades():
     assert torch.equal(found[~drifted], own[~drifted])
 
 
+class Counted(list):
+    """Outputs of layers, and how many of them were looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.looked += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self):
+        return iter(self[:])
+
+
+def test_what_was_summed_for_one_layer_is_not_summed_for_the_next():
+    def work(depth):
+        guide, before, plain = DCLA(tau=2.0), Counted(), []
+        for layer, states in enumerate(layers(depth)):
+            own = guide.edits[0].change(layer, states, before)
+            assert torch.equal(own, DCLA(tau=2.0).edits[0].change(layer, states, plain))
+            before.append(own)
+            plain.append(own)
+        return before.looked
+
+    assert work(40) - work(30) == work(30) - work(20)
+
+
+def test_a_sum_is_of_the_pass_at_hand():
+    guide = DCLA(tau=2.0)
+    for seed in (0, 1, 0):
+        states = layers(4, seed=seed)
+        for layer in (3, 2, 3):  # any order
+            expected = corrected(DCLA(tau=2.0), layer, states)
+            assert torch.equal(corrected(guide, layer, states), expected)
+
+
 def test_states_are_corrected_by_row_and_position_alone():
     states = layers(3)
     guide = DCLA(tau=2.0)

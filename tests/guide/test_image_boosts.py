@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.engine.attention import Plan, attend, planned
+from mmdecode.engine.attention import Plan, masked_softmax
 from mmdecode.engine.contracts import Scores
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise
@@ -27,13 +27,9 @@ IMAGES = torch.zeros(ROWS, 6, dtype=torch.bool)
 IMAGES[:, 2:5] = True
 
 
-class Module:
-    is_causal = False
-
-
-def tensors(seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(ROWS, HEADS, n, 8, generator=draw) for n in (QUERIES, KEYS, KEYS)]
+def scores():
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, HEADS, QUERIES, KEYS, generator=draw)
 
 
 def mask():
@@ -49,10 +45,9 @@ def weights_of(edit, strength=None):
     law = torch.zeros(ROWS, QUERIES, dtype=torch.bool)
     law[:, 2:] = True
     plan = Plan(
-        sites={id(Module): 0},
+        sites={},
         depth=1,
         edits=[] if edit is None else [(edit, slice(0, 1))],
-        reads=frozenset([0]),
         images=IMAGES,
         law_rows=law,
         is_prompt=True,
@@ -61,8 +56,7 @@ def weights_of(edit, strength=None):
         noise=Noise.of(0, [0]),
         strengths={} if strength is None else {0: strength},
     )
-    with planned(plan):
-        return attend(Module, *tensors(), mask())[1]
+    return masked_softmax(plan.apply(scores(), 0, mask(), "scores"), mask())
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from mmdecode import registry
 from mmdecode._compat import attention_configs
+from tests.conformance import test_instructblip as instructblip
 from tests.conformance import tiny
 from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
 
@@ -44,7 +45,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 @contextmanager
 def edited(model, change):
     """Lets ``change(scores, layer)`` hold; yields the weights by layer."""
-    sites = registry.adapter_for(model).attention_sites()
+    sites = adapter_for(model).attention_sites()
     EDIT.update(layers={id(m): i for i, m in enumerate(sites)}, change=change, weights={})
     try:
         with attention_configs(model, NAME):
@@ -55,27 +56,36 @@ def edited(model, change):
 
 TEXT = "text "
 """Before the name of a text model's family: Gemma3 is both."""
+BLIP = "instructblip"
 
 
 def model_of(family):
     """A tiny model."""
     if family.startswith(TEXT):
         return tiny.text_model(family.removeprefix(TEXT))
-    return vision_model(family)
+    return instructblip.model() if family == BLIP else vision_model(family)
+
+
+def adapter_for(model):
+    """The adapter that decoding finds, of InstructBLIP around its language model."""
+    inner = model.language_model if model.config.model_type == BLIP else model
+    return registry.adapter_for(inner, model)
 
 
 def inputs_of(family):
-    """Three rows."""
-    return tiny.prompts(3) if family.startswith(TEXT) else vision_inputs(family)
+    """Several rows."""
+    if family.startswith(TEXT):
+        return tiny.prompts(3)
+    return instructblip.inputs() if family == BLIP else vision_inputs(family)
 
 
 def alone(family):
     """The first row by itself, its padding gone."""
-    if not family.startswith(TEXT):
+    if not family.startswith(TEXT) and family != BLIP:
         return vision_inputs(family, 1)
-    inputs = tiny.prompts(3)
-    ids = inputs["input_ids"][:1, inputs["attention_mask"][0].bool()]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {name: value[:1] for name, value in inputs_of(family).items()}
+    real = inputs["attention_mask"][0].bool()
+    return inputs | {name: inputs[name][:, real] for name in ("input_ids", "attention_mask")}
 
 
 class Pass:
@@ -97,7 +107,10 @@ class Pass:
             if name in inputs:
                 fill = 1 if family == "paligemma" else 0  # as it tells text from prompt
                 inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(new)), value=fill)
-        adapter = registry.adapter_for(model)
+        adapter = adapter_for(model)
+        whole = model.base_model
+        if family == BLIP and "pixel_values" not in inputs:
+            whole = model.language_model
         states = {}
         with ExitStack() as stack:
             for index, layer in enumerate(adapter.layers()):
@@ -107,9 +120,13 @@ class Pass:
                     stack.enter_context(layer.register_forward_hook(hook(index)))
             weights = stack.enter_context(edited(model, change) if change else nullcontext({}))
             stack.enter_context(torch.no_grad())
-            output = model.base_model(**inputs, use_cache=False)
-        self.last = output.last_hidden_state[0]
-        self.logits = adapter.head(output.last_hidden_state)[0, prompt - 1 :].detach()
+            read = []
+            decoder = adapter.model.get_decoder()
+            hook = decoder.register_forward_hook(lambda _, args, output: read.append(output))
+            stack.callback(hook.remove)
+            whole(**inputs, use_cache=False)
+        self.last = read[0].last_hidden_state[0]
+        self.logits = adapter.head(self.last)[prompt - 1 :].detach()
         with torch.no_grad():
             self.exits = [
                 adapter.head(adapter.norm(states[i]))[0, prompt - 1 :] for i in range(len(states))

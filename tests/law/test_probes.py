@@ -1,5 +1,7 @@
 """The contracts under parts that no built-in method has yet: probes of what others may write."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -141,7 +143,7 @@ class TextScorer:
         """Its prefix is the text of the context."""
 
     def reorder(self, rows):
-        self.ctx = self.ctx.reorder(rows)
+        """The context has them already."""
 
 
 class TextFusion:
@@ -220,59 +222,43 @@ def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
     ctx = context_of(PROMPTS, [4, 5, 6, 7])
     branches = branches_after_a_round(ctx, specs)
     branches.reorder(ROWS)
-    ctx = ctx.reorder(ROWS)
-    ordered = [PROMPTS[i] for i in ROWS.tolist()]
-    fresh_ctx = context_of(ordered, [[4, 5, 6, 7][i] for i in ROWS.tolist()])
-    fresh = branches_after_a_round(fresh_ctx, specs)
-    assert torch.equal(ctx.length, fresh_ctx.length)
+    ctx = context_of([PROMPTS[i] for i in ROWS.tolist()], [[4, 5, 6, 7][i] for i in ROWS.tolist()])
+    fresh = branches_after_a_round(ctx, specs)
     tokens = torch.tensor([[1, 2], [3, 4], [0, 0], [2, 1]])  # the forks part here
     for _ in range(2):
         proposal = Proposal(tokens=tokens, kind="deterministic")
-        found, expected = branches.score(ctx, proposal, {}), fresh.score(fresh_ctx, proposal, {})
+        found, expected = branches.score(ctx, proposal, {}), fresh.score(ctx, proposal, {})
         for name in ("main", "u"):
             assert torch.equal(found[name].logits, expected[name].logits)
-        for scorer, context in ((branches, ctx), (fresh, fresh_ctx)):
+        for scorer in (branches, fresh):
             scorer.keep(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
-            commit(context, torch.cat([tokens, tokens[:, :1]], 1))
+        commit(ctx, torch.cat([tokens, tokens[:, :1]], 1))
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "iid", "coupled"])
 def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
+    first = torch.tensor([[1], [2], [3], [4]])
+
     def begin(ctx):
         draft = Assistant(MODEL, length=3)
         draft.begin(ctx, Scores(logits=torch.zeros(4, 1, 5)), kind)
-        commit(ctx, torch.tensor([[1], [2], [3], [4]])[: ctx.batch])
+        commit(ctx, first)
         draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
         return draft
 
     ctx = context_of(PROMPTS, [0, 0, 0, 0])
     draft = begin(ctx)
     expected = draft.propose(ctx, 10).tokens[ROWS]
-    ctx = context_of(PROMPTS, [0, 0, 0, 0])
-    draft = begin(ctx)
+    noise = Noise(ctx.noise.seed, ctx.noise.requests[ROWS])
+    draft = begin(context_of(PROMPTS, [0, 0, 0, 0]))
     draft.reorder(ROWS)
-    ctx = ctx.reorder(ROWS)
+    ctx = replace(context_of([PROMPTS[i] for i in ROWS.tolist()], [0, 0, 0, 0]), noise=noise)
+    commit(ctx, first[ROWS])
     assert torch.equal(draft.propose(ctx, 10).tokens, expected)
     commit(ctx, expected[:, :2])
     draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
     later = draft.propose(ctx, 10).tokens
     assert torch.equal(later[1], later[2])  # forks of one row share request and prefix
-
-
-def test_reordered_noise_names_rows_not_places():
-    noise = Noise.of(3, [10, 11, 12, 13])
-    positions = torch.arange(4).expand(4, -1)
-    found = noise.reorder(ROWS).gumbel(positions, Role.TARGET, 5)
-    assert torch.equal(found, noise.gumbel(positions, Role.TARGET, 5)[ROWS])
-
-
-def test_a_reordered_context_takes_its_raw_inputs_along():
-    ctx = context_of(PROMPTS, [0, 0, 0, 0])
-    ctx.mm_inputs = {"text": ["a", "b", "c", "d"], "pixels": torch.arange(4)}
-    moved = ctx.reorder(ROWS)
-    assert moved.mm_inputs["text"] == ["c", "a", "a", "d"]
-    assert moved.mm_inputs["pixels"].tolist() == [2, 0, 0, 3]
-    assert moved.prompt_ids.tolist() == ctx.prompt_ids[ROWS].tolist()
 
 
 # A draft that is fed by hidden states

@@ -60,6 +60,16 @@ class Counter(TorchDispatchMode):
 
         return call
 
+    @property
+    def rounds(self):
+        """What was found in each scoring pass; of a round, its one transfer is in the last."""
+        return [self.found[p] for p in range(1, self.passes + 1)]
+
+    def most(self):
+        """Of any pass, the most."""
+        assert self.passes >= 2
+        return max(self.rounds, key=len)
+
     def note(self, name):
         self.found[self.passes].append(name)
 
@@ -86,10 +96,8 @@ def most_syncs(draft, monkeypatch, do_sample=True, accept="auto"):
     options = {"mask": mask, "eos": 4, "processors": processors, "do_sample": do_sample}
     with monkeypatch.context() as patch, Counter(patch) as counter:
         decode(MODEL, ids, decoder, **options)
-    assert counter.passes >= 2
-    rounds = [counter.found[p] for p in range(1, counter.passes + 1)]
-    assert sum(map(len, rounds)) >= counter.passes  # the counter sees the one that is there
-    return max(rounds, key=len)
+    assert sum(map(len, counter.rounds)) >= counter.passes  # it sees the one that is there
+    return counter.most()
 
 
 SOUND = {
