@@ -34,7 +34,7 @@ COMMANDS = {
     "transcribe": "Transcribe audio files.",
     "ask": "Ask questions about images.",
     "stream": "Transcribe while the audio still comes.",
-    "evaluate": "Score a model, or transcripts made elsewhere.",
+    "evaluate": "Score models on speech or on images, or transcripts made elsewhere.",
     "train": "Train heads or zoo models.",
     "audit": "Prove that drafting leaves the output of your model as it is.",
     "bench": "Measure speed against plain decoding.",

@@ -170,7 +170,14 @@ def command(
             file = stack.enter_context(
                 contextlib.closing(AnswerFile(output, settings, resume, requests))
             )
-        todo = [request for request in requests if file is None or request.id not in file.done]
+        todo = requests
+        if file:
+            watched = file.journal.watched
+            todo = [
+                dataclasses.replace(request, images=tuple(map(watched, request.images)))
+                for request in requests
+                if request.id not in file.done
+            ]
         tally = _Tally(done_before=len(requests) - len(todo))
         show = _Shown(requests)
         if todo:
@@ -250,7 +257,8 @@ def _streamed(
         answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
         text = ""
         try:
-            for piece in answerer.stream(list(request.images), request.text, **options):
+            name = request.id if request.named else None
+            for piece in answerer.stream(list(request.images), request.text, id=name, **options):
                 # rich prints whole lines only where there is no terminal
                 out.file.write(piece if text else show.before(answer) + piece.lstrip())
                 out.file.flush()

@@ -1,4 +1,4 @@
-"""``mmdecode evaluate TASK``: scores of a model, or of transcripts made elsewhere."""
+"""``mmdecode evaluate TASK``: scores of models, or of transcripts made elsewhere."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.samples import Sample
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Score a model, or transcripts made elsewhere."
-)
+ABOUT = "Score models on speech (wer) or on images (the others), or transcripts made elsewhere."
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=ABOUT)
 PLAIN = "plain"
 """Name of the mode without a draft."""
 SHOWN = 5  # failures listed one by one
@@ -40,7 +39,7 @@ MODEL_OPTIONS = (
 
 @app.callback()
 def _tasks() -> None:
-    """Score a model, or transcripts made elsewhere."""
+    """Score models on speech (wer) or on images (the others), or transcripts made elsewhere."""
 
 
 @app.command()

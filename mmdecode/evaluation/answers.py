@@ -99,7 +99,8 @@ def parser_of(name: str) -> Parser:
 def choice(text: str, options: Sequence[str]) -> str | None:
     """The one of several options that an answer names, in whole words; ``None``: none, or several.
 
-    An option inside a longer one that is named ("on" in "on top of") does not count.
+    An option inside a longer one that is named ("on" in "on top of") does not count, nor does the
+    "on" of "on the left".
 
     Args:
         text: The answer.
@@ -111,7 +112,8 @@ def choice(text: str, options: Sequence[str]) -> str | None:
     words = {option: " ".join(_words(option)) for option in options}
     if not words or "" in words.values() or len(set(words.values())) < len(words):
         raise OptionError(f"the options are {list(options)}; expected different words")
-    rest, named = f" {' '.join(_words(text))} ", set()
+    said = re.sub(r"\bon (?=the (?:left|right)\b)", "", " ".join(_words(text)))
+    rest, named = f" {said} ", set()
     for option in sorted(words, key=lambda option: -len(words[option])):
         if f" {words[option]} " in rest:
             named.add(option)

@@ -74,7 +74,8 @@ class CaptionReport(ItemReport[CaptionItem]):
         for answers in self.answers(longer):
             texts = shortened([item.output for item in answers], float(lengths[other]))
             pairs = zip(answers, texts, strict=True)
-            cut = [dataclasses.replace(i, mode=name, output=text, tokens=None) for i, text in pairs]
+            unknown = dict.fromkeys(("tokens", "passes", "changed", "seconds"))
+            cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
             self.add(cut, beside=mode)
         self._cut[mode] = name
         self._alike.append((name, mode) if longer == baseline else (baseline, name))

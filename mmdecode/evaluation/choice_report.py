@@ -15,7 +15,7 @@ from mmdecode.evaluation.item_page import Shown
 from mmdecode.evaluation.item_report import ItemReport
 from mmdecode.evaluation.items import ChoiceItem, places_by_set
 from mmdecode.evaluation.layout import number, percent, without_empty
-from mmdecode.evaluation.spatial import count_choices, rates, score_choices, unit_of
+from mmdecode.evaluation.spatial import count_choices, rates, summed, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +25,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
     """Scores of answers that name one of several options; arguments as of `ItemReport`."""
 
     title = "Spatial relations"
+    unit = "group of questions, else image"
 
     @cached_property
     def sets(self) -> dict[str, np.ndarray]:
@@ -41,20 +42,28 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             "modes": {
                 mode: {
                     **self.cost(mode),
-                    "sets": {
-                        name: [
-                            dataclasses.asdict(
-                                score_choices(one, resamples=self.resamples, seed=self.seed)
-                            )
-                            for one in self._chosen(mode, name)
-                        ]
-                        for name in self.sets
-                    },
+                    "sets": {name: self._set(mode, name) for name in self.sets},
                 }
                 for mode in self.modes
             },
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
         }
+
+    def _set(self, mode: str, name: str) -> dict[str, Any]:
+        questions, counts = self._chosen(mode, name)[0], self._counts(mode, name)
+        score = summed(questions, counts.sum(0), self.resamples, self.seed)
+        spread = None
+        if len(counts) > 1:
+            by_seed = rates(counts.sum(1))
+            spread = {name: float(by_seed[name].std(ddof=1)) for name in score.intervals}
+        return {**dataclasses.asdict(score), "seed_sd": spread}
+
+    def _counts(self, mode: str, name: str) -> np.ndarray:
+        """``(seeds, units, 7)`` of `mmdecode.evaluation.spatial.count_choices`."""
+        chosen = self._chosen(mode, name)
+        units = dict.fromkeys(map(unit_of, chosen[0]))
+        counted = map(count_choices, chosen)
+        return np.array([[table[unit] for unit in units] for table in counted])
 
     def _chosen(self, mode: str, name: str) -> list[list[ChoiceItem]]:
         """Answers of a mode in a set, one list per seed."""
@@ -80,11 +89,8 @@ class ChoiceReport(ItemReport[ChoiceItem]):
 
     def _compared(self, first: str, second: str, name: str) -> ItemComparison:
         before, after = (self._chosen(mode, name) for mode in (first, second))
+        tables = [self._counts(mode, name).sum(0) for mode in (first, second)]
         units = list(dict.fromkeys(map(unit_of, before[0])))
-        tables = []
-        for answers in (before, after):
-            counted = [count_choices(one) for one in answers]
-            tables.append(np.array([sum(table[unit] for table in counted) for unit in units]))
         known = ["individual"]
         known += [n for n, column in (("pair", 3), ("set", 5)) if tables[0][:, column].all()]
         flipped = None
@@ -102,28 +108,24 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """One row of text per mode and set; of several seeds the mean."""
+        """One row of text per mode and set; columns without a value are left out."""
         rows = []
         for mode, found in self.summary["modes"].items():
-            for name, scores in found["sets"].items():
-                mean = {
-                    key: None
-                    if scores[0][key] is None
-                    else float(np.mean([s[key] for s in scores]))
-                    for key in ("individual", "pair", "set", "unparsed", "chance", "majority")
-                }
-                low, high = scores[0]["intervals"]["individual"]
+            for name, score in found["sets"].items():
+                low, high = score["intervals"]["individual"]
+                spread = (score["seed_sd"] or {}).get("individual")
                 rows.append(
                     {
                         "mode": mode,
                         "set": name,
-                        "individual %": percent(mean["individual"]),
-                        "95 %": f"{percent(low)} to {percent(high)}" * (len(scores) == 1),
-                        "pairs %": percent(mean["pair"]),
-                        "sets %": percent(mean["set"]),
-                        "unparsed %": percent(mean["unparsed"], ".1f"),
-                        "chance %": percent(mean["chance"], ".1f"),
-                        "majority %": percent(mean["majority"], ".1f"),
+                        "individual %": percent(score["individual"]),
+                        "95 %": f"{percent(low)} to {percent(high)}",
+                        "seeds sd": percent(spread),
+                        "pairs %": percent(score["pair"]),
+                        "sets %": percent(score["set"]),
+                        "unparsed %": percent(score["unparsed"], ".1f"),
+                        "chance %": percent(score["chance"], ".1f"),
+                        "majority %": percent(score["majority"], ".1f"),
                         "failed": str(found["failed"]) if found["failed"] else "",
                         "passes/token": number(found["passes_per_token"]),
                         "s/answer": number(found["mean_seconds"], ".3f"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mmdecode.evaluation.layout import number, without_empty
 from mmdecode.evaluation.statistics import (
     bootstrap_p,
     drawn_sums,
@@ -152,6 +153,33 @@ def flips(first: np.ndarray, second: np.ndarray, targets: Sequence[str]) -> Flip
         p=mcnemar(sum(gained.values()), sum(lost.values())),
         p_by_target={name: mcnemar(gained[name], lost[name]) for name in gained},
     )
+
+
+def compared_rows(found: Sequence[ItemComparison]) -> list[dict[str, str]]:
+    """Comparisons as rows of text, differences in points; columns without a value are left out."""
+    names = list(dict.fromkeys(name for one in found for name in one.differences))
+    rows = []
+    for one in found:
+        changed = ""
+        if one.flips:
+            changed = f"+{sum(one.flips.gained.values())} -{sum(one.flips.lost.values())}"
+        shown = {
+            name: f"{100 * known.value:+.2f} [{100 * known.low:+.2f}, {100 * known.high:+.2f}]"
+            for name, known in one.differences.items()
+        }
+        rows.append(
+            {
+                "mode": one.second,
+                "against": one.first,
+                "set": one.within,
+                names[0]: shown[names[0]],
+                "p": f"{one.p:.4f}",
+                "p by Holm": number(one.p_holm, ".4f"),
+                "flips": changed,
+                **{name: shown.get(name, "") for name in names[1:]},
+            }
+        )
+    return without_empty(rows)
 
 
 def corrected(found: Sequence[ItemComparison]) -> list[ItemComparison]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.evaluation.item_comparison import compared_rows
 from mmdecode.evaluation.items import Item
 from mmdecode.evaluation.layout import document, html_table
 
@@ -78,8 +79,13 @@ def picture(name: str, images: ImageSource) -> str:
 def overview(report: ItemReport[Any]) -> str:
     """The scores as tables, what they mean and the comparisons, without styles."""
     tables = "".join(map(html_table, report.tables()))
-    compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in report.comparisons)
-    return f"{tables}<p>{html.escape(report.about())}</p><ul>{compared}</ul>"
+    compared = compared_rows(report.comparisons)
+    differences = (
+        f"<h2>Differences in points, with 95 % intervals</h2>{html_table(compared)}"
+        if compared
+        else ""
+    )
+    return f"{tables}<p>{html.escape(report.about())}</p>{differences}"
 
 
 def page_of(report: ItemReport[Any]) -> str:

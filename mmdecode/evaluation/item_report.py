@@ -51,6 +51,8 @@ class ItemReport(abc.ABC, Generic[Some]):
     """
 
     title = "Answers"
+    unit = "image"
+    """What intervals draw."""
 
     def __init__(
         self,
@@ -144,12 +146,15 @@ class ItemReport(abc.ABC, Generic[Some]):
         times = [item.seconds for item in items if item.seconds is not None]
         counted = [i for i in items if i.passes is not None and i.tokens]
         made = sum(item.tokens or 0 for item in counted)
+        traced = [i for i in items if i.changed is not None and i.tokens]
+        guided = sum(item.tokens or 0 for item in traced)
         return {
             "seeds": [seed for seed in self._of[mode] if seed is not None],
             "failed": sum(item.error is not None for item in items),
             "mean_tokens": float(np.mean(tokens)) if tokens else None,
             "mean_seconds": float(np.mean(times)) if times else None,
             "passes_per_token": sum(i.passes or 0 for i in counted) / made if made else None,
+            "changed": sum(i.changed or 0 for i in traced) / guided if guided else None,
         }
 
     def _basis(self) -> dict[str, Any]:
@@ -157,7 +162,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         return {
             "questions": len(self.ids),
             "images": len(set(self.image_names)),
-            "interval": {"unit": "image", "resamples": self.resamples, "seed": self.seed},
+            "interval": {"unit": self.unit, "resamples": self.resamples, "seed": self.seed},
             "conditions": self.conditions,
         }
 

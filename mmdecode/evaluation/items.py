@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class Item:
         tokens: Number of tokens of the answer; ``None``: not known.
         passes: Rows sent through the model for the whole answer; a branch counts like the main
             one; ``None``: not known.
+        changed: Tokens at which the guide's likeliest is another than the plain model's, given the
+            same text before; ``None``: there is no guide, or no trace was kept.
         seconds: Time it took; ``None``: not known.
         error: Why there is no answer; ``None``: there is one.
     """
@@ -58,6 +61,7 @@ class Item:
     seed: int | None = None
     tokens: int | None = None
     passes: int | None = None
+    changed: int | None = None
     seconds: float | None = None
     error: str | None = None
 
@@ -194,7 +198,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path} cannot be read: {reason}") from error
 

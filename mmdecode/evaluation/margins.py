@@ -73,7 +73,8 @@ def auroc_draws(
     """AUROC with whole images drawn with replacement; the same draws for the same groups and seed.
 
     Args:
-        margins: See `auroc`.
+        margins: See `auroc`; NaN where there is none: these items leave the draws as they are and
+            count in none.
         positive: See `auroc`.
         groups: Image of each item.
         resamples: Draws.
@@ -82,10 +83,11 @@ def auroc_draws(
     Returns:
         ``(resamples,)``.
     """
-    weights = item_weights(groups, resamples, seed)
+    known = ~np.isnan(margins)
+    weights = item_weights(groups, resamples, seed)[:, known]
     step = max(1, _AT_ONCE // len(margins))
-    starts = range(0, resamples, step)
-    return np.concatenate([auroc(margins, positive, weights[i : i + step]) for i in starts])
+    parts = (weights[i : i + step] for i in range(0, resamples, step))
+    return np.concatenate([auroc(margins[known], positive[known], part) for part in parts])
 
 
 def fit_shift(margins: np.ndarray, yes_ratio: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -243,9 +244,11 @@ def _points(
 
 
 def _legend(figure: Figure, axes: Any) -> None:
-    """Names of the points below all panels."""
+    """Names of the points below all panels, which keep their height."""
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+    columns = 4
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:

@@ -59,7 +59,7 @@ class SpatialScore:
         majority: Of the questions, by always giving the commonest right answer.
         intervals: 95 % interval of the first four that are known, by bootstrap over groups, or
             over images where a question has no group.
-        questions, pairs, sets: Their numbers.
+        questions, pairs, sets: Their numbers; those of several seeds are added up.
     """
 
     individual: float
@@ -155,7 +155,20 @@ def score_choices(
     """
     if not items:
         raise OptionError("there is nothing to score; expected at least one answer")
-    counts = np.array(list(count_choices(items).values()))
+    return summed(items, np.array(list(count_choices(items).values())), resamples, seed)
+
+
+def summed(
+    items: Sequence[ChoiceItem], counts: np.ndarray, resamples: int, seed: int
+) -> SpatialScore:
+    """The score of counted answers.
+
+    Args:
+        items: The questions, each once.
+        counts: ``(units, 7)`` under `COLUMNS`, of several seeds added up.
+        resamples: See `score_choices`.
+        seed: See `score_choices`.
+    """
     found, draws = rates(counts.sum(0)), rates(drawn_sums(counts, None, resamples, seed))
     known = [name for name, value in found.items() if not np.isnan(value)]
     targets = Counter(item.target for item in items)
@@ -167,7 +180,7 @@ def score_choices(
         chance=sum(1 / len(item.options) for item in items) / len(items),
         majority=max(targets.values()) / len(items),
         intervals={name: interval(draws[name][~np.isnan(draws[name])]) for name in known},
-        questions=len(items),
+        questions=int(counts[:, 1].sum()),
         pairs=int(counts[:, 3].sum()),
         sets=int(counts[:, 5].sum()),
     )

@@ -11,12 +11,15 @@ recall in each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mmdecode.errors import OptionError
+from mmdecode.errors import InputError, OptionError
+from mmdecode.tables import read_rows
 
 SIZES = {"3,000 questions": (1500, 1500), "the old 2,910 questions": (1500, 1410)}
 """Yes- and no-questions of one split of POPE, by its version."""
@@ -101,6 +104,64 @@ def check_recalls(splits: Mapping[str, PublishedRow]) -> list[str]:
         return []
     shown = ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in ranges.items())
     return [f"the recalls differ ({shown}): sampled answers, or not the same yes-questions"]
+
+
+def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
+    """Rows of a published table.
+
+    Args:
+        path: A table as `mmdecode.tables` reads it, with ``method`` and ``split`` where there are
+            several, any of the numbers of `PublishedRow` in percent, and ``averaged`` (yes or no).
+            The step is that of the number with most decimals.
+
+    Yields:
+        Method, split and row.
+
+    Raises:
+        InputError: It cannot be read, or a number is none.
+    """
+    for line, row in read_rows(path):
+        shown = {name: str(row[name]).strip() for name in _NAMES if row.get(name) is not None}
+        shown = {name: text for name, text in shown.items() if text}
+        try:
+            numbers: dict[str, Any] = {name: float(text) for name, text in shown.items()}
+        except ValueError as error:
+            raise InputError(f"{path}, line {line}: {error}; expected numbers in percent") from None
+        decimals = max((len(text.partition(".")[2]) for text in shown.values()), default=0)
+        averaged = str(row.get("averaged") or "").lower() in ("yes", "true", "1")
+        yield (
+            str(row.get("method") or f"line {line}"),
+            str(row.get("split") or ""),
+            PublishedRow(**numbers, step=10.0**-decimals, averaged=averaged),
+        )
+
+
+def check_table(path: Path) -> list[str]:
+    """What is wrong with a published table, a line per row, and per method where recalls differ.
+
+    Args:
+        path: See `read_published`.
+
+    Raises:
+        InputError: It cannot be read, holds no row, or a row prints fewer than two numbers.
+    """
+    problems, splits = [], dict[str, dict[str, PublishedRow]]()
+    for method, split, row in read_published(path):
+        name = f"{method}, {split}" if split else method
+        try:
+            found = check_row(row)
+        except OptionError as error:
+            raise InputError(f"{path}, {name}: {error}") from error
+        problems += [f"{name}: {problem}" for problem in found]
+        of_method = splits.setdefault(method, {})
+        if split and not found and not row.averaged:
+            of_method[split] = row
+    if not splits:
+        raise InputError(f"{path} holds no row")
+    for method, rows in splits.items():
+        if len(rows) > 1:
+            problems += [f"{method}: {problem}" for problem in check_recalls(rows)]
+    return problems
 
 
 def _fits(row: PublishedRow, asked_yes: int, asked_no: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from mmdecode.evaluation.chair import Vocabulary, coco_vocabulary, read_chair, r
 from mmdecode.evaluation.items import Item, YesNoItem, file_hash, read_bytes, read_json_lines
 from mmdecode.evaluation.mme import read_mme
 from mmdecode.evaluation.pope import SPLITS, find_pope, read_pope, structure, warnings_of
-from mmdecode.evaluation.spatial import read_choices, read_vsr, read_whats_up
+from mmdecode.evaluation.spatial import read_choices, read_vsr, read_whats_up, unit_of
 from mmdecode.vlm.images import ImageSource, image_source
 
 ZOO = "zoo"
@@ -76,14 +77,19 @@ class Questions:
             )
 
     def limited(self, limit: int | None) -> Questions:
-        """The first questions, and of MME those that make a pair with them."""
+        """The first questions, image by image, so that each split of POPE has its share of them.
+
+        Of MME and of questions in groups also those that make a pair or a set with them.
+        """
         if limit is None:
             return self
-        items = list(self.items[:limit])
-        if self.task == "mme":
-            begun = {(item.image, item.sets) for item in items}
-            items = [item for item in self.items if (item.image, item.sets) in begun]
-        return dataclasses.replace(self, items=items)
+        place = {name: n for n, name in enumerate(dict.fromkeys(i.image for i in self.items))}
+        ordered = sorted(self.items, key=lambda item: place[item.image])
+        unit = {"mme": lambda item: (item.image, item.sets), "spatial": unit_of}.get(
+            self.task, lambda item: item.id
+        )
+        begun = {unit(item) for item in ordered[:limit]}
+        return dataclasses.replace(self, items=[item for item in ordered if unit(item) in begun])
 
 
 def read_questions(
@@ -126,6 +132,8 @@ def read_questions(
 
         if part not in FIRST_SEED:
             raise UnknownNameError.of("part", part, FIRST_SEED)
+        if images is not None:
+            raise OptionError("the zoo draws its own images; leave out --images")
         if task == "amber":
             raise OptionError("the zoo has no set for amber; give AMBER's folder with --data")
         folder = FOLDER / part
@@ -149,6 +157,11 @@ def read_questions(
             raise OptionError(f"{task} reads one path, and --data gives {len(paths)}; give one")
         path, warnings = paths[0], []
         task, items, files = _read(task, path)
+        twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
+        if twice:
+            raise InputError(
+                f"{path} asks the same {len(twice)} times, first {twice[0]!r}; keep one of each"
+            )
     return Questions(
         task=task,
         items=items,

@@ -7,11 +7,11 @@ what an uninterrupted one gives.
 
 Answers to a yes/no question that are drawn with several seeds come of one law where they can: the
 law of the first token, with guide, cut and processors, is the same for all seeds unless the guide
-itself is random, which is tried out on the first chunk. A seed's token is drawn from it with the
-very noise that the engine uses for that seed and question, so it is the first token that decoding
-with that seed would give. Where it is a yes or a no, the row's answer is that word alone, without
-what decoding might put behind it; where it is another token, that seed is decoded in full, as
-captions, choices and random guides always are.
+itself is random, which is tried out on the first questions. A seed's token is drawn from it with
+the very noise that the engine uses for that seed and question, so it is the first token that
+decoding with that seed would give. Where it is a yes or a no, the row's answer is that word alone,
+without what decoding might put behind it; where it is another token, that seed is decoded in full,
+as captions, choices and random guides always are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ INERT = ("plausible", "temperature_matched", "dfd")
 """Guides that leave the likeliest token the likeliest, and so are for sampling only."""
 CHUNK = 8
 """Batches that are decoded before it is another mode's turn."""
-_TRIED = 16  # questions on which the laws of two seeds show whether a guide is random
+_TRIED = 64  # questions on which the laws of two seeds show whether a guide is random
+_FEWEST = 16  # with fewer it is taken for random
 _SAME = 1e-3  # difference of logits that rounding makes
 
 
@@ -185,6 +186,9 @@ class Recorder(Generic[Some]):
         redraw: Whether seeds share the law of the first token, see above.
         warmup: Untimed runs of each guide's first batch.
 
+    Attributes:
+        image: See above.
+
     Raises:
         OptionError: There is no mode.
         MMDecodeError: A guide does not fit the model.
@@ -208,7 +212,7 @@ class Recorder(Generic[Some]):
         if not modes:
             raise OptionError("no mode to run; expected at least one")
         self.items, self.modes, self.seed = list(items), list(modes), seed
-        self._model, self._processor, self._image = model, processor, image
+        self._model, self._processor, self.image = model, processor, image
         self._suffix, self._warmup = suffix, warmup
         self._yes_no = isinstance(items[0], YesNoItem)
         self._redraw = redraw and self._yes_no
@@ -335,9 +339,9 @@ class Recorder(Generic[Some]):
     def _is_random(self, guide: str) -> bool:
         """Whether the guide's law of the first token differs between seeds."""
         if guide not in self._random:
-            first = self._chunks[0]
+            first = self.items[:_TRIED]
             self._random[guide] = guide != NONE and (
-                len(first) < _TRIED or self._differs(guide, first)
+                len(first) < _FEWEST or self._differs(guide, first)
             )
         return self._random[guide]
 
@@ -366,7 +370,7 @@ class Recorder(Generic[Some]):
                 item.id,
                 index,
                 item.question + self._suffix,
-                (self._image(item.image),) if item.image else (),
+                (self.image(item.image),) if item.image else (),
                 named=True,
             )
             for index, item in enumerate(items)
@@ -382,6 +386,7 @@ class Recorder(Generic[Some]):
             prompt_hash=text_hash(answer.prompt),
             tokens=len(answer.token_ids),
             passes=self._passes(mode, len(answer.token_ids)),
+            changed=_changed(answer),
             seconds=answer.seconds,
             **self._margins(answer),
         )
@@ -397,6 +402,7 @@ class Recorder(Generic[Some]):
             prompt_hash=text_hash(answer.prompt),
             tokens=1,
             passes=self._passes(mode, 1),
+            changed=_changed(answer, 1),
             **self._margins(answer),
         )
 
@@ -430,6 +436,12 @@ def draw(law: Tensor, seed: int, name: str) -> int:
     noise = Noise.of(seed, [request_key(noise_of_id(name), 0)])
     first = torch.zeros((1, 1), dtype=torch.long)
     return int((law + noise.gumbel(first, Role.TARGET, len(law))[0, 0]).argmax())
+
+
+def _changed(answer: Answer, tokens: int | None = None) -> int | None:
+    """How many of an answer's first tokens a guide changed; ``None``: it has none, or no trace."""
+    steps = [step for one in answer.trace or () for step in one.steps]
+    return sum(step.changed for step in steps[:tokens]) if steps else None
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:

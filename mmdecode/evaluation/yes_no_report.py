@@ -84,7 +84,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         super().__init__(items, **basis)
         self._shifted: dict[str, str] = {}
         self._unshifted = 0
-        self._drawn: dict[tuple[str, str], np.ndarray] = {}
+        self._drawn: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
         if baseline_controls:
             self._add_controls(controls)
 
@@ -106,9 +106,12 @@ class YesNoReport(ItemReport[YesNoItem]):
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, said, name, self.seed), beside=mode)
                     self._shifted[mode] = name
-        nothing = {"margin": None, "tokens": None, "passes": None, "seconds": None, "error": None}
+        unknown = ("margin", "main_margin", "tokens", "passes", "changed", "seconds", "error")
         self.add(
-            [i.answered(mode=ALWAYS, output="Yes", seed=None, **nothing) for i in self.questions]
+            [
+                i.answered(mode=ALWAYS, output="Yes", seed=None, **dict.fromkeys(unknown))
+                for i in self.questions
+            ]
         )
 
     def verdicts(self, mode: str) -> list[list[Label | None]]:
@@ -193,22 +196,30 @@ class YesNoReport(ItemReport[YesNoItem]):
         }
 
     def _margin(self, mode: str, name: str) -> dict[str, Any] | None:
-        """Scores that no threshold enters; ``None``: margins are missing, or one label is."""
+        """Scores that no threshold enters, of the questions that have a margin in every seed.
+
+        Returns:
+            The scores, and how many questions are ``missing``; ``None``: those with a margin do
+            not have both answers.
+        """
         places = self.sets[name]
-        found = self.margins[mode][:, places]
-        positive = self._positive(places)
-        if np.isnan(found).any() or positive.all() or not positive.any():
+        found, positive = self.margins[mode][:, places], self._positive(places)
+        known = ~np.isnan(found).any(0)
+        if not _both(positive[known]):
             return None
-        low, high = interval(_known(self._auroc_draws(mode, name)))
+        value, draws = self._auroc(mode, name, known)
+        low, high = interval(_known(draws))
+        found, positive = found[:, known], positive[known]
         best = [margins_of.best_threshold(one, positive) for one in found]
         return {
-            "auroc": float(np.mean([margins_of.auroc(one, positive) for one in found])),
+            "auroc": value,
             "auroc_low": low,
             "auroc_high": high,
             "average_precision": float(
                 np.mean([margins_of.average_precision(one, positive) for one in found])
             ),
             "best_accuracy": float(np.mean([accuracy for accuracy, _ in best])),
+            "missing": int((~known).sum()),
         }
 
     def _positive(self, places: np.ndarray) -> np.ndarray:
@@ -308,25 +319,31 @@ class YesNoReport(ItemReport[YesNoItem]):
         )
 
     def _ranking(self, first: str, second: str, name: str) -> Difference | None:
-        """Difference of the AUROC, where both are known."""
-        before, after = (self._margin(mode, name) for mode in (first, second))
-        if before is None or after is None:
+        """Difference of the AUROC, of the questions that have a margin in both modes."""
+        places = self.sets[name]
+        both = [self.margins[mode][:, places] for mode in (first, second)]
+        known = ~np.isnan(np.concatenate(both)).any(0)
+        if not _both(self._positive(places)[known]):
             return None
-        draws = self._auroc_draws(second, name) - self._auroc_draws(first, name)
-        return difference(after["auroc"] - before["auroc"], _known(draws))
+        (before, first_draws), (after, second_draws) = (
+            self._auroc(mode, name, known) for mode in (first, second)
+        )
+        return difference(after - before, _known(second_draws - first_draws))
 
-    def _auroc_draws(self, mode: str, name: str) -> np.ndarray:
-        """AUROC with images drawn, the mean over seeds; the same images for every mode."""
-        if (mode, name) not in self._drawn:
+    def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
+        """AUROC of some questions, the mean over seeds, and with images drawn, alike for all."""
+        key = mode, name, known.tobytes()
+        if key not in self._drawn:
             places = self.sets[name]
             images = [self.image_names[place] for place in places]
-            margins = self.margins[mode][:, places]
+            margins = np.where(known, self.margins[mode][:, places], np.nan)
             # where no branch is random, the seeds have the same margins
-            distinct = margins[:1] if (margins == margins[0]).all() else margins
-            positive = self._positive(places)
+            same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)
+            distinct, positive = margins[:1] if same else margins, self._positive(places)
+            values = [margins_of.auroc(one[known], positive[known]) for one in distinct]
             draws = [margins_of.auroc_draws(m, positive, images, seed=self.seed) for m in distinct]
-            self._drawn[mode, name] = np.mean(draws, 0)
-        return self._drawn[mode, name]
+            self._drawn[key] = float(np.mean(values)), np.mean(draws, 0)
+        return self._drawn[key]
 
     def rows(self) -> list[dict[str, str]]:
         """One row of text per mode and set; columns without a value are left out."""
@@ -351,7 +368,9 @@ class YesNoReport(ItemReport[YesNoItem]):
                         "AUROC": number(margin.get("auroc"), ".4f"),
                         "AP": number(margin.get("average_precision"), ".4f"),
                         "best accuracy %": percent(margin.get("best_accuracy")),
+                        "no margin": str(margin["missing"]) if margin.get("missing") else "",
                         "failed": str(found["failed"]) if found["failed"] else "",
+                        "changed %": percent(found["changed"], ".1f"),
                         "passes/token": number(found["passes_per_token"]),
                         "s/answer": number(found["mean_seconds"], ".3f"),
                     }
@@ -391,6 +410,8 @@ class YesNoReport(ItemReport[YesNoItem]):
             f"{self.parser.name} ({self.parser.origin}), yes is positive; 95 % interval by "
             "bootstrap over images"
         ]
+        if self.task == "amber":
+            parts.append("in the table by dimension, as AMBER's tool has it, no is positive")
         shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
         if max(shares) > UNPARSED:
             parts.append(
@@ -406,11 +427,11 @@ class YesNoReport(ItemReport[YesNoItem]):
             parts.append(
                 f"{self._unshifted} answers of the baseline have no margin and are not shifted"
             )
-        missing = {mode: int(np.isnan(self.margins[mode]).sum()) for mode in self._recorded_modes}
-        partly = [m for m, count in missing.items() if 0 < count < self.margins[m].size]
-        if partly:
+        margins = [s["margin"] for m in found["modes"].values() for s in m["sets"].values()]
+        if any(one and one["missing"] for one in margins):
             parts.append(
-                f"margins that are missing leave {', '.join(partly)} without AUROC where they are"
+                "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
+                "compared on those that have one in both modes"
             )
         if self.conditions.get("limit"):
             parts.append("only a part of the set was scored: not a result to report")
@@ -445,7 +466,7 @@ class YesNoReport(ItemReport[YesNoItem]):
         known = {
             mode: self.margins[mode][0, self.sets[first]]
             for mode in self._recorded_modes
-            if self.summary["modes"][mode]["sets"][first]["margin"] is not None
+            if (self.summary["modes"][mode]["sets"][first]["margin"] or {}).get("missing") == 0
         }
         found = {
             "accuracy_against_yes": plots.accuracy_against_yes(scores, self._shifted),
@@ -488,6 +509,11 @@ def shifted(
         else dataclasses.replace(item, mode=mode)
         for item, margin, shown in zip(plain, moved, known, strict=True)
     ]
+
+
+def _both(positive: np.ndarray) -> bool:
+    """Whether there are questions of both kinds."""
+    return bool(positive.any()) and not positive.all()
 
 
 def _known(draws: np.ndarray) -> np.ndarray:

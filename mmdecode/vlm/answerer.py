@@ -266,12 +266,15 @@ class Answerer:
                     asked.append((request, question))
             yield from self._batch(asked, settings)
 
-    def stream(self, image: Any, question: str, **options: Any) -> Iterator[str]:
+    def stream(
+        self, image: Any, question: str, *, id: str | None = None, **options: Any
+    ) -> Iterator[str]:
         """Yields an answer in pieces, as soon as they cannot change any more.
 
         Args:
             image: One image, a list of images that are asked about together, or ``None``.
             question: What is asked.
+            id: Names the request and its noise when sampling; see a call's ``ids``.
             **options: Fields of `AnswerOptions`.
 
         Raises:
@@ -280,7 +283,7 @@ class Answerer:
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         settings = make_options(options)
-        [request] = requests_of([image], question)
+        [request] = requests_of([image], question, None if id is None else [id])
         pictures = [source.read() for source in request.images]
         asked = self.prompts.question(question, pictures, text_only=settings.text_only)
         inputs = self._inputs([asked], settings)

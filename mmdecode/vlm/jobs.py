@@ -28,6 +28,7 @@ from mmdecode.files import (
     write_atomically,
 )
 from mmdecode.vlm.answerer import Answer
+from mmdecode.vlm.crashes import Journal
 from mmdecode.vlm.requests import Request
 
 
@@ -42,6 +43,7 @@ class AnswerFile:
 
     Attributes:
         done: Ids of the requests that have an answer.
+        journal: Of the image that is being read.
 
     Raises:
         OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
@@ -64,6 +66,7 @@ class AnswerFile:
                 self._check_questions()
                 os.truncate(path, sum(map(len, complete_lines(path))))
                 note_settings(path, settings)
+                self.journal = Journal(path.with_name(f".{path.name}.reading"))
             except BaseException:
                 self._file.close()
                 raise
@@ -93,6 +96,7 @@ class AnswerFile:
     def close(self) -> None:
         """No more answers."""
         self._file.close()
+        self.journal.close()
 
     def _check_questions(self) -> None:
         """Whether the answers are to the questions that have their ids now."""

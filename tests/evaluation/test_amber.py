@@ -92,6 +92,7 @@ def test_only_the_exact_words_count():
     report = YesNoReport(items, task="amber", resamples=10)
     assert report.summary["modes"]["plain"]["sets"]["relation"]["accuracy"] == 1
     assert "| plain | relation | 0.0 |" in report.table()
+    assert "no is positive" in report.about()
 
 
 def test_questions_without_annotation_are_refused(tmp_path):
@@ -139,3 +140,9 @@ def test_figures_and_questions_are_different_groups(tmp_path):
     path.write_bytes(gzip.compress(json.dumps(rows).encode()))
     with pytest.raises(InputError, match="expected '0' or '1'"):
         read_hallusion(path)
+
+
+def test_f1_is_made_of_rounded_percentages():
+    kinds = [(("relation",), "no", "No")] * 2 + [(("relation",), "no", "Yes")] * 3
+    kinds += [(("relation",), "yes", "No")] * 4
+    assert amber_scores(few(kinds))["relation"]["f1"] == 36.3  # 36.4 of precise ones

@@ -244,3 +244,54 @@ def test_captions_of_other_images_are_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"image": "b.png", "caption": "a cup"}')
     with pytest.raises(InputError, match="one of the 1 images"):
         read_captions(tmp_path / "c.jsonl", items, "plain")
+
+
+def test_objects_that_are_listed_twice_are_there_once():
+    score = chair(["a cup"], [("cup", "cup", "fish")], vocabulary=SCENES, resamples=5)
+    assert score.recall == 1 / 2
+
+
+@pytest.mark.parametrize(
+    ("plural", "name"),
+    [("firemen", "fireman"), ("knives", "knife"), ("leaves", "leaf"), ("berries", "berry"),
+     ("boxes", "box"), ("buses", "bus"), ("people", "person"), ("cups", "cup")],
+)  # fmt: skip
+def test_plurals_are_mentions(plural, name):
+    assert Vocabulary({name: []}).objects(f"Two {plural}.") == [name]
+
+
+def test_a_cut_counts_captions_that_are_shorter_already():
+    assert shortened(["a b c d e f g h i j", "k l"], 4) == ["a b c d e f", "k l"]
+
+
+def test_intervals_draw_images_with_all_their_captions():
+    captions, objects = ["a cup"] * 20 + ["a fish"] * 20, [("cup",)] * 40
+    alone = chair(captions, objects, vocabulary=SCENES, resamples=200)
+    images = ["one"] * 20 + ["two"] * 20
+    together = chair(captions, objects, images, vocabulary=SCENES, resamples=200)
+    assert together.intervals["chair_i"] == (0, 1) and together.images == 2
+    assert 0.2 < alone.intervals["chair_i"][0] < alone.intervals["chair_i"][1] < 0.8
+
+
+def test_what_a_failed_caption_said_does_not_count():
+    items = captioned([("cup",)] * 2, ["a fish", "a fish"], "plain")
+    items[1] = items[1].answered(mode="plain", output="a fish", error="out of memory")
+    found = CaptionReport(items, vocabulary=SCENES, resamples=10).summary["modes"]["plain"]
+    assert found["mentions"] == 1 / 2
+
+
+def test_seeds_are_compared_together():
+    objects = [("cup",)] * 8
+    items = captioned(objects, ["a cup"] * 8, "plain")
+    items += captioned(objects, ["a cup"] * 8, "drawn", seed=1)
+    items += captioned(objects, ["a fish"] * 8, "drawn", seed=2)
+    report = CaptionReport(items, vocabulary=SCENES, resamples=20, baseline_controls=False)
+    (found,) = report.comparisons
+    assert found.differences["chair_i"].value == 1 / 2
+    assert report.summary["modes"]["drawn"]["seed_sd"]["chair_i"] == pytest.approx(0.5**0.5)
+
+
+def test_a_cut_caption_has_no_cost_of_its_own(report):
+    cut = report.summary["modes"]["plain cut to short"]
+    assert cut["mean_seconds"] is cut["passes_per_token"] is cut["mean_tokens"] is None
+    assert report.summary["modes"]["plain"]["mean_seconds"] == 1

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,7 @@ from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vlm_data import read_questions
-from mmdecode.vlm import answerer
+from mmdecode.vlm import answerer, crashes
 from tests.vlm.conftest import build_model, build_processor, picture
 
 OBJECTS = ("ring", "star", "circle")
@@ -162,6 +163,8 @@ def test_a_run_prints_and_writes_everything(finished):
 def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, monkeypatch):
     done, out = finished
     monkeypatch.setattr(answerer, "load", None)
+    with pytest.raises(OptionError, match="draws its own images"):
+        run("pope", "--model", "m", "--data", "zoo", "--images", tmp_path)
     again = run("pope", "--rescore", out, "--resamples", 20, "--output", tmp_path / "a", "--json")
     before, after = parsed(done), parsed(again)
     for found in (before, after):
@@ -244,7 +247,7 @@ def test_the_other_tasks_are_scored(settings, data):
     found = parsed(run(*settings("mme", data / "mme.jsonl", "--limit", 1, *words)))
     assert found["questions"] == 2 and "color" in found["modes"]["greedy"]["task"]
     found = parsed(run(*settings("spatial", data / "images" / "choices.jsonl", *words)))
-    assert found["modes"]["greedy"]["sets"]["all"][0]["pairs"] == 1
+    assert found["modes"]["greedy"]["sets"]["all"]["pairs"] == 1
     found = parsed(run(*settings("spatial", data / "images" / "vsr.jsonl", *words)))
     assert found["task"] == "vsr" and found["questions"] == 2
     amber = settings("amber", data / "amber", *words)
@@ -295,3 +298,72 @@ def test_the_zoo_model_runs_on_the_zoo(tmp_path):
     assert found["questions"] == 6 and found["conditions"]["part"] == "development"
     assert found["modes"]["greedy"]["sets"]["random"]["margin"] is not None
     assert "data:image/png" in (tmp_path / "report.html").read_text()
+
+
+def test_a_part_holds_whole_images_pairs_and_sets(data):
+    pope = read_questions("pope", [str(data)], images=data / "images").limited(3)
+    assert [(item.image, item.sets) for item in pope.items] == [
+        ("0.png", ("random", "popular", "adversarial")),
+        ("0.png", ("random",)),
+        ("0.png", ("popular", "adversarial")),
+    ]
+    for task, odd, whole in (("mme", 3, 4), ("spatial", 5, 8), ("spatial", 4, 4)):
+        assert len(read_questions(task).limited(odd).items) == whole
+    assert len(read_questions("chair").limited(5).items) == 5
+
+
+def test_a_question_that_is_asked_twice_is_refused_before_anything_is_run(tmp_path):
+    for name in ("a", "b", "a"):
+        with (tmp_path / "objects.jsonl").open("a") as file:
+            file.write(json.dumps({"image": name, "objects": ["dog"]}) + "\n")
+    with pytest.raises(InputError, match="asks the same 1 times, first 'a'"):
+        read_questions("chair", [str(tmp_path / "objects.jsonl")], images=tmp_path)
+
+
+def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, monkeypatch):
+    (tmp_path / ".reading").write_bytes(str(data / "images" / "0.png").encode())
+    monkeypatch.setattr(
+        crashes.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -6)
+    )
+    words = settings("chair", data / "objects.jsonl", "--greedy", "--output", tmp_path)
+    done = run(*words)
+    assert done.exit_code == 1 and "0.png: crashes the library that decodes it" in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    errors = {row["id"]: row["error"] for row in rows}
+    assert errors["0.png"] and errors["1.png"] is None
+    assert (tmp_path / ".reading").exists()
+
+
+def test_help_names_both_kinds_of_models():
+    told = CliRunner().invoke(cli.app, ["--help"]).stdout
+    assert "Score models on speech or on images" in " ".join(told.split())
+    assert "speech (wer)" in run("--help").stdout
+
+
+def test_a_published_table_is_checked(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(
+        "method,split,accuracy,precision,recall,f1,yes_ratio,averaged\n"
+        "greedy,random,87.1,,,85.5,39.2,\n"
+        "greedy,popular,85.8,,,84.3,40.4,\n"
+        "beam,random,89.4,,,89.6,50.6,\n"
+        "mean,,80.0,80.0,80.0,80.0,50.0,yes\n"
+    )
+    done = run("published", path, "--json")
+    assert done.exit_code == 1
+    (problem,) = parsed(done)["problems"]
+    assert problem.startswith("beam, random: no answers to 3,000 questions give accuracy 89.4")
+    path.write_text("method,split,accuracy,recall\nbeam,random,88.3,86.2\nbeam,popular,88.0,87.7\n")
+    done = run("published", path)
+    assert done.exit_code == 1 and "beam: the recalls differ" in done.stdout
+    path.write_text("accuracy,f1\n87.1,85.5\n")
+    done = run("published", path)
+    assert done.exit_code == 0 and "nothing is wrong" in done.stdout
+    for text, message in (
+        ("accuracy,f1\n87.1,high\n", "line 2: could not convert"),
+        ("accuracy,f1\n87.1,\n", "at least two numbers"),
+        ("accuracy,f1\n", "no row"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            run("published", path)

@@ -1,5 +1,6 @@
 """POPE's files, and reports on yes/no answers with their controls."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.chair import coco_image, read_chair
+from mmdecode.evaluation.item_comparison import compared_rows
 from mmdecode.evaluation.items import YesNoItem, file_hash, read_items, text_hash
 from mmdecode.evaluation.pope import (
     SPLITS,
@@ -267,7 +270,7 @@ def test_failures_are_wrong_under_every_parser():
         assert found["failed"] == 1
         assert found["sets"]["random"]["unparsed"] == pytest.approx(1 / 12)
         assert found["sets"]["random"]["recall"] == pytest.approx(5 / 6)
-        assert found["sets"]["random"]["margin"] is None
+        assert found["sets"]["random"]["margin"]["missing"] == 1
 
 
 def test_rescoring_needs_only_the_rows(report, tmp_path):
@@ -377,3 +380,122 @@ def test_many_unparsed_answers_are_pointed_out():
 
 def test_names_of_coco_images():
     assert coco_image(310196) == "COCO_val2014_000000310196.jpg"
+
+
+# Margins that are missing
+
+
+def without_margins(answers, places):
+    return [
+        dataclasses.replace(one, margin=None) if place in places else one
+        for place, one in enumerate(answers)
+    ]
+
+
+def test_auroc_leaves_out_what_has_no_margin_and_counts_it():
+    items, margins, sign = made_up()
+    random = [place for place, item in enumerate(items) if "random" in item.sets]
+    lost = random[::7]
+    answers = without_margins(answered(items, margins, "plain"), [random[0]])
+    answers += without_margins(answered(items, margins + 0.5 * sign, "look"), lost)
+    with pytest.warns(UserWarning, match="1 answers of 'plain' have no margin"):
+        report = YesNoReport(answers, resamples=100)
+    found = report.summary["modes"]["look"]["sets"]["random"]["margin"]
+    left = [place for place in random if place not in lost]
+    positive = sign[left] > 0
+    assert found["missing"] == len(lost) and found["auroc"] == pytest.approx(
+        roc_auc_score(positive, (margins + 0.5 * sign)[left])
+    )
+    assert found["average_precision"] == pytest.approx(
+        average_precision_score(positive, (margins + 0.5 * sign)[left])
+    )
+    assert found["auroc_low"] < found["auroc"] < found["auroc_high"]
+    ranked = comparison(report, "plain", "look").differences["auroc"]
+    assert ranked.value == pytest.approx(
+        roc_auc_score(positive, (margins + 0.5 * sign)[left])
+        - roc_auc_score(positive, margins[left])
+    )
+    rows = {(row["mode"], row["set"]): row for row in report.rows()}
+    assert rows["look", "random"]["no margin"] == str(len(lost))
+    assert rows["plain", "popular"]["no margin"] in ("", "1")
+    assert "leave out questions without a margin" in report.about()
+    whole = YesNoReport(answered(items, margins, "plain"), resamples=100)
+    assert "no margin" not in whole.table() and "without a margin" not in whole.about()
+
+
+def test_a_margin_that_one_seed_lacks_is_left_out_of_all():
+    items, margins, sign = made_up(12)
+    answers = without_margins(answered(items, margins, "drawn", seed=1), [0, 1])
+    answers += without_margins(answered(items, -margins, "drawn", seed=2), [1, 2])
+    report = YesNoReport(answers, resamples=50)
+    found = report.summary["modes"]["drawn"]["sets"]["random"]["margin"]
+    random = [n for n, item in enumerate(items) if "random" in item.sets and n > 2]
+    one = roc_auc_score(sign[random] > 0, margins[random])
+    assert found["auroc"] == pytest.approx((one + 1 - one) / 2)
+    assert (found["auroc_low"], found["auroc_high"]) == pytest.approx((0.5, 0.5))
+    nothing = without_margins(answered(items, margins, "plain"), range(len(items)))
+    report = YesNoReport(nothing, resamples=50)
+    assert report.summary["modes"]["plain"]["sets"]["random"]["margin"] is None
+
+
+def test_a_damaged_archive_is_refused(tmp_path):
+    header = gzip.compress(b"")[:10]
+    (tmp_path / "random.jsonl.gz").write_bytes(header + bytes([255]) * 20)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_pope(find_pope(tmp_path))
+
+
+# The shifted baseline
+
+
+def test_a_shift_counts_a_question_in_each_of_its_splits():
+    """A method says yes to all that stands three times, to nothing else: half of each split."""
+    items, _, _ = made_up(40)
+    margins = np.random.default_rng(1).normal(size=len(items))
+    said = np.array([len(item.sets) == 3 for item in items])
+    control = shifted(answered(items, margins, "plain"), said, "control")
+    share = np.mean([one.output == "Yes" for one in control for _ in one.sets])
+    assert share == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_margin_of_nothing_is_no():
+    items, _, _ = made_up(4)
+    margins = np.zeros(len(items))
+    control = shifted(answered(items, margins, "plain"), margins, "control")
+    assert {(one.output, one.margin) for one in control} == {("No", 0.0)}
+
+
+def test_a_shift_is_fitted_to_all_seeds():
+    items, margins, _ = made_up(20)
+    answers = answered(items, margins, "plain")
+    answers += answered(items, margins * 0 + 1, "drawn", seed=1)
+    answers += answered(items, margins * 0 - 1, "drawn", seed=2)
+    report = YesNoReport(answers, resamples=20)
+    control = report.summary["modes"]["plain shifted to drawn"]["sets"]["random"]
+    assert control["yes_ratio"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_modes_are_compared_with_what_is_named():
+    items, margins, _ = made_up(4)
+    answers = [one for name in "abcd" for one in answered(items, margins, name)]
+    report = YesNoReport(
+        answers, resamples=20, baseline_controls=False, against={"c": ["b"], "d": ["gone"]}
+    )
+    pairs = {(one.first, one.second) for one in report.comparisons}
+    assert pairs == {("a", "b"), ("b", "c"), ("a", "d")}
+
+
+def test_the_page_has_a_row_for_each_comparison(report):
+    rows = compared_rows(report.comparisons)
+    (look,) = [
+        row
+        for row in rows
+        if (row["mode"], row["against"], row["set"]) == ("look", "plain", "random")
+    ]
+    found = comparison(report, "plain", "look")
+    assert look["accuracy"].startswith(f"{100 * found.differences['accuracy'].value:+.2f} [")
+    gained, lost = (sum(side.values()) for side in (found.flips.gained, found.flips.lost))
+    assert look["flips"] == f"+{gained} -{lost}" and look["p by Holm"] == f"{found.p_holm:.4f}"
+    assert len(rows) == len(report.comparisons) and "Differences in points" in report.page()
+    alone = YesNoReport([one for one in report.recorded if one.mode == "plain"], resamples=20)
+    assert "Differences" not in alone.page()

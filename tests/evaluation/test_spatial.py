@@ -1,12 +1,15 @@
 """Spatial relations: single questions, pairs and sets; VSR's statements."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sklearn.metrics import precision_recall_fscore_support
 
 from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.answers import choice
 from mmdecode.evaluation.choice_report import ChoiceReport
 from mmdecode.evaluation.items import ChoiceItem, read_items, write_items
 from mmdecode.evaluation.spatial import read_choices, read_vsr, read_whats_up, score_choices
@@ -179,3 +182,64 @@ def test_vsr_asks_as_told(tmp_path):
     path.write_text('{"image": "a", "caption": "The cat is on it.", "label": "yes"}')
     with pytest.raises(InputError, match="expected 0 or 1"):
         read_vsr(path)
+
+
+def test_on_the_left_is_left():
+    options = ("left", "right", "on", "under")
+    assert choice("The mug is on the left of the plate.", options) == "left"
+    assert choice("On the right side", options) == "right"
+    assert choice("It is on the lefthand table", options) == "on"
+    assert choice("on, not left", options) is None
+
+
+def test_seeds_have_an_interval_and_a_spread():
+    items = []
+    for n in range(12):
+        items += [dataclasses.replace(i, seed=1) for i in whole(str(n), ["left"] * 4)]
+        said = ["left", "right", "on", "under" if n % 2 else "on"]
+        items += [dataclasses.replace(i, seed=2) for i in whole(str(n), said)]
+    report = ChoiceReport(items, resamples=200)
+    score = report.summary["modes"]["plain"]["sets"]["all"]
+    assert (score["individual"], score["pair"], score["set"]) == (0.5625, 0.375, 0.25)
+    assert (score["questions"], score["pairs"], score["sets"]) == (96, 48, 24)
+    assert (score["chance"], score["majority"]) == (0.25, 0.25)
+    low, high = score["intervals"]["individual"]
+    assert 0.4 < low < 0.5625 < high < 0.7
+    assert score["seed_sd"]["individual"] == pytest.approx(np.std([0.25, 0.875], ddof=1))
+    (row,) = report.rows()
+    assert row["95 %"] and row["seeds sd"] == "44.19"
+    assert report.summary["interval"]["unit"].startswith("group")
+
+
+def test_what_a_longer_option_holds_is_not_named():
+    assert choice("It is on top of the box.", ("on", "on top of")) == "on top of"
+    assert choice("on, or rather on top of it", ("on", "on top of")) is None
+
+
+def test_in_front_and_behind_make_a_pair():
+    options = ("left", "right", "in front", "behind")
+    said = ["left", "left", "in front of it", "behind"]
+    score = score_choices(whole("a, b", said, options=options), resamples=20)
+    assert (score.pair, score.individual) == (1 / 2, 3 / 4)
+
+
+def test_chance_is_of_each_question_its_own():
+    items = whole("a, b", ["left"] * 4) + whole("c", ["above"] * 2, options=("above", "below"))
+    assert score_choices(items, resamples=20).chance == pytest.approx((4 / 4 + 2 / 2) / 6)
+
+
+def test_comparisons_without_a_pair_and_of_failures():
+    groups = ["one", "two"]
+    items = [i for name in groups for i in whole(name, OPTIONS)]
+    items += [
+        i.answered(mode="fails", output=i.output, error="out of memory")
+        for name in groups
+        for i in whole(name, OPTIONS)
+    ]
+    report = ChoiceReport(items, resamples=50)
+    (found,) = report.comparisons
+    assert found.flips.lost == dict.fromkeys(OPTIONS, 2) and len(report.worst(3, "fails")) == 3
+    single = [dataclasses.replace(item, group="") for item in items if "one" in item.id]
+    (found,) = ChoiceReport(items + [dataclasses.replace(i, id=f"{i.id}!") for i in single],
+                            resamples=50).comparisons  # fmt: skip
+    assert list(found.differences) == ["individual"]

@@ -197,6 +197,15 @@ def test_captions_are_decoded_for_each_seed_and_have_no_margin(recorder):
     assert all(row.seconds > 0 and row.error is None for row in rows)
 
 
+def test_modes_take_turns_and_each_begins(recorder, monkeypatch):
+    monkeypatch.setattr(vlm_runs, "CHUNK", 1)
+    seen = []
+    modes = modes_of([LAST], controls=False)
+    recorder(modes, batch_size=4).run(progress=lambda row: seen.append(row.mode))
+    turns = [seen[place] for place in range(0, 32, 4)]
+    assert turns == ["greedy", LAST, LAST, "greedy"] * 2
+
+
 # Drawn answers
 
 
@@ -263,6 +272,33 @@ def test_too_few_questions_to_tell_are_decoded_for_each_seed(recorder):
     assert all(row.seconds is not None for row in rows if row.mode == f"{LAST}, sampled")
 
 
+def test_small_batches_share_a_law_too(recorder):
+    rows = recorder(modes_of([LAST], seeds=range(2), controls=False), batch_size=1).run()
+    drawn = [row for row in rows if row.mode == f"{LAST}, sampled"]
+    assert any(row.seconds is None for row in drawn)
+
+
+def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
+    rows = recorder(modes_of(["vcd:alpha=9,beta=0"], controls=False)).run()
+    guide = registry.create("guide", "vcd:alpha=9,beta=0")
+    guided = Answerer(model, processor, Decoder(guide=guide, seed=0))
+    counts = []
+    for item in questions():
+        row = of(rows, "vcd:alpha=9,beta=0")[item.id]
+        [answer] = guided(
+            picture(int(item.image)), item.question, ids=[item.id], max_new_tokens=3, trace=True
+        )
+        steps = [step for one in answer.trace for step in one.steps]
+        assert row.changed == sum(step.changed for step in steps) <= row.tokens == len(steps)
+        counts.append(row.changed)
+    assert max(counts) > 0
+    assert {row.changed for row in rows if row.mode == "greedy"} == {None}
+    report = YesNoReport(rows, resamples=10)
+    share = report.summary["modes"]["vcd:alpha=9,beta=0"]["changed"]
+    assert share == sum(counts) / sum(r.tokens for r in rows if r.changed is not None)
+    assert "changed %" in report.table()
+
+
 # Interruptions and failures
 
 
@@ -272,7 +308,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 ):
     modes = modes_of(["vcd"], seeds=range(2), controls=False)
     monkeypatch.setattr(vlm_runs, "CHUNK", 1)
-    monkeypatch.setattr(vlm_runs, "_TRIED", 8)
+    monkeypatch.setattr(vlm_runs, "_FEWEST", 8)
     whole = recorder(modes).run()
 
     class Stopped(Exception):

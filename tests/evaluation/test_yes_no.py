@@ -10,8 +10,8 @@ from scipy.stats import binomtest
 from sklearn.metrics import average_precision_score, precision_recall_fscore_support, roc_auc_score
 
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.evaluation.answers import PARSERS, choice, leading, parser_of
-from mmdecode.evaluation.item_comparison import flips
+from mmdecode.evaluation.answers import PARSERS, choice, leading, original, parser_of
+from mmdecode.evaluation.item_comparison import differences, flips
 from mmdecode.evaluation.margins import (
     auroc,
     auroc_draws,
@@ -20,7 +20,14 @@ from mmdecode.evaluation.margins import (
     cross_fitted_shifts,
     fit_shift,
 )
-from mmdecode.evaluation.statistics import draw_units, drawn_sums, mcnemar
+from mmdecode.evaluation.statistics import (
+    bootstrap_p,
+    draw_units,
+    drawn_sums,
+    interval,
+    item_weights,
+    mcnemar,
+)
 from mmdecode.evaluation.table_lint import PublishedRow, check_recalls, check_row
 from mmdecode.evaluation.yes_no import count_answers, rates, score_answers
 
@@ -80,7 +87,7 @@ def test_an_unknown_parser_is_refused():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *[("Left", "left"), ("It is on the left of it.", None), ("positioned there", None)],
+        *[("Left", "left"), ("It is on the left of it.", "left"), ("positioned there", None)],
         *[("in front of the cup", "in front"), ("left or right", None), ("", None)],
     ],
 )
@@ -267,6 +274,8 @@ def test_a_shift_is_fitted_on_other_images():
     shifts = cross_fitted_shifts(margins, said, images, folds=10)
     assert (margins[:10] + shifts[:10] <= 0).all()  # nothing else was ever answered yes
     assert len(set(shifts[:10])) == 1
+    said[:10], margins[:10] = 0, 9  # what its own questions say does not enter
+    assert (cross_fitted_shifts(margins, said, images, folds=10)[:10] == shifts[:10]).all()
     with pytest.raises(OptionError, match="other images"):
         cross_fitted_shifts(margins, said, ["a"] * 100)
 
@@ -351,3 +360,44 @@ def test_a_row_that_says_too_little_is_refused():
 def test_counts_have_one_column_for_each_answer():
     table = count_answers(["yes", "yes", "no", "no", None, None], ["yes", "no"] * 3)
     assert table.argmax(1).tolist() == [0, 1, 3, 2, 4, 5]
+
+
+def test_the_original_parser_takes_commas_away():
+    assert original("no, a cat") == "no" and original("a cat") == "yes"
+
+
+def test_p_values_of_draws():
+    assert bootstrap_p(np.ones(99)) == bootstrap_p(-np.ones(99)) == 2 / 100
+    assert bootstrap_p(np.zeros(99)) == 1
+    assert bootstrap_p(np.array([-1.0] * 30 + [1.0] * 69)) == 2 * 31 / 100
+    assert bootstrap_p(np.array([0.0] * 30 + [1.0] * 69)) == 2 * 31 / 100
+
+
+def test_intervals_hold_95_percent_of_the_draws():
+    assert interval(np.arange(1001.0)) == pytest.approx((25, 975))
+
+
+def test_draws_depend_on_their_seed_alone():
+    first = draw_units(7, 50, 3).copy()
+    draw_units.cache_clear()
+    assert (draw_units(7, 50, 3) == first).all() and (draw_units(7, 50, 4) != first).any()
+    groups = ["b", "a", "b", "c"]
+    table = np.arange(4.0)[:, None]
+    weights = item_weights(groups, 50, 3)
+    assert (weights @ table == drawn_sums(table, groups, 50, 3)).all()
+    assert (weights[:, 0] == weights[:, 2]).all()
+
+
+def test_yes_to_everything_may_be_best():
+    accuracy, threshold = best_threshold(np.array([3.0, 2, 1, 0]), np.array([0, 1, 1, 1]) > 0)
+    assert (accuracy, threshold) == (3 / 4, -np.inf)
+
+
+def test_a_mode_does_not_differ_from_itself():
+    random = np.random.default_rng(0)
+    verdicts = [("yes", "no", None)[n] for n in random.integers(3, size=60)]
+    counts = count_answers(verdicts, ["yes", "no"] * 30)
+    images = np.repeat(np.arange(20), 3).astype(str)
+    found = differences(counts, counts, images, rates, ("accuracy", "f1"), 100, 0)
+    for one in found.values():
+        assert (one.value, one.low, one.high, one.p) == (0, 0, 0, 1)

@@ -10,9 +10,10 @@ from transformers import pipeline
 
 import mmdecode
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.guide.answers import word_ids
 from mmdecode.guide.linear import Linear
 from mmdecode.vlm import Answerer
-from mmdecode.vlm.answerer import word_ids, yes_no_margin
+from mmdecode.vlm.answerer import _noise_name, yes_no_margin
 from mmdecode.vlm.requests import read_requests, requests_of
 
 TEXTS = ["Is there a red circle in the image?", "What?", "Describe the image.", "How many rings?"]
@@ -468,3 +469,30 @@ def test_a_guided_decoder_works_inside_the_pipeline_under_attach(model, processo
         answers(mmdecode.Decoder(guide=listener))
     assert all(seen["pixel_values"].shape[-1] == 16 for seen in listener.seen)
     assert len(listener.seen) == 2
+
+
+def test_what_is_known_of_an_answer_is_that_of_its_own_row(folder, pictures):
+    answerer = Answerer.from_pretrained(folder, guide=GUIDE, device="cpu")
+    options = {"max_new_tokens": 4, "trace": True, "law": True}
+    together = answerer(pictures, "What is there?", **options)
+    assert len({answer.margin for answer in together}) == len(together)
+    for answer, picture in zip(together, pictures, strict=True):
+        [alone] = answerer(picture, "What is there?", **options)
+        assert answer.margin == pytest.approx(alone.margin, abs=1e-4)
+        assert answer.margins == pytest.approx(alone.margins, abs=1e-4)
+        assert [one.decided for one in answer.trace] == answer.token_ids
+        torch.testing.assert_close(answer.law, alone.law, atol=1e-4, rtol=1e-4)
+
+
+def test_the_seconds_of_a_batch_are_shared(answerer, pictures, monkeypatch):
+    clock = iter(range(0, 100, 6))
+    monkeypatch.setattr("mmdecode.vlm.answerer.time.perf_counter", lambda: next(clock))
+    assert [a.seconds for a in answerer(pictures[:3], "What?", max_new_tokens=1)] == [2.0] * 3
+
+
+def test_the_noise_of_a_question_depends_on_its_image(answerer, pictures):
+    names = []
+    for picture in pictures[:2]:
+        [request] = requests_of([picture], "What?")
+        names.append(_noise_name(request, answerer.prompts.question("What?", [picture])))
+    assert names[0] != names[1]

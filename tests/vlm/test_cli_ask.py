@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import note_settings
-from mmdecode.vlm import Answerer
+from mmdecode.vlm import Answerer, crashes
+from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.jobs import AnswerFile
 from mmdecode.vlm.requests import asked_of
 
@@ -287,3 +288,80 @@ def test_a_folder_without_images_and_a_method_nobody_knows_are_refused(run, tmp_
     for option, name in (("--guide", "contrasst"), ("--draft", "lokup")):
         done = run(images / "x.png", "-q", "What?", option, name)
         assert "did you mean" in str(done.exception)
+
+
+# Images that end the process
+
+
+def test_what_is_being_read_is_noted(tmp_path):
+    path = tmp_path / "reading"
+    noted = []
+
+    def read():
+        noted.append(path.read_bytes())
+        raise InputError("no image")
+
+    journal = crashes.Journal(path)
+    with pytest.raises(InputError):
+        journal.watched(ImageSource("one.png", read)).read()
+    assert noted == [b"one.png"] and path.read_bytes() == b""
+    journal.close()
+    assert not path.exists()
+
+
+def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
+    tmp_path, monkeypatch, run, table, images
+):
+    out = tmp_path / "answers.jsonl"
+    reading = tmp_path / ".answers.jsonl.reading"
+    died = [os.fsencode(images / name) for name in ("x.png", "y.bmp")]
+    reading.write_bytes(b"\0".join(died))
+    apart = []
+
+    def process(command, **options):
+        apart.append(os.fsencode(command[-1]))
+        return subprocess.CompletedProcess(command, -6 if command[-1].endswith("x.png") else 0)
+
+    monkeypatch.setattr(crashes.subprocess, "run", process)
+    words = ("--input", table, "--output", out, "--resume")
+    for _ in range(2):
+        done = run(*words)
+        assert done.exit_code == 1 and "crashes the library that decodes it (exit code -6)" in (
+            done.stderr
+        )
+        assert ["error" in line for line in lines(out)] == [True, False, False, True, True, False]
+        assert set(apart) == set(died) and reading.read_bytes().split(b"\0") == died
+
+
+def test_a_crash_in_a_process_apart_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(crashes, "_READ", "import os; os.abort()")
+    (tmp_path / "reading").write_bytes(b"one.png")
+    journal = crashes.Journal(tmp_path / "reading")
+    with pytest.raises(InputError, match=r"one.png: crashes the library .* \(exit code -6\)"):
+        journal.watched(ImageSource("one.png", lambda: None)).read()
+    journal.close()
+
+
+def test_no_journal_is_left_where_nothing_crashed(run, table, tmp_path):
+    run("--input", table, "--output", tmp_path / "answers.jsonl")
+    assert not (tmp_path / ".answers.jsonl.reading").exists()
+
+
+def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
+    rows = [{"id": f"name {n}", "image": "y.bmp", "question": f"What {n}?"} for n in range(3)]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--input", table, "--sample", "--temperature", 3)
+    stock, streamed = run(*words), run(*words, "--stream")
+    assert streamed.exit_code == stock.exit_code == 0, streamed.output
+    assert printable(streamed.stdout) == printable(stock.stdout)
+
+
+def test_an_answer_outweighs_a_later_failure(run, table, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    run("--input", table, "--output", out)
+    whole = lines(out)
+    failed = {key: whole[0][key] for key in ("id", "images", "question")} | {"error": "late"}
+    with out.open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    run("--input", table, "--output", out, "--resume")
+    assert lines(out) == whole
