@@ -117,24 +117,24 @@ def _companion(scene: Scene) -> str | None:
 
 
 def tasks(scene: Scene) -> Iterator[Task]:
-    """Is something there that is, something that is not but often would be; how many; which colour.
+    """Is something there that is, that mostly is there too, that nothing speaks for; how many.
 
     And a caption.
     """
-    from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural, single
-    from mmdecode.zoo.scenes import COLOURS
+    from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
+    from mmdecode.zoo.scenes import COMPANIONS, NOUNS
 
     absent = _companion(scene)
     assert absent is not None, "the scene was chosen for it"
     yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
     yield Task(existence_question(absent), "No", ("yes", "no"))
+    near = {*scene.names, *(COMPANIONS[name] for name in scene.names)}
+    stranger = next(name for name in NOUNS if name not in near)
+    yield Task(existence_question(stranger), "No", ("yes", "no"))
     noun = max(scene.names, key=scene.count)
     counts = tuple(name.lower() for name in COUNTS)
     question = f"How many {plural(noun)} are there in the image?"
     yield Task(question, COUNTS[scene.count(noun)], counts)
-    for thing in single(scene)[:1]:
-        question = f"What colour is the {thing.name}?"
-        yield Task(question, thing.colour.capitalize(), tuple(COLOURS))
     yield Task(DESCRIBE["plain"], ", ".join(scene.names))
 
 
@@ -316,6 +316,7 @@ def _conditions(network: Any, seed: int) -> dict[str, str]:
 
     found = surroundings(network)
     return {
+        "images": "images that tempt: what mostly stands beside one of their things is missing",
         "device": f"{found['device']}, {found['dtype']}",
         "threads": f"threads: {found['threads']}",
         "load": f"load average {found['load_average']}",
