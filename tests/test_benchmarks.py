@@ -90,7 +90,12 @@ def page_and_result(page, tables):
 
 
 @pytest.mark.parametrize(
-    ("page", "module"), [("asr_speed.md", "asr_tables"), ("streaming.md", "streaming")]
+    ("page", "module"),
+    [
+        ("asr_speed.md", "asr_tables"),
+        ("streaming.md", "streaming"),
+        ("guidance_cost.md", "guidance_cost"),
+    ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -124,9 +124,18 @@ def test_captions_are_judged_at_equal_length(tables):
             "shorter": ["cat and dog"] * 40,
             "silent": ["a and a and a and a"] * 39 + ["cat and a and a and a"],
             "wilder": ["cat and hat and cup and hat"] * 40,
+            "luckier": ["cat and dog and dog and hat", *["cat and dog and cup and hat"] * 39],
+            "narrower": ["cat and a and cat and a", *["cat and dog and cup and dog"] * 39],
         }
     )
     verdict = {name: tables.caption_verdict(summary, name) for name in summary["modes"]}
     assert verdict["truer"] == "**helps**" and verdict["shorter"] == "no difference"
     assert verdict["silent"] == "fewer objects of either kind" and verdict["wilder"] == "hurts"
-    assert verdict["greedy"] == ""
+    assert verdict["greedy"] == "" and verdict["luckier"] == "no difference"
+    assert verdict["narrower"] == "**helps**", "one object that is missed is not surely fewer"
+
+
+def test_the_page_shows_the_results(tables):
+    text = (ROOT / "docs" / "hallucination.md").read_text()
+    shown = re.search("<!-- tables -->\n(.*)\n<!-- end of tables -->", text, re.DOTALL)
+    assert shown and shown[1] == tables.tables(ROOT / "benchmarks" / "results" / "hallucination")

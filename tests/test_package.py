@@ -379,7 +379,16 @@ def test_messages_name_both_sides_and_the_way_out():
 
 # Direction of imports
 
-EVERYONE = {"errors", "registry", "checkpoints", "files", "tables", "_compat", "__init__"}
+EVERYONE = {
+    "errors",
+    "registry",
+    "checkpoints",
+    "crashes",
+    "files",
+    "tables",
+    "_compat",
+    "__init__",
+}
 METHODS = {"adapters", "models", "draft", "accept", "guide"}
 MODALITIES = {"asr", "vlm", "image_ar"}
 TOOLS = {"train", "evaluation", "zoo"}

@@ -20,16 +20,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr import crashes
 from mmdecode.asr.formats import FORMATS, Names
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript
+from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     RUN,
@@ -70,12 +70,12 @@ def prepare(
         if any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
             check_settings(folder, settings, resume)
             _check_recordings(folder, entries, languages=not settings.get("language"))
-        suspects = crashes.suspects(folder.glob(JOURNAL.format("*")))
+        suspects = suspects_in(sorted(folder.glob(JOURNAL.format("*"))))
         for left in folder.glob(".*.tmp"):
             left.unlink()
         note_settings(folder, settings)
     merge(folder, entries)
-    return suspects
+    return set(suspects)
 
 
 def merge(folder: Path, entries: Sequence[Entry]) -> None:
@@ -118,6 +118,7 @@ class ResultFolder:
         entries: The input, in order; all processes get the same.
         layout: Of subtitles.
         rank: Of this process; ``None``: it is alone.
+        suspects: What `prepare` returned.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
@@ -134,6 +135,7 @@ class ResultFolder:
         entries: Sequence[Entry],
         layout: Layout = DEFAULT,
         rank: int | None = None,
+        suspects: Iterable[str] = (),
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
         self.done: set[str] = set()
@@ -152,7 +154,7 @@ class ResultFolder:
                 part.parent.mkdir(exist_ok=True)
             self._file = part.open("ab")
             lock(self._file.fileno(), folder)
-            self.journal = crashes.Journal(folder / JOURNAL.format(rank or 0))
+            self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
         names = Names(self._names.values())
         for entry in entries:  # in the order of the input, whatever is done and in which order
             if entry.id not in self._names:

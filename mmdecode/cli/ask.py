@@ -122,6 +122,7 @@ def command(
       mmdecode ask --input questions.jsonl --output answers.jsonl --resume
     """
     from mmdecode.errors import OptionError
+    from mmdecode.vlm import crashes
     from mmdecode.vlm.answerer import Answerer, AnswerOptions
     from mmdecode.vlm.requests import read_requests
 
@@ -172,9 +173,11 @@ def command(
             )
         todo = requests
         if file:
-            watched = file.journal.watched
             todo = [
-                dataclasses.replace(request, images=tuple(map(watched, request.images)))
+                dataclasses.replace(
+                    request,
+                    images=tuple(crashes.watched(image, file.journal) for image in request.images),
+                )
                 for request in requests
                 if request.id not in file.done
             ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.vlm_data import Questions
     from mmdecode.evaluation.vlm_runs import Mode, Recorder
 
-READING = ".reading"  # the image that is being read, see mmdecode.vlm.crashes
+READING = ".reading"  # the image that is being read, see mmdecode.crashes
 SHOWN = 5  # failures listed one by one
 COMPARED = 12  # comparisons shown, the surest
 RUN_OPTIONS = tuple(
@@ -530,8 +530,9 @@ def _decoded(
     resume: bool,
 ) -> list[Any]:
     """Rows of all modes; appended to the output as they come."""
+    from mmdecode.crashes import Journal, suspects_in
     from mmdecode.evaluation.vlm_runs import journal_of
-    from mmdecode.vlm.crashes import Journal
+    from mmdecode.vlm.crashes import watched
 
     kind = type(questions.items[0])
     journal = journal_of(output, kind, settings, resume) if output else None
@@ -539,8 +540,9 @@ def _decoded(
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:
             stack.callback(journal.close)
-            reading = stack.enter_context(contextlib.closing(Journal(output / READING)))
-            recorder.image = lambda name: reading.watched(questions.image(name))
+            reading = Journal(output / READING, suspects_in([output / READING]))
+            stack.enter_context(contextlib.closing(reading))
+            recorder.image = lambda name: watched(questions.image(name), reading)
             bar.advance(task, sum(row.error is None for row in journal.done.values()))
         return recorder.run(journal, lambda row: bar.advance(task))
 

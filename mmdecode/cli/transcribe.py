@@ -386,7 +386,7 @@ def _transcribe(
 
         suspects = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        folder = jobs.ResultFolder(place, output.formats, entries, output.layout, rank)
+        folder = jobs.ResultFolder(place, output.formats, entries, output.layout, rank, suspects)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
             done_before = len(entries) - len(todo)
@@ -424,7 +424,7 @@ def _work(
         source = opened(entry, language)
         if entry.id in suspects:
             source = crashes.checked(source, entry.audio or "")
-        sources.append(folder.journal.watched(source) if folder else source)
+        sources.append(crashes.watched(source, folder.journal) if folder else source)
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
         meter = _Meter(bar, len(sources))
         for result in transcriber.stream(sources, meter):

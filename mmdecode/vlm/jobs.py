@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     append_line,
@@ -28,7 +29,6 @@ from mmdecode.files import (
     write_atomically,
 )
 from mmdecode.vlm.answerer import Answer
-from mmdecode.vlm.crashes import Journal
 from mmdecode.vlm.requests import Request
 
 
@@ -66,7 +66,8 @@ class AnswerFile:
                 self._check_questions()
                 os.truncate(path, sum(map(len, complete_lines(path))))
                 note_settings(path, settings)
-                self.journal = Journal(path.with_name(f".{path.name}.reading"))
+                reading = path.with_name(f".{path.name}.reading")
+                self.journal = Journal(reading, suspects_in([reading]))
             except BaseException:
                 self._file.close()
                 raise

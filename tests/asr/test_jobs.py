@@ -12,11 +12,11 @@ import soundfile
 
 from mmdecode.asr import crashes, jobs
 from mmdecode.asr.audio import Source, blocks, recording
-from mmdecode.asr.crashes import Journal, suspects
 from mmdecode.asr.jobs import ResultFolder, merge, prepare
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
+from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.files import claimed, note_settings
 
@@ -297,18 +297,18 @@ def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_p
 
     def read():
         for _ in range(2):
-            seen.append(suspects([path]))
+            seen.append(suspects_in([path]))
             yield 16_000, None
         raise InputError("a: is broken; mend it")
 
-    blocks = journal.watched(Source("a\udcff", read)).read()
+    blocks = crashes.watched(Source("a\udcff", read), journal).read()
     for _ in range(2):
         next(blocks)
-        assert suspects([path]) == set()
+        assert suspects_in([path]) == []
     with pytest.raises(InputError):
         next(blocks)
-    assert suspects([path]) == set()
-    assert seen == [{"a\udcff"}] * 2
+    assert suspects_in([path]) == []
+    assert seen == [["a\udcff"]] * 2
     journal.close()
     assert not path.exists()
 

@@ -7,12 +7,13 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
+from mmdecode import crashes
 from mmdecode.checkpoints import zoo_names
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vlm_data import read_questions
-from mmdecode.vlm import answerer, crashes
+from mmdecode.vlm import answerer
 from tests.vlm.conftest import build_model, build_processor, picture
 
 OBJECTS = ("ring", "star", "circle")

@@ -1,0 +1,85 @@
+"""Files that crash the library that decodes them, and with it the process.
+
+Files are read in the process itself: among ten thousand broken recordings none crashed libsndfile
+or FFmpeg. Instead a `Journal` beside the results notes what is being read. Where a run died, those
+that follow read what it died over in a process apart first, and a file that ends that process is a
+failure like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmdecode.errors import InputError
+
+
+class Journal:
+    """A file of the names over which runs have died, and of the one that is being read.
+
+    Args:
+        path: Of the file; gone after a run that no name is left suspected in.
+        suspects: Names that earlier runs died over, see `suspects_in`.
+    """
+
+    def __init__(self, path: Path, suspects: Iterable[str] = ()) -> None:
+        self.suspects = dict.fromkeys(suspects)
+        self._path = path
+        self._file = path.open("wb", buffering=0)
+        self._note()
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """A name is noted meanwhile."""
+        self._note(name)
+        try:
+            yield
+        finally:
+            self._note()
+
+    def cleared(self, name: str) -> None:
+        """The file was read to its end: nothing is wrong with it."""
+        self.suspects.pop(name, None)
+        self._note()
+
+    def close(self) -> None:
+        """The process got to its end."""
+        self._file.close()
+        if not self.suspects:
+            self._path.unlink(missing_ok=True)
+
+    def _note(self, *name: str) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        names = dict.fromkeys([*self.suspects, *name])
+        self._file.write(b"\0".join(map(os.fsencode, names)))
+
+
+def suspects_in(journals: Iterable[Path]) -> list[str]:
+    """Names in journals of processes that died; a journal that does not exist has none."""
+    parts = [p for path in journals if path.exists() for p in path.read_bytes().split(b"\0")]
+    return [os.fsdecode(name) for name in dict.fromkeys(filter(None, parts))]
+
+
+def read_apart(code: str, path: str, advice: str) -> None:
+    """Reads a file in another process.
+
+    Args:
+        code: Python that reads the file named by its first argument, and ends well if it can't be.
+        path: Of the file.
+        advice: What to do about a file that crashes.
+
+    Raises:
+        InputError: The process died.
+    """
+    command = [sys.executable, "-c", code, path]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise InputError(
+            f"{path}: crashes the library that decodes it (exit code {done.returncode}); {advice}, "
+            "or copy or download it again"
+        )
