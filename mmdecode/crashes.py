@@ -74,11 +74,13 @@ def read_apart(code: str, path: str, advice: str) -> None:
         advice: What to do about a file that crashes.
 
     Raises:
-        InputError: The process died.
+        InputError: The process crashed. A process that failed in another way says nothing about
+            the file.
     """
     command = [sys.executable, "-c", code, path]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
+    # a signal, or on Windows a status of the system's that is an error
+    if done.returncode < 0 or done.returncode >= 0xC0000000:
         raise InputError(
             f"{path}: crashes the library that decodes it (exit code {done.returncode}); {advice}, "
             "or copy or download it again"

@@ -49,7 +49,7 @@ def given(**changes):
     return page.Given(**fields | changes)
 
 
-CHANGED = page.Token(text=" No", instead=" Yes", survivors=2, distances={"noised": 0.25})
+CHANGED = page.Token(text=" No", instead=" Yes", survivors=2, distances={"noised": 0.25}, total=1.0)
 
 
 def report(*answers, **changes):
@@ -205,7 +205,7 @@ def test_page_is_one_well_formed_file_that_fetches_nothing():
 def test_tokens_that_changed_say_why():
     text = page.page(report())
     words = "plain would say &#x27;Yes&#x27;; 2 tokens left by the guide; noised differs by up to"
-    assert f'aria-label="No: {words} 0.25 nats"' in text
+    assert f'aria-label="No: {words} 0.25 nats; S = 1.00"' in text
     assert text.count('tabindex="0"') == 1
 
 

@@ -14,7 +14,7 @@ A guide names a view and says what to change; which tensors that touches is the 
   first one to follow; between two images the token before the second, which keeps them apart.
   ``change``, where given, is that of ``pixels``, with the same draws.
 - ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row as the text
-  model reads them.
+  model reads them, and of what some models add to them in their first layers.
 - ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens that
   stay, in the order in which they are read, at consecutive positions. ``salience`` is the attention
   that the image encoder pays to each, see `salience`; ``heads`` says how: ``"mean"`` of the heads,
@@ -32,6 +32,7 @@ batch, so an item is changed alike in every batch.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from torch.nn.functional import avg_pool2d, pad
 from mmdecode.adapters import pictures as painting
 from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
-from mmdecode.errors import IncompatibleError
+from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:
     from mmdecode.adapters.vision_language import VisionLanguageAdapter
@@ -79,6 +80,7 @@ def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Pr
 
     Raises:
         IncompatibleError: The view is unknown, or needs what the call did not hand over.
+        OptionError: The view lacks a function.
     """
     view = VIEWS.get(str(spec.view))
     if view is None:
@@ -86,13 +88,41 @@ def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Pr
             f"branch {spec.name!r} with view {spec.view!r}",
             adapter.name,
             "there is no such view",
-            f"use one of {', '.join(VIEWS)}",
+            f"use one of {', '.join(by_name())}, or build the part in Python for one of "
+            f"{', '.join(view for view in VIEWS if view not in by_name())}",
         )
+    refuse_lacking(spec)
     if view is not questions and not bool(adapter.image_mask(ctx.prompt_ids).any()):
         # as in a batch where other rows have images; guides warn that they are inactive
         whole: Literal["last_token", "same"] = "last_token" if view is only_images else "same"
         return adapter.prompt(ctx, BranchSpec(name=spec.name, prompt=whole))
     return view(adapter, ctx, spec, **spec.view_options)
+
+
+def refuse_lacking(spec: BranchSpec) -> None:
+    """Raises where a branch leaves out a function that its view cannot be without.
+
+    Raises:
+        OptionError: A function is missing.
+    """
+    lacking = [name for name in _functions(str(spec.view)) if name not in spec.view_options]
+    if lacking:
+        raise OptionError(
+            f"view {spec.view!r} of branch {spec.name!r} needs {lacking[0]!r}, a function that no "
+            f"string can name; use {' or '.join(by_name())}, or build the guide or draft in Python "
+            f"with view_options={{{lacking[0]!r}: ...}}"
+        )
+
+
+def by_name() -> list[str]:
+    """Views that need no function, which a string can name."""
+    return [view for view in VIEWS if not _functions(view)]
+
+
+def _functions(view: str) -> list[str]:
+    """Options that a view cannot be without."""
+    _, _, _, *options = inspect.signature(VIEWS[view]).parameters.values()
+    return [option.name for option in options if option.default is option.empty]
 
 
 def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
@@ -243,14 +273,16 @@ def features(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """The image tokens of each row, changed."""
+    """The image tokens of each row, changed at every depth at which the text model reads them."""
     encoded = encode(adapter, joined(raw_images(adapter, ctx)))
     counts = adapter.image_mask(ctx.prompt_ids).sum(1).tolist()
-    new = [
-        change(states, ctx.noise.generator(row, "features")) if len(states) else states
-        for row, states in enumerate(encoded.features.split(counts))
-    ]
-    return of_features(adapter, ctx, ctx.prompt_mask, torch.cat(new), encoded.deeper)
+    levels = [level.split(counts) for level in (encoded.features, *encoded.deeper)]
+    rows = []
+    for row, own in enumerate(zip(*levels, strict=True)):
+        draw = ctx.noise.generator(row, "features")
+        rows.append([change(states, draw) if len(states) else states for states in own])
+    new, *deeper = [torch.cat(level) for level in zip(*rows, strict=True)]
+    return of_features(adapter, ctx, ctx.prompt_mask, new, deeper)
 
 
 def tokens(

@@ -63,6 +63,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The embeddings that generate merged, or a view of the image or the question."""
         if spec.view == "tokens":
+            image_views.refuse_lacking(spec)
             return self._of_patches(ctx, **spec.view_options)
         if spec.view is not None:
             return image_views.prompt(self, ctx, spec)

@@ -28,7 +28,7 @@ NORMS = (
 )
 """Mean and deviation by channel that processors normalise with."""
 
-_NEAR = 0.15  # mean distance from whole numbers; of values that are none it is 0.25
+_AMISS = 0.2  # share of values that no eight bits give; of another normalisation half and more
 
 
 def of_image(image: Image) -> Tensor:
@@ -69,26 +69,35 @@ def changed(normalised: Tensor, change: Change, seed: int) -> Tensor:
 def normalisation(normalised: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation ``(3, 1, 1)`` under which pictures were images of eight bits a channel.
 
+    A value fits where an image's, normalised, would be rounded to it in the pixels' dtype. Where
+    two normalisations fit equally well, the nearer one is taken; of a picture of one colour in
+    bfloat16 that may be a wrong one, which shows the colour a little off.
+
     Raises:
         IncompatibleError: None of `NORMS` is.
     """
     values = normalised.float()
+    _, exponent = torch.frexp(values)
+    rounding = torch.finfo(normalised.dtype).eps / 4 * torch.exp2(exponent)
+    there = values != 0  # what fills up a batch is not normalised
     found = []
     for norm in NORMS:
         mean, deviation = values.new_tensor(norm)[..., None, None]
         steps = (values * deviation + mean) * 255
-        steps = steps[values != 0]  # what fills up a batch is not normalised
-        if len(steps) and float(steps.amin()) > -1 and float(steps.amax()) < 256:
-            found.append((float((steps - steps.round()).abs().mean()), mean, deviation))
-    best = min(found, key=lambda one: one[0], default=None)
-    if best is None or best[0] > _NEAR:
+        exact = (steps.round().clamp(0, 255) / 255 - mean) / deviation
+        off = (exact - values).abs()[there]
+        if len(off):
+            amiss = float((off > rounding[there] + 1e-5).float().mean())
+            found.append((amiss, float(off.mean()), mean, deviation))
+    best = min(found, key=lambda one: one[:2], default=None)
+    if best is None or best[0] > _AMISS:
         raise IncompatibleError.between(
             "a guide that transforms images",
             "these pixels",
             "they are no eight-bit images by a known normalisation (CLIP, SigLIP, ImageNet)",
             "use mmdecode.vlm.Answerer, which hands over the images themselves",
         )
-    return best[1], best[2]
+    return best[2], best[3]
 
 
 def of_tiles(tiles: Tensor) -> Tensor:

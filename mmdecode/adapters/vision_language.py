@@ -131,8 +131,25 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return Prompt(ids=ids, mask=mask, inputs=given)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Each prompt is read alone: images, their number and the model's masks may differ."""
-        return list(prompts)
+        """Prompts that follow one another and are laid out alike become one; the others stay.
+
+        The main prompt is another than its branches where generate has encoded its images before.
+        """
+        groups: list[list[Prompt]] = []
+        for prompt in prompts:
+            if groups and _alike(groups[-1][-1], prompt):
+                groups[-1].append(prompt)
+            else:
+                groups.append([prompt])
+        return [
+            group[0]
+            if len(group) == 1
+            else Prompt.stacked(
+                group,
+                {name: torch.cat([p.inputs[name] for p in group]) for name in group[0].inputs},
+            )
+            for group in groups
+        ]
 
     def image_mask(self, ids: Tensor) -> Tensor:
         """Placeholders of images and videos."""
@@ -173,7 +190,14 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         return [own // each for own in tokens]
 
     def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Where each image lies among a row's own: a tensor's name and an index into it."""
+        """Where each image lies among a row's own: a tensor's name and an index into it.
+
+        Without what fills it up to the size of others in its batch.
+        """
+        sizes = own.get("image_sizes")
+        if sizes is not None:
+            areas = [(..., slice(high), slice(wide)) for high, wide in sizes.tolist()]
+            return [("pixel_values", (i, *area)) for i, area in enumerate(areas)]
         return [(name, i) for name in image_views.PIXELS for i in range(len(own.get(name, ())))]
 
     def image(self, values: Tensor) -> Tensor:
@@ -295,13 +319,37 @@ class LlavaAdapter(VisionLanguageAdapter):
         self.salient_layer = last if last < 0 else last - 1
 
     def per_row(self, raw: Mapping[str, Tensor], images: Tensor) -> list[int]:
-        """As of any; images of LLaVA-NeXT differ in tokens and are told apart by what is between.
+        """As of any; where images differ in tokens, by what is between them, or by their sizes.
 
         Raises:
             IncompatibleError: Placeholders and images do not match.
         """
         runs = (images & ~pad(images, (1, -1))).sum(1).tolist()
-        return runs if sum(runs) == len(raw["pixel_values"]) else super().per_row(raw, images)
+        if sum(runs) == len(raw["pixel_values"]):
+            return runs
+        if "image_sizes" in raw and raw["pixel_values"].ndim == 4:
+            config: Any = self.model.config
+            tokens = (raw["image_sizes"] // config.vision_config.patch_size).prod(1)
+            return shared_out(tokens.tolist(), images)
+        return super().per_row(raw, images)
+
+    def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """As of any; of LLaVA-NeXT, whole images with their tiles."""
+        if not own or own["pixel_values"].ndim == 4:
+            return super().images(own)
+        tiles = self._tiles(own["image_sizes"])
+        return [("pixel_values", (i, slice(count))) for i, count in enumerate(tiles)]
+
+    def _tiles(self, sizes: Tensor) -> list[int]:
+        """How many pictures each image of LLaVA-NeXT is, the whole one counted."""
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config: Any = self.model.config
+        side = config.vision_config.image_size
+        return [
+            image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+            for size in sizes.tolist()
+        ]
 
     def are_parts(self, images: int, runs: int) -> bool:
         """Tiles are of one image, which may stand right beside another."""
@@ -318,12 +366,11 @@ class LlavaAdapter(VisionLanguageAdapter):
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
         rows, columns = get_anyres_image_grid_shape(
-            own["image_sizes"][place].tolist(), config.image_grid_pinpoints, values.shape[-1]
+            own["image_sizes"][place[0]].tolist(), config.image_grid_pinpoints, values.shape[-1]
         )
-        last = 1 + rows * columns
-        tiles = values[1:last].unflatten(0, (rows, columns))
+        tiles = values[1:].unflatten(0, (rows, columns))
         whole = pictures.to_tiles(paint(pictures.of_tiles(tiles)), rows, columns)
-        return torch.cat([paint(values[0])[None], whole.flatten(0, 1), values[last:]])
+        return torch.cat([paint(values[0])[None], whole.flatten(0, 1)])
 
     def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """As of any; the class token was dropped before."""
@@ -336,17 +383,14 @@ class LlavaAdapter(VisionLanguageAdapter):
     ) -> Tensor:
         """As of any; of LLaVA-NeXT, attention within the whole image, which comes before tiles."""
         found = torch.cat(image_views.salience(weights, self.has_cls()))
+        first_stays = self.model.config.vision_feature_select_strategy == "full"
+        if self.has_cls() and first_stays:
+            found = pad(found, (1, 0))  # a class token is no part of an image
+        elif not self.has_cls() and not first_stays:
+            found = found[:, 1:]  # a patch was dropped as if it were one
         if raw["pixel_values"].ndim == 4:
             return found.flatten()
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        config: Any = self.model.config
-        side = config.vision_config.image_size
-        counted = [
-            image_size_to_num_patches(size, config.image_grid_pinpoints, side)
-            for size in raw["image_sizes"].tolist()
-        ]
-        tiles = torch.tensor(counted, device=found.device)
+        tiles = torch.tensor(self._tiles(raw["image_sizes"]), device=found.device)
         whole = found[tiles.cumsum(0) - tiles]
         return torch.cat(
             [pad(own, (0, count - len(own))) for own, count in zip(whole, counts, strict=True)]
@@ -368,11 +412,17 @@ class IdeficsAdapter(VisionLanguageAdapter):
         ]
 
     def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Those that are not empty."""
-        values = own.get("pixel_values")
+        """Those that are not empty, each where its mask is set, which begins at the corner."""
+        values, seen = own.get("pixel_values"), own.get("pixel_attention_mask")
         if values is None:
             return []
-        return [("pixel_values", (0, i)) for i in range(values.shape[1]) if values[0, i].any()]
+        places: list[tuple[Any, ...]] = [(0, i) for i, own in enumerate(values[0]) if own.any()]
+        if seen is not None:
+            places = [
+                (*place, ..., *(slice(int(seen[place].any(axis).sum())) for axis in (1, 0)))
+                for place in places
+            ]
+        return [("pixel_values", place) for place in places]
 
     def are_parts(self, images: int, runs: int) -> bool:
         """Several may be tiles of one, which only the text between them tells."""
@@ -492,15 +542,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
             if name not in raw:
                 continue
             cells = raw[described].prod(1)
-            tokens = (cells // merged**2).tolist()
-            counts, first = [], 0
-            for wanted in (ids == mark).sum(1).tolist():
-                last = first
-                while wanted > 0 and last < len(tokens):
-                    wanted -= tokens[last]
-                    last += 1
-                counts.append(last - first)
-                first = last
+            counts = shared_out((cells // merged**2).tolist(), ids == mark)
             patches = [int(part.sum()) for part in cells.split(counts)]
             for row, own in enumerate(raw[name].split(patches)):
                 if len(own):
@@ -595,6 +637,33 @@ def placeholders(config: Any) -> list[int]:
     names = ("image_token_id", "image_token_index", "video_token_id")
     marks = (getattr(config, name, None) for name in names)
     return sorted({mark for mark in marks if mark is not None})
+
+
+def _alike(one: Prompt, other: Prompt) -> bool:
+    """Whether two prompts have the same places for images, and inputs that can be joined by row."""
+    pairs = [(value, other.inputs.get(name)) for name, value in one.inputs.items()]
+    return (
+        one.ids.shape == other.ids.shape
+        and one.inputs.keys() == other.inputs.keys()
+        and one.sees is None is other.sees
+        and all(
+            isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 0 and a.shape == b.shape
+            for a, b in pairs
+        )
+    )
+
+
+def shared_out(tokens: Sequence[int], images: Tensor) -> list[int]:
+    """How many images each row has, each of so many ``tokens``; ``images (B, P)`` are these."""
+    counts, first = [], 0
+    for wanted in images.sum(1).tolist():
+        last = first
+        while wanted > 0 and last < len(tokens):
+            wanted -= tokens[last]
+            last += 1
+        counts.append(last - first)
+        first = last
+    return counts
 
 
 def _distances(places: Tensor, mask: Tensor) -> Tensor:

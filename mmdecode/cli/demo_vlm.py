@@ -228,6 +228,7 @@ def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> l
                     instead=said,
                     survivors=step.survivors if step else None,
                     distances=dict(step.distances) if step else {},
+                    total=step.total if step else None,
                 )
             )
         elif text != before:

@@ -66,9 +66,10 @@ Controls = Annotated[
     bool,
     typer.Option(
         "--controls/--no-controls",
-        help="Run beside the methods what a gain has to beat: greedy and sampled plain decoding, "
-        "the plausibility cut alone, a matched temperature, an instruction to say yes, the flip "
-        "of near ties, and a constant shift of the margin.",
+        help="Run beside the methods what a gain has to beat: greedy and, with sampled methods, "
+        "sampled plain decoding, the plausibility cut alone and a matched temperature; for yes/no "
+        "questions an instruction to say yes, the flip of near ties (both sampled with --sample "
+        "alone), and a constant shift of the margin.",
     ),
 ]
 Suffix = Annotated[

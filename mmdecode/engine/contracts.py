@@ -372,7 +372,10 @@ class Guide(Protocol):
     the laws of earlier positions) and ``"ahead"`` (at the laws behind tokens it has yet to weigh);
     `mmdecode.engine.decoder.Decoder` refuses it, since a round shows neither. A guide that changes
     what happens inside a branch lists it in a class or instance attribute ``edits``, a sequence of
-    `mmdecode.engine.attention.AttentionEdit` and `StateEdit`.
+    `mmdecode.engine.attention.AttentionEdit` and `StateEdit`. For the trace it may have a method
+    ``combine``, `apply` without the plausibility cut, and ``total``: S, the sum of the branch
+    weights, as a number, or, where it changes by position, as a method with the arguments of
+    `apply` that returns ``(B, N + 1)``.
     """
 
     needs: Needs | Callable[[Adapter], Needs]
@@ -388,6 +391,17 @@ class Guide(Protocol):
         self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
     ) -> Tensor:
         """Unnormalised log-law at root and nodes, ``(B, N + 1, V)``."""
+
+
+def plain_main(guide: Guide | None) -> bool:
+    """Whether the main branch says what the model says: the guide neither edits nor replaces it.
+
+    Else what the model itself would say is not known without a pass of its own.
+    """
+    if guide is None or guide.neutral:
+        return True
+    edited = [edit.branch for edit in getattr(guide, "edits", ())]
+    return "main" not in edited + [spec.replaces for spec in guide.branches]
 
 
 class Accept(Protocol):

@@ -35,6 +35,7 @@ from mmdecode.engine.contracts import (
     Outcome,
     Scorer,
     Scores,
+    plain_main,
 )
 from mmdecode.engine.law import Law, Processors, rows_along
 from mmdecode.engine.proposal import Kind, Proposal
@@ -57,13 +58,17 @@ class Step:
 
     Attributes:
         survivors: Tokens that the guided law leaves, before the caller's processors.
-        changed: Whether its likeliest token is another than the main branch's.
+        changed: Whether its likeliest token is another than the model's own; ``None``: not known,
+            since the guide edits or replaces the main branch (see `contracts.plain_main`).
         distances: By branch, the largest difference of a log-probability from the main branch's.
+        total: S, the sum of the branch weights: with another than 1, agreeing branches sharpen or
+            flatten the law. ``None``: the guide has none.
     """
 
     survivors: int
-    changed: bool
+    changed: bool | None
     distances: Mapping[str, float]
+    total: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,13 @@ class Guided:
     """What a scoring pass says: the main branch's scores and the guided logits.
 
     ``branches`` are the logits of all branches, and of the guided law before a plausibility cut,
-    where a trace wants them.
+    where a trace wants them, and ``total`` is S, ``(B, N + 1)`` where it changes by position.
     """
 
     main: Scores
     logits: Tensor
     branches: Mapping[str, Tensor] = field(default_factory=dict)
+    total: float | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -410,7 +416,10 @@ class Run:
         }
         combine = getattr(self.guide, "combine", None)
         uncut = combine(self.constants, self.ctx, proposal, scores) if combine else logits
-        return Guided(scores["main"], logits, branches | {"guided": uncut})
+        total = getattr(self.guide, "total", None)
+        if callable(total):
+            total = total(self.constants, self.ctx, proposal, scores)
+        return Guided(scores["main"], logits, branches | {"guided": uncut}, total)
 
     def settle(self, proposal: Proposal, scored: Guided, first: bool = False) -> Settled:
         """Decides what of a scored proposal is kept, commits it, and proposes again."""
@@ -454,7 +463,7 @@ class Run:
         if self.streamer is not None:
             self.streamer.put(block[0, : int(count[0])].cpu())
         if self.trace is not None:
-            steps = _steps(scored, path, count) if self.guide else {}
+            steps = _steps(scored, path, count, plain_main(self.guide)) if self.guide else {}
             _record(self.trace, proposal, tokens, outcome, count, steps, scored, first)
         columns = ctx.end()[:, None] + order
         ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
@@ -642,11 +651,17 @@ def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> l
     return sorted(scorers + built, key=lambda scorer: scorer.stage)
 
 
-def _steps(scored: Guided, path: Tensor, count: Tensor) -> dict[int, tuple[Step, ...]]:
-    """By row, what the guide made of the tokens it keeps."""
+def _steps(scored: Guided, path: Tensor, count: Tensor, plain: bool) -> dict[int, tuple[Step, ...]]:
+    """By row, what the guide made of the tokens it keeps; ``plain``: main is the model as it is."""
     guided, main = rows_along(scored.logits, path), rows_along(scored.main.logits, path)
     survivors = (guided > -torch.inf).sum(-1).tolist()
     changed = (guided.argmax(-1) != main.argmax(-1)).tolist()
+    total = scored.total
+    totals = (
+        rows_along(total[..., None], path)[..., 0].tolist()
+        if isinstance(total, Tensor)
+        else [[total] * len(row) for row in survivors]
+    )
     reference = main.log_softmax(-1)
     distances = {
         name: (rows_along(logits, path).log_softmax(-1) - reference).abs().amax(-1).tolist()
@@ -655,7 +670,12 @@ def _steps(scored: Guided, path: Tensor, count: Tensor) -> dict[int, tuple[Step,
     }
     return {
         row: tuple(
-            Step(survivors[row][i], changed[row][i], {n: d[row][i] for n, d in distances.items()})
+            Step(
+                survivors=survivors[row][i],
+                changed=changed[row][i] if plain else None,
+                distances={n: d[row][i] for n, d in distances.items()},
+                total=totals[row][i],
+            )
             for i in range(kept)
         )
         for row, kept in enumerate(count.tolist())

@@ -34,12 +34,14 @@ class Token:
         instead: What the plain model would have said after the same words; ``None``: the same.
         survivors: Tokens that the guided law left; ``None``: no guide was at work.
         distances: By branch, its largest difference of a log-probability from the main branch.
+        total: S, the sum of the branch weights; ``None``: the guide has none.
     """
 
     text: str
     instead: str | None = None
     survivors: int | None = None
     distances: Mapping[str, float] = field(default_factory=dict)
+    total: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +278,7 @@ def told(token: Token) -> str:
         for name, distance in token.distances.items()
         if math.isfinite(distance)
     ]
+    parts += [f"S = {token.total:.2f}"] if token.total is not None else []
     return "; ".join(parts)
 
 

@@ -74,7 +74,7 @@ class CaptionReport(ItemReport[CaptionItem]):
         for answers in self.answers(longer):
             texts = shortened([item.output for item in answers], float(lengths[other]))
             pairs = zip(answers, texts, strict=True)
-            unknown = dict.fromkeys(("tokens", "passes", "changed", "seconds"))
+            unknown = dict.fromkeys(("tokens", "passes", "forwards", "changed", "seconds"))
             cut = [i.answered(mode=name, output=text, **unknown) for i, text in pairs]
             self.add(cut, beside=mode)
         self._cut[mode] = name
@@ -206,7 +206,8 @@ class CaptionReport(ItemReport[CaptionItem]):
                     "mentions": number(found["mentions"]),
                     "tokens": number(found["mean_tokens"], ".1f"),
                     "failed": str(found["failed"]) if found["failed"] else "",
-                    "passes/token": number(found["passes_per_token"]),
+                    "rows/token": number(found["rows_per_token"]),
+                    "forwards/token": number(found["forwards_per_token"]),
                     "s/answer": number(found["mean_seconds"], ".3f"),
                 }
             )

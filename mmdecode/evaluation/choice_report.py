@@ -127,7 +127,8 @@ class ChoiceReport(ItemReport[ChoiceItem]):
                         "chance %": percent(score["chance"], ".1f"),
                         "majority %": percent(score["majority"], ".1f"),
                         "failed": str(found["failed"]) if found["failed"] else "",
-                        "passes/token": number(found["passes_per_token"]),
+                        "rows/token": number(found["rows_per_token"]),
+                        "forwards/token": number(found["forwards_per_token"]),
                         "s/answer": number(found["mean_seconds"], ".3f"),
                     }
                 )

@@ -140,12 +140,14 @@ class ItemReport(abc.ABC, Generic[Some]):
         return [item.image or item.id for item in self.questions]
 
     def cost(self, mode: str) -> dict[str, Any]:
-        """Failures, length, time and passes of a mode; ``None`` where nothing is known."""
+        """Failures, length, time, rows and forward passes of a mode; ``None``: nothing is known."""
         items = [item for answers in self.answers(mode) for item in answers]
         tokens = [item.tokens for item in items if item.tokens is not None]
         times = [item.seconds for item in items if item.seconds is not None]
         counted = [i for i in items if i.passes is not None and i.tokens]
         made = sum(item.tokens or 0 for item in counted)
+        # reading the prompt decides the first token
+        later = sum((i.tokens or 1) - 1 for i in items if i.forwards is not None)
         traced = [i for i in items if i.changed is not None and i.tokens]
         guided = sum(item.tokens or 0 for item in traced)
         return {
@@ -153,7 +155,8 @@ class ItemReport(abc.ABC, Generic[Some]):
             "failed": sum(item.error is not None for item in items),
             "mean_tokens": float(np.mean(tokens)) if tokens else None,
             "mean_seconds": float(np.mean(times)) if times else None,
-            "passes_per_token": sum(i.passes or 0 for i in counted) / made if made else None,
+            "rows_per_token": sum(i.passes or 0 for i in counted) / made if made else None,
+            "forwards_per_token": sum(i.forwards or 0 for i in items) / later if later else None,
             "changed": sum(i.changed or 0 for i in traced) / guided if guided else None,
         }
 

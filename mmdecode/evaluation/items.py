@@ -45,9 +45,12 @@ class Item:
         seed: Of the repeat where the mode samples; ``None``: it has one answer.
         tokens: Number of tokens of the answer; ``None``: not known.
         passes: Rows sent through the model for the whole answer; a branch counts like the main
-            one; ``None``: not known.
+            one, also where both share a forward pass; ``None``: not known.
+        forwards: Forward passes for the tokens behind the first, which reading the prompt decides;
+            ``None``: not known.
         changed: Tokens at which the guide's likeliest is another than the plain model's, given the
-            same text before; ``None``: there is no guide, or no trace was kept.
+            same text before; ``None``: there is no guide, no trace was kept, or the guide edits or
+            replaces the main branch, so that the plain model's is not known.
         seconds: Time it took; ``None``: not known.
         error: Why there is no answer; ``None``: there is one.
     """
@@ -61,6 +64,7 @@ class Item:
     seed: int | None = None
     tokens: int | None = None
     passes: int | None = None
+    forwards: int | None = None
     changed: int | None = None
     seconds: float | None = None
     error: str | None = None
@@ -105,7 +109,8 @@ class YesNoItem(Item):
         sets: Splits, categories or dimensions it counts in, as often as it stands there.
         margin: Logit of yes over no at the first answer token, before any cut and with guidance;
             ``None``: not known.
-        main_margin: The same of the main branch alone.
+        main_margin: The same of the model alone, without a guide; ``None``: not known, also where
+            the guide edits or replaces the main branch.
     """
 
     target: Label

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode.engine.contracts import plain_main
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import MMDecodeError, OptionError
@@ -84,10 +85,10 @@ def modes_of(
 ) -> list[Mode]:
     """The modes of a run: the plain model first, each guide, and the controls a gain has to beat.
 
-    Beside greedy decoding stand, for yes/no questions, an instruction to say yes and the flip of
-    near ties; beside each sampled guide the same plausibility cut alone, and the temperature that
-    weights with another sum than 1 amount to. The baseline with a shifted margin is computed from
-    its rows (`mmdecode.evaluation.yes_no_report`).
+    Beside them stand, for yes/no questions, an instruction to say yes and the flip of near ties,
+    sampled where nothing is greedy; beside each sampled guide the same plausibility cut alone, and
+    the temperature that weights with another sum than 1 amount to. The baseline with a shifted
+    margin is computed from its rows (`mmdecode.evaluation.yes_no_report`).
 
     Args:
         guides: As the registry reads them; `NONE` may be among them.
@@ -114,9 +115,12 @@ def modes_of(
         add(GREEDY, NONE, False, not greedy)
     if seeds:
         add(SAMPLED, NONE, True, bool(found), GREEDY)
-    if greedy and controls and yes_no:
+    if controls and yes_no:
         for name in ("prompt_bias", "near_ties"):
-            add(name, name, False, True, GREEDY)
+            if greedy:
+                add(name, name, False, True, GREEDY)
+            else:
+                add(_drawn(name), name, True, True, SAMPLED)
     for spec in dict.fromkeys(guides):
         if spec == NONE:
             continue
@@ -386,9 +390,10 @@ class Recorder(Generic[Some]):
             prompt_hash=text_hash(answer.prompt),
             tokens=len(answer.token_ids),
             passes=self._passes(mode, len(answer.token_ids)),
+            forwards=self._forwards(mode, len(answer.token_ids)),
             changed=_changed(answer),
             seconds=answer.seconds,
-            **self._margins(answer),
+            **self._margins(mode, answer),
         )
 
     def _redrawn(self, item: Some, mode: str, seed: int, answer: Answer, token: int | None) -> Some:
@@ -402,15 +407,17 @@ class Recorder(Generic[Some]):
             prompt_hash=text_hash(answer.prompt),
             tokens=1,
             passes=self._passes(mode, 1),
+            forwards=self._forwards(mode, 1),
             changed=_changed(answer, 1),
-            **self._margins(answer),
+            **self._margins(mode, answer),
         )
 
-    def _margins(self, answer: Answer) -> dict[str, float | None]:
+    def _margins(self, mode: str, answer: Answer) -> dict[str, float | None]:
         if not self._yes_no:
             return {}
         known = answer.margins or {}
-        values = {"margin": known.get("guided"), "main_margin": known.get("main")}
+        main = known.get("main") if plain_main(self._guide(mode)) else None
+        values = {"margin": known.get("guided"), "main_margin": main}
         return {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in values.items()
@@ -418,11 +425,25 @@ class Recorder(Generic[Some]):
 
     def _passes(self, mode: str, tokens: int) -> int:
         """Rows sent through the model: one per branch and token, the first read with the prompt."""
-        guide = self._guides[next(one.guide for one in self.modes if one.name == mode)]
+        guide = self._guide(mode)
         if guide is None or guide.neutral:
             return tokens
         later = 1 + sum(branch.replaces is None for branch in guide.branches)
         return 1 + len(guide.branches) + (tokens - 1) * later
+
+    def _forwards(self, mode: str, tokens: int) -> int:
+        """Forward passes behind the prompt: branches of one model and stage share one."""
+        guide = self._guide(mode)
+        main = (1, id(None))
+        shared = {main}
+        if guide is not None and not guide.neutral:
+            shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
+            if all(spec.replaces != "main" for spec in guide.branches):
+                shared.add(main)
+        return (tokens - 1) * len(shared)
+
+    def _guide(self, mode: str) -> Guide | None:
+        return self._guides[next(one.guide for one in self.modes if one.name == mode)]
 
 
 def draw(law: Tensor, seed: int, name: str) -> int:
@@ -439,9 +460,10 @@ def draw(law: Tensor, seed: int, name: str) -> int:
 
 
 def _changed(answer: Answer, tokens: int | None = None) -> int | None:
-    """How many of an answer's first tokens a guide changed; ``None``: it has none, or no trace."""
+    """How many of an answer's first tokens a guide changed; ``None``: see `Item.changed`."""
     steps = [step for one in answer.trace or () for step in one.steps]
-    return sum(step.changed for step in steps[:tokens]) if steps else None
+    known = [step.changed for step in steps[:tokens] if step.changed is not None]
+    return sum(known) if known else None
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:

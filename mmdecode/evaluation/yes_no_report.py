@@ -106,7 +106,7 @@ class YesNoReport(ItemReport[YesNoItem]):
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, said, name, self.seed), beside=mode)
                     self._shifted[mode] = name
-        unknown = ("margin", "main_margin", "tokens", "passes", "changed", "seconds", "error")
+        unknown = "margin main_margin tokens passes forwards changed seconds error".split()
         self.add(
             [
                 i.answered(mode=ALWAYS, output="Yes", seed=None, **dict.fromkeys(unknown))
@@ -371,7 +371,8 @@ class YesNoReport(ItemReport[YesNoItem]):
                         "no margin": str(margin["missing"]) if margin.get("missing") else "",
                         "failed": str(found["failed"]) if found["failed"] else "",
                         "changed %": percent(found["changed"], ".1f"),
-                        "passes/token": number(found["passes_per_token"]),
+                        "rows/token": number(found["rows_per_token"]),
+                        "forwards/token": number(found["forwards_per_token"]),
                         "s/answer": number(found["mean_seconds"], ".3f"),
                     }
                 )

@@ -57,7 +57,7 @@ class CausalMM(Linear):
         layers: First and last layer that is edited, as fractions of the depth of the encoder and
             of the language model.
         released: Edits images as the release does, see above; ``layers`` then are of the language
-            model alone.
+            model alone. Not at level ``"language"``.
 
     Neutral: ``gamma`` 0 and ``epsilon`` 0.
     """
@@ -78,6 +78,11 @@ class CausalMM(Linear):
         if intervention not in INTERVENTIONS:
             known = ", ".join(INTERVENTIONS)
             raise OptionError(f"intervention must be one of {known}, got {intervention!r}")
+        if released and level == "language":
+            raise OptionError(
+                "released=True says how images are edited, and level 'language' edits none; set "
+                "level to 'vision' or 'both', or leave released out"
+            )
         layers = checked_layers(layers)
         self._change = INTERVENTIONS[intervention]
         vision = BranchSpec(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmdecode.engine.contracts import StateEdit
 from mmdecode.errors import OptionError
@@ -29,10 +30,9 @@ from mmdecode.guide.edited import Edited, checked_layers
 
 @dataclass(frozen=True)
 class _Sum:
-    """Outputs of the first ``count`` layers of a pass, ``last`` the latest, by fading weights."""
+    """Outputs of the first ``count`` layers of a pass, by fading weights."""
 
     count: int
-    last: Tensor
     total: Tensor
     weight: float
 
@@ -62,7 +62,8 @@ class DCLA(Edited):
         self.neutral = self.tau <= -1 or self.alpha == 1
         layers = checked_layers(layers)
         self.edits = [StateEdit(branch="main", change=self._corrected, layers=layers)]
-        self._sum: _Sum | None = None
+        # by the latest output summed, and gone with it; passes of other threads have others
+        self._sums = WeakTensorKeyDictionary()
 
     @classmethod
     def from_options(
@@ -86,12 +87,12 @@ class DCLA(Edited):
 
     def _mean(self, earlier: Sequence[Tensor]) -> Tensor:
         """Goes on from the sum of the layer before, where that was of the same pass."""
-        known = self._sum  # read once: another thread may be in another pass
-        if known and known.count <= len(earlier) and earlier[known.count - 1] is known.last:
-            count, total, weight = known.count, known.total, known.weight
+        before = self._sums.pop(earlier[-2], None) if len(earlier) > 1 else None
+        if before and before.count == len(earlier) - 1:
+            count, total, weight = before.count, before.total, before.weight
         else:
             count, total, weight = 0, torch.zeros_like(earlier[0], dtype=torch.float32), 0.0
-        for before in earlier[count:]:
-            total, weight = self.decay * total + before.float(), self.decay * weight + 1
-        self._sum = _Sum(len(earlier), earlier[-1], total, weight)
+        for states in earlier[count:]:
+            total, weight = self.decay * total + states.float(), self.decay * weight + 1
+        self._sums[earlier[-1]] = _Sum(len(earlier), total, weight)
         return total / weight

@@ -60,7 +60,13 @@ class ICD(Linear):
 
 def _instructed(roles: tuple[str, ...], question: Any, draw: torch.Generator) -> Any:
     role = roles[int(torch.randint(len(roles), (), generator=draw))]
-    images = re.match(r"(<image>\s*)*", question.text)
+    images = re.match(rf"(({'|'.join(_marks(question))})\s*)*", question.text)
     head = images.group() if images else ""
     text = f"{head}{role} {question.text[len(head) :]}"
     return dataclasses.replace(question, text=text)
+
+
+def _marks(question: Any) -> list[str]:
+    """Patterns of what may stand for an image: ``<image>``, and a processor's special tokens."""
+    added = getattr(getattr(question, "tokenizer", None), "added_tokens_decoder", {}).values()
+    return [re.escape(mark) for mark in ("<image>", *(str(own) for own in added if own.special))]

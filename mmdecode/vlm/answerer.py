@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from mmdecode.engine.stats import Stats
 
 
+WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """Settings of an answer.
@@ -88,8 +92,12 @@ class AnswerOptions:
             )
 
     def generation(self) -> dict[str, Any]:
-        """As arguments of ``generate``; what a checkpoint says of sampling does not count."""
+        """As arguments of ``generate``; what a checkpoint says of sampling does not count.
+
+        Its penalties do, such as ``repetition_penalty``: they are part of its greedy answers too.
+        """
         given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
+        given |= dict.fromkeys(WARPERS)
         if not self.do_sample:
             return given | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -107,12 +115,12 @@ class Answer:
         question: As it was asked.
         text: The answer; empty where there is an error.
         token_ids: It as ids; the one that ends it is among them.
-        margin: How much rather the model begins with yes than with no, see `yes_no_margin`, by its
-            own logits: no guide, no processor. ``None``: its tokenizer has no such words, or
-            margins were not asked for.
-        margins: The same by branch, and under ``guided`` with the guide, before a plausibility
-            cut; infinite where the guide leaves one of the words alone. ``None``: as for
-            ``margin``, or a trace was not asked for.
+        margin: How much rather the model begins with yes than with no, see `yes_no_margin`, by the
+            logits of its main branch: no processor, and no guide but one that edits or replaces
+            that branch. ``None``: its tokenizer has no such words, or margins were not asked for.
+        margins: The same by branch, ``main`` as in ``margin``, and under ``guided`` with the
+            guide, before a plausibility cut; infinite where the guide leaves one of the words
+            alone. ``None``: as for ``margin``, or a trace was not asked for.
         law: What the first token was decided from, with guide and processors: logits ``(V,)``;
             ``None``: not asked for.
         prompt: The question as the processor was given it; empty where there is an error.

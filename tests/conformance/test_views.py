@@ -85,6 +85,26 @@ def test_a_view_that_changes_nothing_is_the_main_branch(family, view):
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_are_laid_out_alike_are_read_in_one_pass(family):
+    """Two branches; the main one too, unless generate has encoded its images before."""
+    specs = [
+        BranchSpec(name=name, view="pixels", view_options=UNCHANGED["pixels"]) for name in "ab"
+    ]
+    decoder = Decoder(guide=Linear(specs, [0.0, 0.5, 0.5]))
+    model, read = vision_model(family), []
+    options = {"decoder": decoder, "max_new_tokens": NEW, "do_sample": False}
+    hook = model.model.register_forward_hook(lambda module, inputs, output: read.append(module))
+    try:
+        found = mmdecode.generate(model, **options, **vision_inputs(family))
+    finally:
+        hook.remove()
+    expected, _ = reference(family)
+    assert found.tolist() == expected.tolist()
+    before = "mm_encoder_outputs" in inspect.signature(LlavaModel.forward).parameters
+    assert len(read) == 1 + before
+
+
 CHANGED = {
     "pixels": {"change": lambda v, draw: v + torch.randn(v.shape, generator=draw)},
     "features": {"change": lambda f, draw: f + torch.randn(f.shape, generator=draw)},

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 import mmdecode
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.attention import AttentionEdit
+from mmdecode.engine.contracts import BranchSpec, StateEdit
 from mmdecode.engine.decoder import Decoder
-from mmdecode.guide.linear import Linear
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.guide.linear import Linear, generated
 from mmdecode.testing import drafts
+from tests.conformance.test_edits import Edited, doubled
 from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
 
 BETA = 0.05
+OTHER = BranchSpec(name="other", view="no_image")
 
 
 def noisy(values, draw):
@@ -85,3 +89,51 @@ def test_without_a_guide_there_is_the_main_branch_alone():
     _, trace = traced(None)
     assert set(trace[0][0].opening) == {"main", "guided"}
     assert all(r.steps == () for r in trace[0])
+
+
+class Rising(Linear):
+    """S differs by position: 1 for the first token, then 2, 3, ..."""
+
+    def total(self, constants, ctx, proposal, scores):
+        return generated(ctx, proposal) + 1.0
+
+
+class Second(drafts.Known):
+    """Proposes a wrong token, and beside it two that follow each other and are right."""
+
+    def propose(self, ctx, budget):
+        right = super().propose(ctx, budget).tokens
+        wrong = ((right[:, :1] + 1) % self.vocab).masked_fill(right[:, :1] < 0, -1)
+        tokens = torch.cat([wrong, right], 1)
+        return Proposal(tokens=tokens, kind="deterministic", tree=Tree((-1, -1, 1)))
+
+
+def test_every_step_has_the_sum_of_the_weights():
+    def totals(guide, draft=None):
+        output, trace = traced(guide, draft)
+        found = [[step.total for r in rounds for step in r.steps] for rounds in trace]
+        return output, found
+
+    assert totals(Linear([], [4.0], BETA))[1] == [[4.0] * NEW] * 3
+    output, rising = totals(Rising([], [2.0]))
+    assert rising == [[1.0 + place for place in range(NEW)]] * 3
+    known = drafts.Known(output.sequences[:, -NEW:].tolist(), length=4, wrong_at=[2, 9])
+    assert totals(Rising([], [2.0]), known)[1] == rising
+    assert totals(Rising([], [2.0]), Second(known.rows.tolist(), 2))[1] == rising
+    assert totals(Edited(AttentionEdit(branch="main", scores=doubled)))[1] == [[None] * NEW] * 3
+
+
+@pytest.mark.parametrize(
+    ("guide", "known"),
+    [
+        (Edited(AttentionEdit(branch="main", scores=doubled)), False),
+        (Edited(StateEdit(branch="main", change=lambda layer, states, earlier: states)), False),
+        (Edited(branches=[BranchSpec(name="law", stage=2, replaces="main")]), False),
+        (Edited(AttentionEdit(branch="other", scores=doubled), branches=[OTHER]), True),
+    ],
+    ids=["attention", "states", "replaced", "another branch's"],
+)
+def test_what_the_model_itself_would_say_is_unknown_where_its_branch_is_edited(guide, known):
+    _, trace = traced(guide)
+    steps = [step for rounds in trace for r in rounds for step in r.steps]
+    assert steps and all((step.changed is not None) == known for step in steps)

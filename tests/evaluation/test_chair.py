@@ -191,7 +191,7 @@ def test_report_can_be_saved_and_scored_again(report, tmp_path):
     again = CaptionReport(read_items(tmp_path, CaptionItem), vocabulary=SCENES, resamples=300)
     assert again.summary == report.summary
     assert "CHAIR_i %" in report.table() and "not there: box" in repr(report.worst(1))
-    assert report.summary["modes"]["plain"]["passes_per_token"] == 1
+    assert report.summary["modes"]["plain"]["rows_per_token"] == 1
 
 
 def test_failed_captions_miss_everything():
@@ -293,5 +293,5 @@ def test_seeds_are_compared_together():
 
 def test_a_cut_caption_has_no_cost_of_its_own(report):
     cut = report.summary["modes"]["plain cut to short"]
-    assert cut["mean_seconds"] is cut["passes_per_token"] is cut["mean_tokens"] is None
+    assert cut["mean_seconds"] is cut["rows_per_token"] is cut["mean_tokens"] is None
     assert report.summary["modes"]["plain"]["mean_seconds"] == 1

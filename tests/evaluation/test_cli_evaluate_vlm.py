@@ -126,8 +126,9 @@ def test_a_run_prints_and_writes_everything(finished):
     assert {"greedy shifted to vcd", "always yes"} < set(found["modes"])
     assert found["questions"] == 9 and found["images"] == 3  # of 18 lines
     assert found["modes"]["sampled"]["seeds"] == [0, 1]
-    assert found["modes"]["greedy"]["passes_per_token"] == 1
-    assert found["modes"]["vcd"]["passes_per_token"] == 2
+    assert found["modes"]["greedy"]["rows_per_token"] == 1
+    assert found["modes"]["vcd"]["rows_per_token"] == 2
+    assert found["modes"]["vcd"]["forwards_per_token"] in (1, None)
     assert found["modes"]["greedy"]["mean_seconds"] > 0
     conditions = found["conditions"]
     assert conditions["suffix"] == " Please answer this question with one word."

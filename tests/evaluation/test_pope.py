@@ -255,9 +255,9 @@ def test_seeds_are_averaged_and_their_spread_shown(report):
 
 
 def test_the_cost_of_a_mode(report):
-    assert report.cost("shift")["passes_per_token"] == 2
+    assert report.cost("shift")["rows_per_token"] == 2
     assert report.cost("plain")["mean_seconds"] == 0.5
-    assert report.cost("look")["passes_per_token"] is None
+    assert report.cost("look")["rows_per_token"] is None
 
 
 def test_failures_are_wrong_under_every_parser():

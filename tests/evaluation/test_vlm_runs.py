@@ -6,6 +6,7 @@ are words and some are not.
 
 import contextlib
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ import torch
 from scipy.stats import chisquare
 
 from mmdecode import registry
+from mmdecode.engine.branch import ModelBranches
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport, vlm_runs
-from mmdecode.evaluation.items import CaptionItem, YesNoItem, text_hash
+from mmdecode.evaluation.items import CaptionItem, YesNoItem, read_items, text_hash
 from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vlm_runs import Mode, Recorder, draw, journal_of, modes_of
 from mmdecode.guide import VCD
@@ -125,13 +127,24 @@ def test_controls_stand_beside_the_methods():
     assert {mode.seeds for mode in modes} == {(), (0, 1)}
 
 
+def test_controls_are_sampled_where_the_methods_are_sampled_alone():
+    modes = modes_of(["vcd"], greedy=False, seeds=[0, 1])
+    assert {mode.name: (mode.against, mode.seeds) for mode in modes if mode.control} == {
+        "greedy": ((), ()),
+        "sampled": (("greedy",), (0, 1)),
+        "prompt_bias, sampled": (("sampled",), (0, 1)),
+        "near_ties, sampled": (("sampled",), (0, 1)),
+        "plausible:beta=0.1, sampled": (("sampled",), (0, 1)),
+    }
+
+
 def test_controls_can_be_left_out_and_captions_have_no_yes():
     def named(guides, **options):
         return [mode.name for mode in modes_of(guides, **options)]
 
     assert named(["vcd"], controls=False) == ["greedy", "vcd"]
     assert named(["vcd"], greedy=False, seeds=[0], controls=False) == ["sampled", "vcd, sampled"]
-    assert named(["vcd"], greedy=False, seeds=[0]) == [
+    assert named(["vcd"], greedy=False, seeds=[0], yes_no=False) == [
         "greedy", "sampled", "plausible:beta=0.1, sampled", "vcd, sampled",
     ]  # fmt: skip
     assert named(["vcd"], yes_no=False) == ["greedy", "vcd"]
@@ -297,6 +310,44 @@ def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
     share = report.summary["modes"]["vcd:alpha=9,beta=0"]["changed"]
     assert share == sum(counts) / sum(r.tokens for r in rows if r.changed is not None)
     assert "changed %" in report.table()
+
+
+@pytest.mark.parametrize(
+    ("guide", "known"),
+    [("scalingvis", False), ("pai", False), ("adaptvis", False), ("conscious_gaze", True)],
+)
+def test_what_an_edited_branch_hides_is_left_out(recorder, guide, known):
+    """Conscious Gaze edits a branch beside the main one."""
+    rows = recorder(modes_of([guide], controls=False), questions(3)).run()
+    for row in of(rows, guide).values():
+        assert row.margin is not None
+        assert (row.changed is not None) == (row.main_margin is not None) == known
+    report = YesNoReport(rows, resamples=10)
+    assert (report.summary["modes"][guide]["changed"] is not None) == known
+    assert ("changed %" in report.table()) == known
+
+
+@pytest.mark.parametrize(
+    ("guide", "passes"),
+    [("none", 1), ("vcd", 1), ("rbd", 1), ("pai", 1), ("adaptvis", 1), ("conscious_gaze", 2)],
+)
+def test_forward_passes_are_those_of_the_model(recorder, monkeypatch, guide, passes):
+    built = recorder([Mode(name="only", guide=guide)], questions(1), max_new_tokens=6)
+    counted = []
+    score = ModelBranches.score  # one forward pass each
+    monkeypatch.setattr(ModelBranches, "score", lambda *given: counted.append(1) or score(*given))
+    [row] = built.run()
+    assert row.tokens > 1 and row.forwards == len(counted) == passes * (row.tokens - 1)
+
+
+def test_rows_from_before_forwards_were_counted_are_read(tmp_path, recorder):
+    rows = recorder(modes_of([], controls=False), questions(3)).run()
+    earlier = [{k: v for k, v in row.as_dict().items() if k != "forwards"} for row in rows]
+    (tmp_path / "items.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in earlier))
+    report = YesNoReport(read_items(tmp_path, YesNoItem), resamples=10)
+    assert report.cost("greedy")["rows_per_token"] == 1
+    assert report.cost("greedy")["forwards_per_token"] is None
+    assert "rows/token" in report.table() and "forwards/token" not in report.table()
 
 
 # Interruptions and failures

@@ -256,3 +256,19 @@ def test_an_instruction_stands_before_the_question_and_behind_its_images(parts):
     asked = answerer.prompts.question("What?", [picture(0)])
     texts = {drawn(asked, torch.Generator().manual_seed(s)).text for s in range(40)}
     assert len(texts) == 5 and all(text.endswith(" What?") for text in texts)
+
+
+@pytest.mark.parametrize("own", ["<picture>", "<|image|>"])
+def test_an_instruction_stands_behind_a_placeholder_of_the_processor_too(parts, own):
+    processor = build_processor()
+    processor.tokenizer.add_special_tokens({"extra_special_tokens": [own]})
+    processor.image_token = own
+    prompts = Answerer(parts[0], processor).prompts
+    change = ICD(role="Look away.").branches[0].view_options["change"]
+    for text, expected in (
+        (f"{own}\nWhat?", f"{own}\nLook away. What?"),
+        (f"{own}<image> What?", f"{own}<image> Look away. What?"),
+        (f"What is {own}?", f"Look away. What is {own}?"),
+    ):
+        asked = prompts.question(text, [picture(0)] * (2 if "<image>" in text else 1))
+        assert change(asked, torch.Generator()).text == expected

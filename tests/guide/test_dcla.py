@@ -1,5 +1,7 @@
 """DCLA on made-up layers: which states are corrected, and how."""
 
+import gc
+
 import pytest
 import torch
 
@@ -66,6 +68,14 @@ def test_a_sum_is_of_the_pass_at_hand():
         for layer in (3, 2, 3):  # any order
             expected = corrected(DCLA(tau=2.0), layer, states)
             assert torch.equal(corrected(guide, layer, states), expected)
+
+
+def test_nothing_is_left_behind_a_call():
+    guide = DCLA(tau=2.0)
+    model, ids = tiny.text_model("llama", layers=6), torch.tensor([[5, 3, 8, 13, 21]])
+    model.generate(ids, custom_generate=Decoder(guide=guide), max_new_tokens=3, do_sample=False)
+    gc.collect()
+    assert not list(guide._sums)
 
 
 def test_states_are_corrected_by_row_and_position_alone():

@@ -142,6 +142,15 @@ def test_pixels_of_no_known_normalisation_are_refused():
             pictures.changed(pixels, lambda p, draw: p, seed=0)
 
 
+@pytest.mark.parametrize("norm", range(3))
+def test_flat_pictures_and_dark_or_pale_ones_are_told_in_half_precision(norm):
+    pale = 0.8 + picture(3, 16, 16).mul(0.2 * 255).floor() / 255
+    for values in (torch.ones(3, 4, 4), torch.full((3, 4, 4), 128 / 255), pale, 1 - pale):
+        pixels = normalised((values * 255).round() / 255, norm).bfloat16()
+        mean, _ = pictures.normalisation(pixels)
+        assert mean.flatten().tolist() == pytest.approx(list(pictures.NORMS[norm][0]))
+
+
 def test_images_and_pictures_are_the_same():
     image = Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     assert pictures.of_image(image).shape == (3, 4, 5)

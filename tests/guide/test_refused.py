@@ -3,9 +3,10 @@
 import pytest
 
 import mmdecode
+from mmdecode import registry
 from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import IncompatibleError
+from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_instructblip as instructblip
 from tests.conformance.test_whisper import inner_generate
@@ -26,6 +27,36 @@ def test_a_branch_in_the_place_of_one_that_shares_its_pass_is_refused():
 
     with pytest.raises(IncompatibleError, match=r"in the place of 'main'.* with beside"):
         decode(Clash())
+
+
+@pytest.mark.parametrize(
+    ("view", "function"),
+    [(name, "change") for name in ("pixels", "questions", "pictures", "features", "patches")]
+    + [("tokens", "select"), ("tower", "edit")],
+)
+def test_a_view_that_needs_a_function_is_refused_to_a_string(view, function):
+    says = rf"view '{view}'.* needs '{function}'.*use no_image or only_images, or build .* Python"
+    with pytest.raises(OptionError, match=says):
+        decode(f"contrast:view={view}")
+    with pytest.raises(OptionError, match=says):
+        decode(None, draft=f"amateur:view={view}")
+    with pytest.raises(OptionError, match=says):
+        mmdecode.generate(
+            instructblip.model(),
+            decoder=Decoder(guide=f"contrast:view={view}"),
+            max_new_tokens=2,
+            **instructblip.inputs(),
+        )
+
+
+def test_an_unknown_view_is_answered_with_those_that_a_string_can_name():
+    with pytest.raises(IncompatibleError, match="use one of no_image, only_images, or build"):
+        decode("contrast:view=noise")
+
+
+def test_the_released_form_of_causalmm_is_about_images():
+    with pytest.raises(OptionError, match="edits none"):
+        registry.create("guide", "causalmm:level=language,released=true")
 
 
 def test_an_unknown_view_is_refused_for_the_model_that_the_caller_knows():

@@ -1,6 +1,8 @@
 """Images and questions in, answers out: as alone, as `generate` has them, and whatever fails."""
 
+import inspect
 import json
+import re
 import threading
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from transformers import pipeline
 
 import mmdecode
+from mmdecode import registry
+from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
 from mmdecode.guide.answers import word_ids
 from mmdecode.guide.linear import Linear
@@ -117,6 +121,37 @@ def test_the_settings_of_a_checkpoint_do_not_sample(kit, processor, pictures, an
     assert ids_of(found) == ids_of(answerer(pictures[0], "What?", max_new_tokens=6))
 
 
+def test_no_setting_of_a_checkpoint_warps_what_is_drawn_from(kit, processor, pictures, answerer):
+    """Settings that transformers may add are found by the warpers it builds of them."""
+    model = kit.build_model(processor)
+    config = model.generation_config
+    settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "top_h": 0.4,
+                "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1}  # fmt: skip
+    config.update(**settings)
+    config.repetition_penalty = 1.5
+    built = []
+    prepare = model._get_logits_processor
+
+    def noted(*given, **named):
+        found = prepare(*given, **named)
+        built.append({type(one).__name__ for one in found})
+        return found
+
+    inputs = answerer.prompts.build([answerer.prompts.question("What?", pictures[:1])])
+    model._get_logits_processor = noted
+    model.generate(**inputs, do_sample=True, max_new_tokens=1)
+    source = inspect.getsource(type(model)._get_logits_processor)
+    warpers = set(re.findall(r"\b\w+LogitsWarper\b", source))
+    assert warpers == built[-1] - {"RepetitionPenaltyLogitsProcessor"}
+    options = {"max_new_tokens": 6, "do_sample": True}
+    found = Answerer(model, processor)(pictures[0], "What?", **options)
+    assert built[-1] == {"RepetitionPenaltyLogitsProcessor"}
+    config.repetition_penalty = 1.0
+    found = Answerer(model, processor)(pictures[0], "What?", **options)
+    assert built[-1] == set()
+    assert ids_of(found) == ids_of(answerer(pictures[0], "What?", **options))
+
+
 def test_a_draft_and_a_guide_go_together(model, processor, pictures, folder):
     guided = Answerer.from_pretrained(folder, guide=GUIDE, device="cpu")
     found = guided(pictures, TEXTS, max_new_tokens=12)
@@ -184,6 +219,20 @@ def test_the_margin_does_not_depend_on_the_guide_or_the_draft(answerer, pictures
     found = [a.margin for a in other(pictures, TEXTS, max_new_tokens=3)]
     assert found == pytest.approx(kept, abs=1e-4)
     assert answerer(pictures[0], "What?", max_new_tokens=3, margins=False)[0].margin is None
+
+
+def test_the_margin_is_that_of_the_edited_branch_where_a_guide_edits_it(model, processor, pictures):
+    def first(guide):
+        decoder = Decoder(guide=registry.create("guide", guide, target=model), seed=0)
+        answerer = Answerer(model, processor, decoder)
+        [answer] = answerer(pictures[0], "Is there a ring?", max_new_tokens=1, trace=True)
+        return answer
+
+    for guide in ("scalingvis:weight=9", "adaptvis:unsure=9,sure=9", "prompt_bias"):
+        edited = first(guide)
+        assert edited.margin == pytest.approx(edited.margins["guided"], abs=1e-4)
+        assert edited.margin == pytest.approx(edited.margins["main"], abs=1e-4)
+        assert edited.trace[0].steps[0].changed is None
 
 
 def test_words_are_found_in_every_spelling(answerer):

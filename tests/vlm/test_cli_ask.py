@@ -344,6 +344,26 @@ def test_a_crash_in_a_process_apart_is_an_error(tmp_path, monkeypatch):
     journal.close()
 
 
+@pytest.mark.parametrize("code", ["raise MemoryError", "import sys; sys.exit(3)"])
+def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(crashes, "_READ", code)
+    journal = Journal(tmp_path / "reading", ["one.png"])
+    assert crashes.watched(ImageSource("one.png", lambda: "image"), journal).read() == "image"
+    assert not journal.suspects
+    journal.close()
+
+
+@pytest.mark.parametrize("status", [-11, 0xC0000005])
+def test_a_crash_is_told_by_what_ended_the_process(monkeypatch, status):
+    monkeypatch.setattr(
+        journals.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, status),
+    )
+    with pytest.raises(InputError, match="crashes the library"):
+        journals.read_apart("", "one.png", "convert it")
+
+
 def test_no_journal_is_left_where_nothing_crashed(run, table, tmp_path):
     run("--input", table, "--output", tmp_path / "answers.jsonl")
     assert not (tmp_path / ".answers.jsonl.reading").exists()
