@@ -2,7 +2,7 @@
 
     python benchmarks/hallucination.py tune        # grids, on the development scenes
     python benchmarks/hallucination.py report      # the cards' settings and tuned ones, on the test
-    python benchmarks/hallucination.py page        # docs/hallucination.md and .svg from the results
+    python benchmarks/hallucination.py page        # docs/hallucination.md, .svg and README's table
 
 ``tune`` decodes greedily and keeps, per method, the setting with the best mean accuracy over the
 three POPE splits of the development scenes; ties go to the earlier one, which is the card's.
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hallucination_tables import read, tables
+from hallucination_tables import main_table, read, tables
 from pages import write_page
 from plot_hallucination import draw
 
@@ -33,6 +33,7 @@ from mmdecode.vlm.answerer import load
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hallucination"
 PAGE = HERE.parent / "docs" / "hallucination.md"
+README = HERE.parent / "README.md"
 CHOSEN = "tuned.json"
 TASKS = {
     "pope": ["--seeds", "5", "--max-new-tokens", "1"],
@@ -165,8 +166,10 @@ def main() -> None:
     arguments = parser.parse_args()
     only_our_output()
     if arguments.step == "page":
-        write_page(arguments.page, tables(arguments.out))
-        draw(read(arguments.out)["pope"], arguments.page.with_suffix(".svg"))
+        found = read(arguments.out)
+        write_page(arguments.page, tables(found))
+        write_page(README, main_table(found), "which guides help")
+        draw(found["pope"], arguments.page.with_suffix(".svg"))
     else:
         (tune if arguments.step == "tune" else evaluate)(arguments)
 

@@ -13,9 +13,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_page(page: Path, tables: str) -> None:
+def write_page(page: Path, tables: str, name: str = "tables") -> None:
     """Puts the tables between the marks of the page."""
-    begin, end = "<!-- tables -->", "<!-- end of tables -->"
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     place = re.compile(f"{begin}.*{end}", re.DOTALL)
     text = f"{begin}\n{tables}\n{end}"
     page.write_text(place.sub(lambda _: text, page.read_text()))
