@@ -10,6 +10,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from hallucination_tables import HARDEST, Summary, greedy_verdict, settings
 
+CROWD = 0.95  # points from the plain model; those nearer are not named
 HELPS, OTHERS, CURVE = "#0b8043", "#4c8bf5", "#9aa0a6"
 
 
@@ -38,9 +39,10 @@ def draw(pope: Summary, out: Path) -> None:
     for name in named:
         colour = HELPS if greedy_verdict(pope, name).startswith("**") else OTHERS
         axes.plot(*place(name), "o", color=colour, markersize=5)
-        axes.annotate(
-            name, place(name), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour
-        )
+        if max(abs(a - b) for a, b in zip(place(name), place("greedy"), strict=True)) > CROWD:
+            axes.annotate(
+                name, place(name), xytext=(4, 3), textcoords="offset points", fontsize=7
+            ).set_color(colour)
     axes.set_xlabel(f"answers yes in %, {HARDEST} questions (half of the right answers are yes)")
     axes.set_ylabel("accuracy in %")
     axes.spines[["top", "right"]].set_visible(False)
