@@ -142,12 +142,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             else:
                 groups.append([prompt])
         return [
-            group[0]
-            if len(group) == 1
-            else Prompt.stacked(
-                group,
-                {name: torch.cat([p.inputs[name] for p in group]) for name in group[0].inputs},
-            )
+            group[0] if len(group) == 1 else Prompt.stacked(group, _joined(group))
             for group in groups
         ]
 
@@ -641,16 +636,28 @@ def placeholders(config: Any) -> list[int]:
 
 def _alike(one: Prompt, other: Prompt) -> bool:
     """Whether two prompts have the same places for images, and inputs that can be joined by row."""
-    pairs = [(value, other.inputs.get(name)) for name, value in one.inputs.items()]
+
+    def join(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.ndim > 0 and a.shape == b.shape
+        return isinstance(a, (int, float, str, type(None))) and type(a) is type(b) and a == b
+
     return (
         one.ids.shape == other.ids.shape
         and one.inputs.keys() == other.inputs.keys()
         and one.sees is None is other.sees
-        and all(
-            isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 0 and a.shape == b.shape
-            for a, b in pairs
-        )
+        and all(join(value, other.inputs[name]) for name, value in one.inputs.items())
     )
+
+
+def _joined(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Inputs of prompts that are laid out alike: tensors row after row, the rest as it is."""
+    return {
+        name: torch.cat([prompt.inputs[name] for prompt in prompts])
+        if isinstance(value, Tensor)
+        else value
+        for name, value in prompts[0].inputs.items()
+    }
 
 
 def shared_out(tokens: Sequence[int], images: Tensor) -> list[int]:
