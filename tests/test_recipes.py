@@ -63,8 +63,11 @@ def test_a_folder_is_answered_and_what_cannot_be_read_is_listed(run, pictures, p
     assert [line.split("'")[1] for line in lines] == plain
     assert [line.split("'")[3] for line in lines] == ["Yes"] * 3
     assert last == f"{sum(text != 'Yes' for text in plain)} of 3 answers changed"
+    done = run("vlm/answer_folder.py", pictures, QUESTION, "--guide", "pai")
+    assert done.code == 0 and re.findall(r"; (\S+) of \d+ tokens", done.out) == ["?"] * 3
     (pictures / "broken.png").write_bytes(b"no image")
     done = run("vlm/answer_folder.py", pictures, QUESTION, "--draft", "lookup")
+    assert all(n.isdigit() for n in re.findall(r"; (\S+) of \d+ tokens", done.out))
     (pictures / "broken.png").unlink()
     assert done.code == 1 and "failed: " in done.out and "of 3 answers" in done.out
 

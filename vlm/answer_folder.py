@@ -3,9 +3,9 @@
     python vlm/answer_folder.py pictures/ "Is there a ring in the image?" --guide vcd
 
 Prints a line per image: both answers, the margin of yes over no with the guide and without, and how
-many tokens the guide decided otherwise than its main branch would have. A second or so for ten
-images of 64 pixels on two CPU cores. Images that cannot be read are listed at the end and make the
-exit code 1.
+many tokens the guide decided otherwise than the model alone (``?``: not known, of guides that edit
+what the model itself does). A second or so for ten images of 64 pixels on two CPU cores. Images
+that cannot be read are listed at the end and make the exit code 1.
 
 For files in, files out, ``mmdecode ask`` needs no script.
 """
@@ -48,12 +48,13 @@ def main():
     for path, one, other in zip(paths, before, after, strict=True):
         if other.error:
             continue
-        steps = [step for turn in other.trace for step in turn.steps]
+        changed = other.changed()
         margins = [answer.margins["guided"] for answer in (one, other) if answer.margins]
         print(
             f"{path.name}: {one.text!r} -> {other.text!r}; margin "
             f"{' -> '.join(f'{margin:+.2f}' for margin in margins)}; "
-            f"{sum(step.changed for step in steps)} of {len(steps)} tokens decided otherwise"
+            f"{'?' if changed is None else changed} of {len(other.token_ids)} tokens decided "
+            "otherwise"
         )
     answered = [pair for pair in zip(before, after, strict=True) if not pair[1].error]
     print(f"{sum(a.text != b.text for a, b in answered)} of {len(answered)} answers changed")

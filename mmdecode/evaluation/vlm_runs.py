@@ -391,7 +391,7 @@ class Recorder(Generic[Some]):
             tokens=len(answer.token_ids),
             passes=self._passes(mode, len(answer.token_ids)),
             forwards=self._forwards(mode, len(answer.token_ids)),
-            changed=_changed(answer),
+            changed=answer.changed(),
             seconds=answer.seconds,
             **self._margins(mode, answer),
         )
@@ -408,7 +408,7 @@ class Recorder(Generic[Some]):
             tokens=1,
             passes=self._passes(mode, 1),
             forwards=self._forwards(mode, 1),
-            changed=_changed(answer, 1),
+            changed=answer.changed(1),
             **self._margins(mode, answer),
         )
 
@@ -457,13 +457,6 @@ def draw(law: Tensor, seed: int, name: str) -> int:
     noise = Noise.of(seed, [request_key(noise_of_id(name), 0)])
     first = torch.zeros((1, 1), dtype=torch.long)
     return int((law + noise.gumbel(first, Role.TARGET, len(law))[0, 0]).argmax())
-
-
-def _changed(answer: Answer, tokens: int | None = None) -> int | None:
-    """How many of an answer's first tokens a guide changed; ``None``: see `Item.changed`."""
-    steps = [step for one in answer.trace or () for step in one.steps]
-    known = [step.changed for step in steps[:tokens] if step.changed is not None]
-    return sum(known) if known else None
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:

@@ -147,6 +147,20 @@ class Answer:
     error: str | None = None
     kind: str | None = None
 
+    def changed(self, tokens: int | None = None) -> int | None:
+        """How many tokens a guide decided otherwise than the model alone would have.
+
+        Args:
+            tokens: Only so many, the first ones; ``None``: all.
+
+        Returns:
+            Their number; ``None``: no trace was asked for, no guide was on, or it is one whose
+            trace cannot know (see `mmdecode.engine.decoder.Step`).
+        """
+        steps = [step for one in self.trace or () for step in one.steps]
+        known = [step.changed for step in steps[:tokens] if step.changed is not None]
+        return sum(known) if known else None
+
 
 class Answerer:
     """Answers questions about images in batches.
