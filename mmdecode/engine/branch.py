@@ -58,14 +58,8 @@ class ModelBranches:
         self.stage = self.specs[0].stage
         names = {spec.name for spec in self.specs}
         self.edits = [edit for edit in edits if edit.branch in names]
-        wants_inside = self.edits or self.needs.attention or self.needs.exits
-        if wants_inside and not hasattr(adapter, "attention_sites"):
-            raise IncompatibleError.between(
-                "a part that reads or edits attention, or reads exits",
-                getattr(adapter, "name", type(adapter.model).__name__),
-                f"{type(adapter).__name__} does not show the inside of its model",
-                "use it with a decoder-only or vision-language model",
-            )
+        part = "a part that reads or edits attention, or reads exits"
+        refuse_closed(part, adapter, self.edits, self.needs)
         self.cache: RaggedCache
         self.pads: Tensor
         self._past: Any = None
@@ -389,6 +383,25 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
         into[key] = args[0] if args else kwargs["hidden_states"]
 
     return module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True)
+
+
+def model_name(adapter: Any) -> str:
+    """What messages call the model of an adapter."""
+    return getattr(adapter, "name", type(adapter.model).__name__)
+
+
+def refuse_closed(
+    part: str, adapter: Any, edits: Sequence[AttentionEdit | StateEdit], needs: Needs
+) -> None:
+    """Raises where a part looks into a model whose adapter does not show its inside."""
+    inside = edits or needs.attention or needs.exits
+    if inside and not hasattr(adapter, "attention_sites"):
+        raise IncompatibleError.between(
+            part,
+            model_name(adapter),
+            f"{type(adapter).__name__} does not show the inside of its model",
+            "use it with a decoder-only or vision-language model",
+        )
 
 
 def chain(width: int, device: torch.device) -> tuple[Tensor, None]:

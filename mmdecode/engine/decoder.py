@@ -24,7 +24,7 @@ from torch import Tensor
 from mmdecode import registry
 from mmdecode.engine import attention, capture, setup
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.branch import MAIN, ModelBranches, model_name, refuse_closed
 from mmdecode.engine.contracts import (
     Accept,
     BranchSpec,
@@ -597,7 +597,6 @@ def _refuse(guide: Guide | None, needs: Needs, adapter: Any) -> None:
     if guide is None:
         return
     name = f"guide {type(guide).__name__}"
-    model = getattr(adapter, "name", type(adapter.model).__name__)
     passes = [MAIN, *(s for s in guide.branches if s.build is None and s.model is None)]
     stages = {spec.name: spec.stage for spec in passes}
     for spec in guide.branches:
@@ -610,18 +609,11 @@ def _refuse(guide: Guide | None, needs: Needs, adapter: Any) -> None:
                 f"pass with {', '.join(n for n in beside if n != spec.replaces)}",
                 "give the branches beside it a later stage",
             )
-    inside = getattr(guide, "edits", ()) or needs.attention or needs.exits
-    if inside and not hasattr(adapter, "attention_sites"):
-        raise IncompatibleError.between(
-            name,
-            model,
-            f"{type(adapter).__name__} does not show the inside of its model",
-            "use it with a decoder-only or vision-language model",
-        )
+    refuse_closed(name, adapter, getattr(guide, "edits", ()), needs)
     if getattr(guide, "images", False) and not getattr(adapter, "shows_images", False):
         raise IncompatibleError.between(
             name,
-            model,
+            model_name(adapter),
             "the guide needs images, and this model reads none itself",
             "use a vision-language model; one that hands its images to an inner language model "
             "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
