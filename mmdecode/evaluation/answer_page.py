@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from mmdecode.evaluation.report import asset
+from mmdecode.evaluation.report import asset, head
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.attention_map import AttentionMap
@@ -142,17 +142,7 @@ def page(report: Answers) -> str:
     )
     looks = any(answer.attention is not None for answer in _all(report))
     conditions = escape(" \u00b7 ".join(report.conditions.values()))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>mmdecode demo: questions about images</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}{asset("answers.css")}</style>
-</head>
-<body>
+    return f"""{head("mmdecode demo: questions about images", "answers.css")}<body>
 <header>
 <p class="eyebrow">mmdecode demo</p>
 <h1>Of {short} short questions <b>{first}</b> answered right{guided}</h1>

@@ -9,7 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmdecode.evaluation.report import asset
+from mmdecode.evaluation.report import head
 
 Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""
@@ -67,17 +67,7 @@ def document(
         f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in conditions.items()
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}</style>
-</head>
-<body>
+    return f"""{head(html.escape(title))}<body>
 <h1>{html.escape(title)}</h1>
 {overview}
 <section class="figures">{drawn}</section>

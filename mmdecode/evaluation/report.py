@@ -169,17 +169,7 @@ def page(report: Report) -> str:
     legend = "".join(
         f'<li><span class="chip {origin}">token</span> {text}</li>' for origin, text in used.items()
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>mmdecode demo: {speed}</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}</style>
-</head>
-<body>
+    return f"""{head(f"mmdecode demo: {speed}")}<body>
 <header>
 <p class="eyebrow">mmdecode demo</p>
 <h1>Decoding is <b{pace}>{speed}</b>, <b class="{mood}">{verdict}</b></h1>
@@ -458,3 +448,24 @@ def _table(report: Report) -> str:
 def asset(name: str) -> str:
     """A file of styles or scripts."""
     return (Path(__file__).parent / "data" / name).read_text()
+
+
+def head(title: str, *styles: str) -> str:
+    """The beginning of a page, up to its body.
+
+    Args:
+        title: As HTML.
+        *styles: Names of style sheets beside that of all pages.
+    """
+    sheets = "".join(map(asset, ("report.css", *styles)))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{sheets}</style>
+</head>
+"""
