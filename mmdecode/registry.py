@@ -130,6 +130,13 @@ _BUILTIN = (
     ),
     Entry(
         kind="draft",
+        name="jacobi",
+        target="mmdecode.draft.jacobi:Jacobi",
+        summary="guesses of one pass are the drafts of the next: for image tokens",
+        source="Teng et al. 2024",
+    ),
+    Entry(
+        kind="draft",
         name="layer_skip",
         target="mmdecode.draft.layer_skip:LayerSkip",
         summary="some of the model's own layers draft a chain",

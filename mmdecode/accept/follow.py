@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mmdecode.accept.tail import with_tail
 from mmdecode.engine.contracts import Context, LawView, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal
@@ -179,36 +180,4 @@ def finish(
         next_token=torch.where(ctx.open, outcome.next_token, -1),
         path=outcome.path.masked_fill(~ctx.open[:, None], -1),
     )
-    return outcome if ctx.tail is None else _with_tail(outcome, proposal, law, noise, ctx)
-
-
-def _with_tail(
-    outcome: Outcome, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
-) -> Outcome:
-    """Tokens for the positions behind ``next_token``, from the law along the drafted chain.
-
-    ``"coupled"`` uses the noise that the positions will be decided with, ``"redraw"`` fresh noise;
-    greedy generation uses none. Processors of unknown type are left out of this law, since they may
-    not run past the first rejection; a draft may have any recorded law.
-    """
-    rows = law.all() if law.vectorised else law.raw()  # (B, N + 1, V)
-    nodes, vocab = proposal.size, rows.shape[-1]
-    order = torch.arange(nodes + 1, device=rows.device)
-    scores = rows
-    if ctx.do_sample:
-        positions = ctx.length[:, None] + order
-        if ctx.tail == "coupled":
-            scores = rows + noise.gumbel(positions, Role.TARGET, vocab)
-        else:
-            scores = rows + noise.gumbel(positions, Role.TAIL, vocab, trial=ctx.rounds)
-    drawn = scores.argmax(-1)
-    used = torch.nn.functional.pad(proposal.tokens >= 0, (1, 0), value=True)
-    source = outcome.num_accepted[:, None] + 1 + order[:nodes]  # left-align
-    real = (source <= nodes) & ctx.open[:, None]
-    source = source.clamp_max(nodes)
-    real &= used.gather(1, source)
-    return replace(
-        outcome,
-        tail_tokens=drawn.gather(1, source).masked_fill(~real, -1),
-        tail_law=rows.gather(1, source[..., None].expand(-1, -1, vocab)),
-    )
+    return outcome if ctx.tail is None else with_tail(outcome, proposal, law, noise, ctx)

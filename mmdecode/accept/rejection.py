@@ -13,13 +13,16 @@ zero is never accepted, and a residual that vanishes by rounding falls back to p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmdecode.accept.follow import finish
+from mmdecode.accept.tail import passes, residual
 from mmdecode.engine.contracts import Context, LawView, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
@@ -31,52 +34,26 @@ class Rejection:
     Law: exact, if every token was really drawn from its ``log_q``, siblings in their order and,
     where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft is
     accepted with probability 1 - TV(p, q), the best possible.
+
+    A relaxed rule is a subclass that overrides `odds`.
     """
 
-    law: ClassVar[Literal["exact", "exact for v"]] = "exact"
+    law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "exact"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid")
     modes = frozenset({"sample"})
 
     def target(self, p: Tensor, q: Tensor) -> Tensor:
-        """The law that is followed where q drafted, both ``(B, V)``; the model's own."""
+        """The law that is followed where q drafted, both ``(..., V)``; the model's own."""
         return p
+
+    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        """What the test divides, both ``(...)``: keep where ``u * second < first``."""
+        return at_token(asked.p, asked.token), at_token(asked.q, asked.token)
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
-        parents, _, _ = proposal.structure()
-        tests = _tests(proposal.tree, proposal.size, ctx.device)
-        # exponential draws E = -log u, one a test: u < p / q is E > log q - log p
-        gumbel = noise.gumbel(ctx.length[:, None], Role.ACCEPT, len(tests), trial=ctx.rounds)
-        draws = (-gumbel[:, 0]).exp()
-        p = law.at(torch.where(ctx.open, 0, -1)).softmax(-1)
-        node = torch.full_like(ctx.length, -1)  # where a row stands; -1 is the root
-        fresh = ctx.open  # whether no child of that node was tested yet
-        drawn = torch.zeros_like(p, dtype=torch.bool)  # its siblings that were
-        steps = []
-        for index, nodes in enumerate(tests):
-            assert proposal.log_q is not None
-            below = (parents[:, nodes] == node[:, None]) & (proposal.tokens[:, nodes] >= 0)
-            asked = below.any(1) & ctx.open
-            child = nodes[below.long().argmax(1)]
-            token = proposal.tokens.gather(1, child[:, None]).clamp_min(0)
-            q = _at(proposal.log_q, child).softmax(-1)
-            if proposal.kind == "without_replacement":
-                q = q.masked_fill(drawn, 0)
-                q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-            p = torch.where((asked & fresh)[:, None], self.target(p, q), p)
-            p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-            keep = asked & (draws[:, index] > q_x.log() - p_x.log())
-            stay = asked & ~keep
-            p = torch.where(stay[:, None], residual(p, q), p)
-            drawn = drawn.scatter(1, token, drawn.gather(1, token) | stay[:, None])
-            drawn = drawn & ~keep[:, None]
-            fresh = keep | (fresh & ~asked)
-            if law.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
-                ahead = law.at(torch.where(keep, child + 1, -1)).softmax(-1)
-                p = torch.where(keep[:, None], ahead, p)
-            node = torch.where(keep, child, node)
-            steps.append(torch.where(keep, child, -1))
-        path, count = _aligned(steps, proposal)
+        walk = self._chain if proposal.is_chain and law.vectorised else self._tree
+        path, count, p = walk(proposal, law, noise, ctx)
         gumbel = noise.gumbel(
             (ctx.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=ctx.rounds
         )
@@ -84,12 +61,107 @@ class Rejection:
         outcome = Outcome(path=path, num_accepted=count, next_token=next_token)
         return finish(outcome, proposal, law, noise, ctx)
 
+    def _chain(
+        self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All tests at once: path, its length, and the law of the token behind it."""
+        rows = law.all().softmax(-1)  # (B, N + 1, V)
+        size = proposal.size
+        order = torch.arange(size, device=ctx.device)
+        if not size:
+            return proposal.tokens, torch.zeros_like(ctx.length), rows[:, 0]
+        used = (proposal.tokens >= 0) & ctx.open[:, None]
+        token, q = proposal.tokens.clamp_min(0), self._drawn_from(proposal)
+        p = self.target(rows[:, :-1], q)
+        depth = order.expand_as(token)
+        keep = used & passes(
+            self._draws(noise, ctx, size),
+            *self.odds(Asked(p=p, q=q, token=token, depth=depth, ctx=ctx, law=law)),
+        )
+        count = keep.long().cumprod(1).sum(1)
+        stopped = pad(used, (0, 1)).gather(1, count[:, None])  # by a rejection
+        last = count.clamp_max(size - 1)
+        left = residual(_at(p, last), _at(q, last))
+        path = torch.where(order < count[:, None], order, -1)
+        return path, count, torch.where(stopped, left, _at(rows, count))
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What to draw from after a rejection: max(p - q, 0), renormalised; p where nothing is left."""
-    excess = (p - q).clamp_min(0)
-    total = excess.sum(-1, keepdim=True)
-    return torch.where(total > 0, excess / total.clamp_min(torch.finfo(p.dtype).tiny), p)
+    def _tree(
+        self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Child after child; of unknown processors, those at kept nodes alone are run."""
+        parents, depths, _ = proposal.structure()
+        tests = _tests(proposal.tree, proposal.size, ctx.device)
+        draws = self._draws(noise, ctx, len(tests))
+        p = law.at(torch.where(ctx.open, 0, -1)).softmax(-1)
+        node = torch.full_like(ctx.length, -1)  # where a row stands; -1 is the root
+        fresh = ctx.open  # whether no child of that node was tested yet
+        drawn = torch.zeros_like(p, dtype=torch.bool)  # its siblings that were
+        steps = []
+        for index, nodes in enumerate(tests):
+            below = (parents[:, nodes] == node[:, None]) & (proposal.tokens[:, nodes] >= 0)
+            asked = below.any(1) & ctx.open
+            child = nodes[below.long().argmax(1)]
+            token = proposal.tokens.gather(1, child[:, None])[:, 0].clamp_min(0)
+            q = self._drawn_from(proposal, child)
+            if proposal.kind == "without_replacement":
+                q = q.masked_fill(drawn, 0)
+                q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+            p = torch.where((asked & fresh)[:, None], self.target(p, q), p)
+            depth = depths.expand(ctx.batch, -1).gather(1, child[:, None])[:, 0] - 1
+            odds = self.odds(Asked(p=p, q=q, token=token, depth=depth, ctx=ctx, law=law))
+            keep = asked & passes(draws[:, index], *odds)
+            stay = asked & ~keep
+            p = torch.where(stay[:, None], residual(p, q), p)
+            drawn = drawn.scatter(
+                1, token[:, None], drawn.gather(1, token[:, None]) | stay[:, None]
+            )
+            drawn = drawn & ~keep[:, None]
+            fresh = keep | (fresh & ~asked)
+            if law.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
+                ahead = law.at(torch.where(keep, child + 1, -1)).softmax(-1)
+                p = torch.where(keep[:, None], ahead, p)
+            node = torch.where(keep, child, node)
+            steps.append(torch.where(keep, child, -1))
+        return *_aligned(steps, proposal), p
+
+    @staticmethod
+    def _draws(noise: Noise, ctx: Context, count: int) -> Tensor:
+        """Gumbel draws, one a test, ``(B, count)``."""
+        positions = ctx.length[:, None] + torch.arange(count, device=ctx.device)
+        return noise.gumbel(positions, Role.ACCEPT, 1, trial=ctx.rounds)[..., 0]
+
+    @staticmethod
+    def _drawn_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
+        """The law q of all nodes, ``(B, N, V)``, or of one per row, ``(B, V)``."""
+        assert proposal.log_q is not None
+        rows = proposal.log_q if node is None else _at(proposal.log_q, node)
+        return rows.softmax(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a test may look at.
+
+    Attributes:
+        p: The law followed, what earlier siblings left of it, ``(..., V)``.
+        q: The law that the token was drawn from, without earlier siblings, ``(..., V)``.
+        token: ``(...)``.
+        depth: Nodes between the root and the token, ``(...)``: 0 for the first drafted one.
+        ctx: The rows.
+        law: At the nodes.
+    """
+
+    p: Tensor
+    q: Tensor
+    token: Tensor
+    depth: Tensor
+    ctx: Context
+    law: LawView
+
+
+def at_token(law: Tensor, token: Tensor) -> Tensor:
+    """``(..., V)`` at one token each, ``(...)``."""
+    return law.gather(-1, token[..., None])[..., 0]
 
 
 def _at(rows: Tensor, node: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.first_of import FirstOf
+from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
@@ -15,6 +16,7 @@ __all__ = [
     "Amateur",
     "Assistant",
     "FirstOf",
+    "Jacobi",
     "LayerSkip",
     "Medusa",
     "MedusaHeads",

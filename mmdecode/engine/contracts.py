@@ -20,6 +20,12 @@ from torch.nn.functional import pad
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
 
+Tail = Literal["redraw", "adaptive", "coupled", "shared"]
+"""How the rest of a window is refilled behind the first rejection, from the law along its chain:
+drawn anew; each token tested on its own and kept or replaced by a draw from its residual; drawn
+with the noise that will decide the positions; drawn with noise of the positions' own that decides
+nothing, the same in every round."""
+
 
 @dataclass(kw_only=True)
 class Context:
@@ -40,7 +46,7 @@ class Context:
         model_inputs: What ``generate`` prepared for the model.
         limit: Most tokens any row may generate.
         do_sample: Whether the caller samples.
-        tail: How a rule refills a rejected chain, see `Needs.tail`.
+        tail: How a rule refills a rejected chain, see `Needs.tails`.
         draft_free: Whether the rule's tokens do not depend on the draft, see `Accept`.
         adapter: Of the main model: what drafts and guides ask about it.
         longest: Generated tokens of the longest row at the last transfer; a host number. Where
@@ -58,7 +64,7 @@ class Context:
     noise: Noise
     limit: int
     do_sample: bool = False
-    tail: Literal["redraw", "coupled"] | None = None
+    tail: Tail | None = None
     draft_free: bool = False
     adapter: Any = None
     longest: int = 0
@@ -128,15 +134,15 @@ class Needs:
     Attributes:
         hidden: Layers whose states are wanted: indices, or ``"last"``.
         prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
-        tail: How the rest of a rejected chain is refilled for a Jacobi drafter: ``"redraw"`` with
-            fresh noise, ``"coupled"`` with the noise of the positions; ``None``: not wanted.
+        tails: How the rest of a rejected chain is refilled for a Jacobi drafter, by the kind of
+            proposal that was agreed; see `Tail`.
         exits: Layers whose exit logits are wanted.
         attention: Layers whose attention weights over the prompt are wanted.
     """
 
     hidden: frozenset[int | str] = frozenset()
     prompt_hidden: bool = False
-    tail: Literal["redraw", "coupled"] | None = None
+    tails: Mapping[Kind, Tail] = field(default_factory=dict)
     exits: frozenset[int] = frozenset()
     attention: frozenset[int] = frozenset()
 
@@ -145,7 +151,7 @@ class Needs:
         return Needs(
             hidden=self.hidden | other.hidden | self.exits | other.exits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
-            tail=self.tail or other.tail,
+            tails={**other.tails, **self.tails},
             exits=self.exits | other.exits,
             attention=self.attention | other.attention,
         )

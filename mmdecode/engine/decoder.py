@@ -201,6 +201,7 @@ class Decoder:
         mm_request: Any = None,
         mm_streamer: Any = None,
         mm_model: Any = None,
+        mm_adapter: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
@@ -216,6 +217,9 @@ class Decoder:
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
             mm_streamer: A streamer for the one row of the batch; the caller ends it.
             mm_model: The model that ``generate`` was called on, which may be one around ``model``.
+            mm_adapter: An adapter that is used in the place of the registered one. It builds
+                prompts itself, so ``input_ids`` may be empty, ``(B, 0)``: a model that writes in
+                another vocabulary than it reads.
             **model_kwargs: What ``generate`` prepared.
 
         Returns:
@@ -225,7 +229,7 @@ class Decoder:
             IncompatibleError: Beams, or other requests a drafted loop cannot honour.
         """
         config = generation_config
-        setup.refuse(config, input_ids, model_kwargs)
+        setup.refuse(config, input_ids, model_kwargs, own_prompt=mm_adapter is not None)
         processors, guide = setup.take_over_guidance(logits_processor, self.guide)
         if guide is not None and guide.neutral:
             guide = None
@@ -233,7 +237,7 @@ class Decoder:
         seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
-        adapter = registry.adapter_for(model, mm_model)
+        adapter = mm_adapter or registry.adapter_for(model, mm_model)
         wanted = _needs(guide, adapter)
         _refuse(guide, wanted, adapter)
         ctx = setup.open_context(
@@ -248,7 +252,7 @@ class Decoder:
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
-        ctx.tail = self.draft.needs.tail
+        ctx.tail = self.draft.needs.tails.get(kind)
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
         needs = self.draft.needs.union(wanted)

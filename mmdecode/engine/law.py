@@ -4,7 +4,8 @@ A processor of transformers sees one position of every row and the row's whole p
 nodes are scored at once, each with its own prefix. Processors of known exact type are evaluated at
 all nodes together, without looking at the device. As soon as one of another type is in the list,
 the list runs as transformers would run it: node by node along the accepted path, batch-shaped for
-each distinct prefix length, never past the first rejection.
+each distinct prefix length, never past the first rejection. A processor of our own says by a method
+``at_nodes(scores (B, N + 1, V), nodes) -> scores`` what it makes of all nodes together.
 """
 
 from __future__ import annotations
@@ -214,17 +215,24 @@ _KNOWN: dict[type, Callable[..., Vectorised]] = {
 }
 
 
+def _vectorised(processor: lp.LogitsProcessor) -> Vectorised | None:
+    """What it makes of all nodes together; ``None``: it is of a type that nobody knows."""
+    known = _KNOWN.get(type(processor))
+    return known(processor) if known else getattr(processor, "at_nodes", None)
+
+
 class Processors:
     """The caller's processors, sorted once per call into vectorised ones and others.
 
     Attributes:
-        vectorised: Whether every processor is of a known exact type.
+        vectorised: Whether every processor can be evaluated at all nodes together.
     """
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
-        self.vectorised = all(type(p) in _KNOWN for p in processors)
-        self._runs = [_KNOWN[type(p)](p) for p in processors] if self.vectorised else []
+        runs = [_vectorised(processor) for processor in processors]
+        self._runs = [run for run in runs if run is not None]
+        self.vectorised = len(self._runs) == len(runs)
 
     def run_all(self, scores: Tensor, nodes: Nodes) -> Tensor:
         """All score rows at once; only where `vectorised`."""

@@ -33,8 +33,10 @@ from mmdecode.engine.noise import Noise, request_key
 from mmdecode.errors import IncompatibleError, OptionError
 
 
-def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
-    """Raises for what a drafted loop cannot honour."""
+def refuse(
+    config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
+) -> None:
+    """Raises for what a drafted loop cannot honour; ``own_prompt``: an adapter makes it."""
     if (config.num_beams or 1) > 1:
         raise IncompatibleError(
             f"num_beams={config.num_beams} does not fit a mmdecode decoder, which decodes single "
@@ -65,7 +67,7 @@ def refuse(config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any
                 f"{name}={getattr(config, name)!r} asks for another decoding method of "
                 f"transformers, which a custom decoder replaces; drop {name} or custom_generate"
             )
-    if input_ids.shape[1] == 0:
+    if input_ids.shape[1] == 0 and not own_prompt:
         raise IncompatibleError(
             "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
         )

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError
 
@@ -86,6 +87,7 @@ class Table(nn.Module):
         sharpness: Logits lie in ``-sharpness..sharpness``.
         bias: Added to the logits of single tokens, for example to make the end likelier.
         blind: Whether the tokens do not matter and positions alone do.
+        layout: Of the codes among the generated tokens, as for a model of image tokens.
 
     A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The view
     ``"salt"`` of a branch adds its option ``by`` to it.
@@ -100,8 +102,10 @@ class Table(nn.Module):
         sharpness: float = 2.0,
         bias: dict[int, float] | None = None,
         blind: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         super().__init__()
+        self.layout = layout
         self.config = SimpleNamespace(
             model_type="mmdecode_table", vocab_size=vocab, is_encoder_decoder=False
         )
@@ -193,7 +197,7 @@ class TableAdapter:
     num_layers = LAYERS
 
     def __init__(self, model: Table) -> None:
-        self.model, self.vocab = model, model.vocab
+        self.model, self.vocab, self.layout = model, model.vocab, model.layout
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""

@@ -27,6 +27,7 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
+from tests.law.windows import window
 
 MODEL = Table(4, seed=11, sharpness=1.5)
 TREE = Tree((-1, -1, 0, 0, 2))
@@ -248,12 +249,12 @@ def test_a_rule_that_tests_every_node_gives_unknown_processors_what_passes_alone
 
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
 def test_a_jacobi_window_under_membership_keeps_the_law(tail):
-    make = lambda: Decoder(drafts.Jacobi(3, tail), accept="membership")  # noqa: E731
+    make = lambda: Decoder(window(3, tail), accept="membership")  # noqa: E731
     assert_distribution(make, MODEL, law_of(MODEL))
 
 
 def test_a_jacobi_tail_is_judged_by_its_recorded_law():
-    make = lambda: Decoder(drafts.Jacobi(3, "redraw", ("iid",)), accept="rejection")  # noqa: E731
+    make = lambda: Decoder(window(3, "redraw", ("iid",)), accept="rejection")  # noqa: E731
     assert_distribution(make, MODEL, law_of(MODEL))
 
 

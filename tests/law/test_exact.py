@@ -13,6 +13,7 @@ from mmdecode.accept.judge import Judge
 from mmdecode.accept.rejection import Rejection
 from mmdecode.accept.typical import Typical
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.decoder import Decoder, NoDraft
@@ -24,6 +25,7 @@ from mmdecode.guide.linear import Linear, plausible
 from mmdecode.testing import check_accept, check_adapter, check_draft, check_guide, drafts
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, bigram, law_of, run_rows
 from mmdecode.testing.table import Table, TableAdapter, decode, left_pad, new_tokens
+from tests.law.windows import window
 
 EOS = 4
 MODEL = Table(5, seed=3, bias={0: 1.0, EOS: -0.5})
@@ -46,8 +48,9 @@ DRAFTS = {
     "argmax_chain": lambda: drafts.Bigram(bigram(5), kinds=("deterministic",)),
     "iid_chain": lambda: drafts.Bigram(bigram(5), kinds=("iid",)),
     "coupled_chain": lambda: drafts.Bigram(bigram(5), kinds=("coupled",), ragged=True),
-    "jacobi_coupled": lambda: drafts.Jacobi(tail="coupled"),
-    "jacobi_redraw": lambda: drafts.Jacobi(tail="redraw"),
+    "jacobi_coupled": lambda: window(4, "coupled"),
+    "jacobi_redraw": lambda: window(4, "redraw"),
+    "jacobi_tree": lambda: Jacobi(5, siblings=2, levels=2),
     "lookup": PromptLookup,
     "assistant": lambda: Assistant(OTHER, length=3),
     "assistant_is_target": lambda: Assistant(MODEL),

@@ -17,6 +17,7 @@ from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.first_of import FirstOf
+from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.recycling import Recycling
@@ -66,8 +67,8 @@ EXAMPLES = {
         "first_of": lambda: FirstOf(
             Source(length=3, ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]], least=2), Recycling(nodes=6)
         ),
+        "jacobi": lambda: Jacobi(4),
         "siblings": lambda: drafts.Siblings(bigram(V), kinds=("without_replacement",)),
-        "window": lambda: drafts.Jacobi(3, "redraw"),
     },
     "accept": {  # rules whose law is another one: at their neutral setting it is the model's
         "typical": lambda: registry.create("accept", "typical:epsilon=1,delta=1e9"),
@@ -84,7 +85,7 @@ EXAMPLES = {
     },
 }
 # a chain, a tree, a sampled chain, a sampled tree, the model's own layers, a Jacobi window
-KINDS = ("lookup", "recycling", "assistant", "siblings", "layer_skip", "window")
+KINDS = ("lookup", "recycling", "assistant", "siblings", "layer_skip", "jacobi")
 RULES = registry.names("accept")
 # a table model sees no images: guides about them are put to a matrix of their own in tests/guide
 GUIDES = [

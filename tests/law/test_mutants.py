@@ -190,22 +190,43 @@ def test_a_draft_that_reads_the_acceptance_noise_is_found():
 # Rules
 
 
-call = Rejection.__call__
+def mutant_of(method, old, new):
+    """The rejection rule with one piece of one of its methods replaced."""
+    return type("Mutant", (Rejection,), {method: edited(getattr(Rejection, method), old, new)})
+
+
 CHOICE = "next_token = (p.log() + gumbel[:, 0]).argmax(-1)"
 RULES = {
-    "ratio_upside_down": ("> q_x.log() - p_x.log()", "> p_x.log() - q_x.log()"),
-    "resampled_from_p": ("residual(p, q), p)", "p, p)"),
-    "residual_of_the_first_q": ("residual(p, q)", "residual(p, proposal.log_q[:, 0].softmax(-1))"),
+    "ratio_upside_down": (
+        "odds",
+        "at_token(asked.p, asked.token), at_token(asked.q, asked.token)",
+        "at_token(asked.q, asked.token), at_token(asked.p, asked.token)",
+    ),
+    "resampled_from_p": ("_chain", "residual(_at(p, last), _at(q, last))", "_at(p, last)"),
+    "residual_of_the_first_q": (
+        "_chain",
+        "residual(_at(p, last), _at(q, last))",
+        "residual(_at(p, last), q[:, 0])",
+    ),
+    "tested_by_the_law_behind": ("_chain", "self.target(rows[:, :-1], q)", "rows[:, 1:]"),
+    "a_stopped_chain_is_not_a_rejection": (
+        "_chain",
+        "stopped = pad(used, (0, 1)).gather(1, count[:, None])",
+        "stopped = (count < size)[:, None]",
+    ),
     "bonus_unwarped": (
+        "__call__",
         CHOICE,
         "raw = law.raw()[:, -1].softmax(-1)\n"
         "    p = torch.where((count == proposal.size)[:, None], raw, p)\n    " + CHOICE,
     ),
     "bonus_is_the_argmax": (
+        "__call__",
         CHOICE,
         CHOICE + "\n    next_token = torch.where(count == proposal.size, p.argmax(-1), next_token)",
     ),
     "bonus_from_q": (
+        "__call__",
         CHOICE,
         "if proposal.size:\n"
         "        q_last = proposal.log_q[:, -1].softmax(-1)\n"
@@ -213,11 +234,13 @@ RULES = {
         "        p = torch.where(full, q_last, p)\n    " + CHOICE,
     ),
     "one_noise_for_all_rounds": (
-        "noise.gumbel(ctx.length[:, None], Role.ACCEPT, len(tests), trial=ctx.rounds)",
-        "noise.gumbel(0 * ctx.length[:, None], Role.ACCEPT, len(tests))",
+        "_draws",
+        "noise.gumbel(positions, Role.ACCEPT, 1, trial=ctx.rounds)",
+        "noise.gumbel(positions - ctx.length[:, None], Role.ACCEPT, 1)",
     ),
-    "unused_nodes_are_tested": (" & (proposal.tokens[:, nodes] >= 0)", ""),
+    "unused_nodes_are_tested": ("_chain", "proposal.tokens >= 0", "proposal.tokens >= -1"),
     "residual_unnormalised_by_inverse_cdf": (
+        "__call__",
         CHOICE,
         "unit = noise.uniform((ctx.length + count)[:, None], Role.RESIDUAL, ctx.rounds)\n"
         "    next_token = (p.cumsum(-1) < unit).sum(-1).clamp_max(p.shape[-1] - 1)",
@@ -229,8 +252,8 @@ RULES = {
 def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
     if mutant == "residual_unnormalised_by_inverse_cdf":
         monkeypatch.setattr(rejection_rule, "residual", lambda p, q: (p - q).clamp_min(0))
-    rule = type("Mutant", (Rejection,), {"__call__": edited(call, *RULES[mutant])})
-    rejected(rejection, rule, lambda: iid(ragged=mutant.startswith("unused")))
+    ragged = mutant in ("unused_nodes_are_tested", "a_stopped_chain_is_not_a_rejection")
+    rejected(rejection, mutant_of(*RULES[mutant]), lambda: iid(ragged))
 
 
 def test_without_renormalising_a_gumbel_draw_is_still_right(monkeypatch):
@@ -303,8 +326,7 @@ TREES = {
 @pytest.mark.parametrize("mutant", TREES)
 def test_a_wrong_rule_for_siblings_is_found(mutant):
     draft, old, new = TREES[mutant]
-    rule = type("Mutant", (Rejection,), {"__call__": edited(call, old, new)})
-    rejected(rejection, rule, draft)
+    rejected(rejection, mutant_of("_tree", old, new), draft)
 
 
 def test_siblings_out_of_the_order_in_which_they_were_drawn_are_found():

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import BranchSpec, Needs, Outcome, Scores
 from mmdecode.engine.decoder import Decoder
@@ -23,6 +24,7 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, TableAdapter, left_pad
+from tests.law.windows import window
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
@@ -31,7 +33,7 @@ modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coup
 # A Jacobi draft that keeps its tail
 
 
-class Watched(drafts.Jacobi):
+class Watched(Jacobi):
     """Checks each tail against the promise of `Outcome`."""
 
     seen = 0
@@ -39,7 +41,7 @@ class Watched(drafts.Jacobi):
     def observe(self, ctx, proposal, scores, outcome):
         super().observe(ctx, proposal, scores, outcome)
         tail, law = outcome.tail_tokens, outcome.tail_law
-        assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, self.vocab)
+        assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
         used = tail >= 0
         assert bool((used.long().diff(dim=1) <= 0).all()), "left-aligned, -1 behind"
         was_open = outcome.next_token >= 0
@@ -50,12 +52,12 @@ class Watched(drafts.Jacobi):
         positions = begin[:, None] + outcome.num_accepted[:, None] + 1
         positions = positions + torch.arange(tail.shape[1])
         noise = 0
-        if ctx.do_sample and self.needs.tail == "coupled":
-            noise = ctx.noise.gumbel(positions, Role.TARGET, self.vocab)
+        if ctx.do_sample and ctx.tail == "coupled":
+            noise = ctx.noise.gumbel(positions, Role.TARGET, MODEL.vocab)
         elif ctx.do_sample:
             count = proposal.size + 1
             rounds = ctx.rounds - was_open.long()
-            noise = ctx.noise.gumbel(positions, Role.TAIL, self.vocab, trial=rounds)
+            noise = ctx.noise.gumbel(positions, Role.TAIL, MODEL.vocab, trial=rounds)
             assert count > 0
         drawn = (law + noise).argmax(-1)
         assert torch.equal(drawn[used], tail[used]), "the law is the one each was drawn from"
@@ -69,7 +71,7 @@ class Watched(drafts.Jacobi):
 @modes
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
 def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_law(tail, do_sample):
-    draft = Watched(4, tail)
+    draft = window(4, tail, make=Watched)
     decoder = Decoder(draft, seed=SEED)
     assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample, eos=[4])
     assert draft.seen > 10
@@ -78,18 +80,18 @@ def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_law(tail, do_sample):
 @modes
 def test_a_jacobi_window_converges_at_once_where_tokens_do_not_matter(do_sample):
     blind = Table(5, seed=3, blind=True)
-    decoder = Decoder(drafts.Jacobi(4, "coupled"), seed=SEED)
+    decoder = Decoder(window(4, "coupled"), seed=SEED)
     rows = assert_lossless(decoder, blind, law_of(blind), do_sample=do_sample, max_new_tokens=40)
     # a refilled window is right at once, so of two rounds at least one keeps its tail whole
     assert decoder.stats.tokens == sum(map(len, rows)) == 160
     assert decoder.stats.acceptance_length > 2.5
-    useless = Decoder(drafts.Jacobi(4, "redraw"), seed=SEED)
+    useless = Decoder(window(4, "redraw"), seed=SEED)
     run_rows(useless, blind, PROMPTS, do_sample=True, max_new_tokens=40)
     assert useless.stats.acceptance_length < decoder.stats.acceptance_length
 
 
 def test_a_window_takes_at_most_a_round_per_token():
-    decoder = Decoder(drafts.Jacobi(4, "coupled"), seed=SEED)
+    decoder = Decoder(window(4, "coupled"), seed=SEED)
     rows = run_rows(decoder, MODEL, PROMPTS, do_sample=True, max_new_tokens=24)
     assert decoder.stats.rounds <= sum(map(len, rows)) - len(rows)
 

@@ -9,6 +9,7 @@ from transformers.generation import logits_process as lp
 
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
@@ -107,7 +108,9 @@ SOUND = {
     "tree": (lambda: drafts.Random(drafts.Tree((-1, -1, 0, 1))), "auto"),
     "row_trees": (drafts.RandomTrees, "membership"),
     "iid": (lambda: drafts.Bigram(bigram(5), kinds=("iid",)), "rejection"),
-    "jacobi": (drafts.Jacobi, "auto"),
+    "jacobi": (lambda: Jacobi(5), "auto"),
+    "jacobi_adaptive": (lambda: Jacobi(5), "rejection"),
+    "jacobi_tree": (lambda: Jacobi(5, siblings=2), "rejection"),
     "recycling": (Recycling, "auto"),
     "source": (lambda: Source(ids=[[0, 1, 2, 3, 4, 0, 1]]), "auto"),
     "layer_skip": (lambda: LayerSkip(exit_layer=1), "auto"),

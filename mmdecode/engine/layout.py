@@ -1,0 +1,112 @@
+"""Where the codes of an image stand among the generated tokens of a raster model.
+
+The generated part is ``rows`` rows of ``columns`` codes, each row perhaps followed by a newline
+token, the last one perhaps by a fixed tail. Those tokens are forced: their place decides them.
+Index 0 is the first generated token; whatever a model wants before the codes (sizes, the token that
+opens an image) belongs to its prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import OptionError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A grid of codes and the tokens around it.
+
+    Args:
+        rows: Rows of codes, h.
+        columns: Codes per row, w.
+        ids: Id in the model's vocabulary of each code, ``(C,)``.
+        newline: Id behind every row; ``None``: no token.
+        tail: Ids behind the last row.
+
+    Raises:
+        OptionError: The grid has no cell.
+    """
+
+    rows: int
+    columns: int
+    ids: Tensor
+    newline: int | None = None
+    tail: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise OptionError(f"a grid of {self.rows} x {self.columns} codes has no cell")
+
+    @property
+    def stride(self) -> int:
+        """Generated tokens from a code to the one below it."""
+        return self.columns + (self.newline is not None)
+
+    @property
+    def length(self) -> int:
+        """Generated tokens of a whole image, forced ones included."""
+        return self.rows * self.stride + len(self.tail)
+
+    @property
+    def has_forced(self) -> bool:
+        """Whether any token is forced."""
+        return self.newline is not None or bool(self.tail)
+
+    def forced(self, index: Tensor) -> Tensor:
+        """The token that each place forces, -1 where it is free; any shape."""
+        result = torch.full_like(index, -1)
+        if self.newline is not None:
+            result = result.masked_fill(index % self.stride == self.columns, self.newline)
+        body = self.rows * self.stride
+        for place, token in enumerate(self.tail):
+            result = result.masked_fill(index == body + place, token)
+        return result.masked_fill(index >= self.length, self.tail[-1]) if self.tail else result
+
+    def left(self, index: Tensor) -> Tensor:
+        """Index of the code to the left, -1 in the first column and for forced tokens."""
+        free = self.forced(index) < 0
+        return torch.where(free & (index % self.stride > 0), index - 1, -1)
+
+    def above(self, index: Tensor) -> Tensor:
+        """Index of the code one row up, -1 in the first row and for forced tokens."""
+        free = self.forced(index) < 0
+        return torch.where(free & (index >= self.stride), index - self.stride, -1)
+
+    def allowed(self, index: Tensor, vocab: int) -> Tensor:
+        """Tokens that the grammar leaves at each place, bool ``(..., V)``."""
+        codes = torch.zeros(vocab, dtype=torch.bool, device=index.device)
+        codes[self.ids.to(index.device)] = True
+        if not self.has_forced:
+            return codes.expand(*index.shape, vocab)
+        forced = self.forced(index)[..., None]
+        tokens = torch.arange(vocab, device=index.device)
+        return torch.where(forced >= 0, tokens == forced, codes)
+
+    def places(self) -> Tensor:
+        """Generated index of every cell, ``(rows, columns)``."""
+        first = torch.arange(self.rows)[:, None] * self.stride
+        return first + torch.arange(self.columns)
+
+    def codes(self, tokens: Tensor) -> Tensor:
+        """Codes of whole images, ``(B, length)`` to ``(B, rows, columns)``.
+
+        Raises:
+            ShapeError: The images are not whole, or hold a token that is no code.
+        """
+        if tokens.shape[-1] < self.rows * self.stride - (self.newline is not None):
+            raise ShapeError(
+                f"{tokens.shape[-1]} tokens were generated; an image of {self.rows} x "
+                f"{self.columns} codes has {self.length}"
+            )
+        cells = tokens[:, self.places().to(tokens.device).flatten()]
+        ids = self.ids.to(tokens.device)
+        code_of = ids.new_full((int(ids.max()) + 2,), -1)
+        code_of[ids] = torch.arange(len(ids), device=ids.device)
+        codes = code_of[cells.clamp(0, len(code_of) - 1)]
+        if bool((codes < 0).any()):
+            raise ShapeError("a cell of the image holds a token that is no image code")
+        return codes.view(-1, self.rows, self.columns)

@@ -1,0 +1,1 @@
+"""Image tokens: the sampling pipeline, next-scale models, row schedules, pictures from prompts."""

@@ -1,0 +1,54 @@
+"""The grammar of image tokens and the sampling pipeline, as logits processors of a decoder.
+
+Both say what they make of all nodes of a draft together, so a round waits for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from mmdecode.engine.law import Nodes
+from mmdecode.engine.layout import Layout
+from mmdecode.image_ar.sampling import Sampling
+
+
+class Grammar(LogitsProcessor):
+    """Leaves the codes of the image where a place is free, and the forced token where it is not.
+
+    Args:
+        layout: Of the image; ids hold generated tokens behind ``prompt_length`` others.
+        prompt_length: Tokens before the first generated one in the ids that processors are shown.
+    """
+
+    def __init__(self, layout: Layout, prompt_length: int = 0) -> None:
+        self.layout, self.prompt_length = layout, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Of one place per row: ``scores (B, V)`` behind ``input_ids (B, P)``."""
+        index = torch.full_like(input_ids[:, 0], input_ids.shape[1] - self.prompt_length)
+        return self._mask(scores, index)
+
+    def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
+        """Of all nodes, ``(B, N + 1, V)``."""
+        return self._mask(scores, nodes.prefix_length - self.prompt_length)
+
+    def _mask(self, scores: Tensor, index: Tensor) -> Tensor:
+        allowed = self.layout.allowed(index, scores.shape[-1])
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+class Warp(LogitsProcessor):
+    """Temperature, top-k and top-p as `Sampling` says."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """``(B, V)``."""
+        return self.sampling.warp(scores)
+
+    def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
+        """``(B, N + 1, V)``."""
+        return self.sampling.warp(scores)

@@ -1,0 +1,90 @@
+"""From raw logits to the law that image tokens are drawn from: one pure function of the logits.
+
+Guidance on raw logits first, then the grammar's mask, then temperature, top-k and top-p in the
+order of the family's preset. Plain and parallel decoding, next-scale loops and row schedules all
+call this, so that a law can differ between them by nothing but the context.
+
+Source: image_ar families' published sampling code, normalised to ``u + s (c - u)``; models that
+state a strength t with ``(1 + t) c - t u`` have s = 1 + t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import OptionError
+
+Warper = Literal["temperature", "top_k", "top_p"]
+WARPERS: tuple[Warper, ...] = ("temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a law is made of guided logits.
+
+    Args:
+        temperature: Divisor of the logits, above 0; ``1`` is neutral.
+        top_k: Tokens that stay, ties with the last of them included; ``0`` is neutral.
+        top_p: Mass that stays: the likeliest tokens up to and with the one that reaches it; ``1``
+            is neutral.
+        order: In which the three are applied.
+
+    Raises:
+        OptionError: A number is out of range, or ``order`` does not name each of them once.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    order: tuple[Warper, ...] = WARPERS
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise OptionError(f"temperature must be above 0, got {self.temperature}; 1 is neutral")
+        if self.top_k < 0:
+            raise OptionError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be above 0 and at most 1 (off), got {self.top_p}")
+        if sorted(self.order) != sorted(WARPERS):
+            raise OptionError(f"order must name each of {', '.join(WARPERS)} once: {self.order}")
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """The unnormalised log-law, ``(..., V)`` as the logits; minus infinity outside it."""
+        steps: dict[Warper, Callable[[Tensor], Tensor]] = {
+            "temperature": lambda x: x if self.temperature == 1 else x / self.temperature,
+            "top_k": lambda x: top_k(x, self.top_k),
+            "top_p": lambda x: top_p(x, self.top_p),
+        }
+        for name in self.order:
+            logits = steps[name](logits)
+        return logits
+
+
+def guided(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    """Classifier-free guidance, ``u + s (c - u)``; ``s = 1`` returns ``conditional`` itself."""
+    if isinstance(scale, float | int) and scale == 1:
+        return conditional
+    return unconditional + scale * (conditional - unconditional)
+
+
+def top_k(logits: Tensor, count: int) -> Tensor:
+    """Minus infinity below the ``count``-th largest of ``(..., V)``; ties of it stay."""
+    if not 0 < count < logits.shape[-1]:
+        return logits
+    least = logits.topk(count, -1).values[..., -1:]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def top_p(logits: Tensor, mass: float) -> Tensor:
+    """Minus infinity for all but the likeliest tokens that reach ``mass``, the one that does in."""
+    if mass >= 1:
+        return logits
+    values, order = logits.sort(-1, descending=True)
+    before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before > mass)
+    return logits.masked_fill(dropped, -torch.inf)
