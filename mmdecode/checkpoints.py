@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+    from transformers import PreTrainedModel
+
+    Model = TypeVar("Model", bound=PreTrainedModel)
 
 ZOO = Path(__file__).parent / "zoo" / "models"
 
@@ -108,9 +111,6 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     import json
 
-    import torch
-    from safetensors.torch import load_file
-
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -124,18 +124,79 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     files = sorted(folder.glob("*.safetensors"))
     pickles = [f for f in (*folder.glob("*.bin"), *folder.glob("*.pt")) if "args" not in f.name]
     for file in files or sorted(pickles):
-        try:
-            if file.suffix == ".safetensors":
-                weights |= load_file(file)
-            else:
-                weights |= torch.load(file, weights_only=True, map_location="cpu")
-        except Exception as error:  # each reader has errors of its own
-            raise InputError(
-                f"{file} cannot be read as weights ({type(error).__name__}: {error}); expected "
-                "safetensors, or a pickle of tensors alone"
-            ) from error
+        weights |= read_tensors(file)
     if not weights:
         raise InputError(
             f"{path} holds no weights; expected *.safetensors, *.bin or *.pt beside config.json"
         )
     return config, weights
+
+
+def read_tensors(file: Path) -> dict[str, Any]:
+    """What one file of weights holds: tensors by name, in pickles perhaps below a key.
+
+    Raises:
+        InputError: It is not there, or neither safetensors nor a pickle of tensors alone.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        return dict(torch.load(file, weights_only=True, map_location="cpu"))
+    except Exception as error:  # each reader has errors of its own
+        raise InputError(
+            f"{file} cannot be read as weights ({type(error).__name__}: {error}); expected "
+            "safetensors, or a pickle of tensors alone"
+        ) from error
+
+
+PLACES = ("model", "module", "state_dict")
+"""Keys under which training frameworks put weights: DDP, DeepSpeed and others."""
+
+
+def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
+    """Weights of a research checkpoint: under one of `PLACES`, or bare.
+
+    Args:
+        file: ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
+        marker: A parameter that the architecture always has.
+
+    Raises:
+        InputError: None of the places holds the parameter, or the file cannot be read.
+    """
+    found = read_tensors(Path(file))
+    for place in PLACES:
+        inner = found.get(place)
+        if isinstance(inner, dict) and marker in inner:
+            return dict(inner)
+    if marker in found:
+        return found
+    shown = ", ".join(sorted(map(str, found))[:6]) or "nothing"
+    raise InputError(
+        f"{file} holds {shown}; expected {marker!r} at the top or under "
+        f"{', '.join(map(repr, PLACES))}: give a checkpoint of this architecture"
+    )
+
+
+def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
+    """The model with these weights, in float32 and evaluation mode.
+
+    Raises:
+        InputError: A weight is missing, unknown or of another shape.
+    """
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    given = {name: tuple(value.shape) for name, value in weights.items()}
+    wrong = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    if wrong:
+        shown = "; ".join(
+            f"{name}: {given.get(name, 'missing')}, expected {wanted.get(name, 'nothing')}"
+            for name in wrong[:4]
+        )
+        raise InputError(
+            f"{source} does not fit {type(model).__name__} in {len(wrong)} weights ({shown}); give "
+            "the configuration it was trained with, or another checkpoint"
+        )
+    model.load_state_dict(weights)
+    return model.float().eval()

@@ -8,8 +8,10 @@ plain ``model.generate`` and for pipelines.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +19,10 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.decoder import Decoder, NoDraft
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
+
+_MODES = {"image": "mmdecode.image_ar.raster"}
+"""Modes with a loop around the decoder of their own, found by name: they build on this module."""
 
 _RAW = (
     "pixel_values",
@@ -36,6 +41,7 @@ _RAW = (
 def generate(
     model: Any,
     *args: Any,
+    mode: str = "text",
     decoder: Decoder | None = None,
     streamer: Any = None,
     stop_strings: str | list[str] | None = None,
@@ -49,6 +55,8 @@ def generate(
     Args:
         model: A model of transformers.
         *args: Passed on.
+        mode: ``"text"``, or ``"image"`` for image tokens: see `mmdecode.image_ar.raster.generate`,
+            which takes the other arguments but for ``stop_strings`` and returns another output.
         decoder: The decoder; ``None`` decodes without a draft.
         streamer: A transformers streamer; batch 1 only.
         stop_strings: Texts that end a row; need ``tokenizer``.
@@ -62,7 +70,8 @@ def generate(
         What ``model.generate`` returns.
 
     Raises:
-        OptionError: ``stop_strings`` without a tokenizer.
+        OptionError: ``stop_strings`` without a tokenizer, or in image mode.
+        UnknownNameError: There is no such mode.
         IncompatibleError: A streamer with several rows, or a draft model beside a draft.
     """
     decoder = decoder or Decoder()
@@ -75,12 +84,18 @@ def generate(
                 "a decoder has one draft",
                 "drop one of them",
             )
-        joined = Decoder(
-            Assistant(draft_model), decoder.guide, decoder.accept, decoder.seed, decoder.compile
-        )
-        joined.stats = decoder.stats
-        joined.trace = decoder.trace
-        decoder = joined
+        decoder = copy.copy(decoder)  # its counters and trace are shared
+        decoder.draft = Assistant(draft_model)
+    if mode != "text":
+        if args or stop_strings is not None:
+            raise OptionError(
+                f"mode={mode!r} takes no stop_strings, and no arguments without a name: name what "
+                "to draw"
+            )
+        if tokenizer is not None:
+            kwargs["tokenizer"] = tokenizer
+        kwargs |= {"decoder": decoder, "streamer": streamer, "request": request}
+        return _ended(streamer, functools.partial(_of_mode(mode), model, **kwargs))
     if stop_strings is not None:
         if tokenizer is None:
             raise OptionError("stop_strings were given without a tokenizer; pass tokenizer=...")
@@ -88,17 +103,26 @@ def generate(
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
     raw = _raw(model, args, kwargs)
-    kwargs.pop("mm_inputs", None)
+    kwargs |= {
+        "custom_generate": decoder,
+        "mm_inputs": raw,
+        "mm_request": request,
+        "mm_model": model,
+        "mm_streamer": streamer,
+    }
+    return _ended(streamer, functools.partial(model.generate, *args, **kwargs))
+
+
+def _of_mode(mode: str) -> Callable[..., Any]:
+    if mode not in _MODES:
+        raise UnknownNameError.of("mode", mode, ["text", *_MODES])
+    return importlib.import_module(_MODES[mode]).generate
+
+
+def _ended(streamer: Any, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; then the streamer is ended."""
     try:
-        return model.generate(
-            *args,
-            custom_generate=decoder,
-            mm_inputs=raw,
-            mm_request=request,
-            mm_model=model,
-            mm_streamer=streamer,
-            **kwargs,
-        )
+        return call()
     finally:
         if streamer is not None:
             streamer.end()  # also after an error: somebody may be waiting for it

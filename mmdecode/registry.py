@@ -33,6 +33,7 @@ from mmdecode.errors import (
     UnknownNameError,
     UnsupportedModelError,
     did_you_mean,
+    refuse_unknown,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ __all__ = [
     "create",
     "create_all",
     "describe",
+    "image_adapter_class",
+    "image_adapter_for",
     "names",
     "parse",
     "resolve",
@@ -216,6 +219,30 @@ _BUILTIN = (
         source="Narasimhan et al. 2024",
     ),
     Entry(
+        kind="accept",
+        name="lantern",
+        target="mmdecode.accept.lantern:LANTERN",
+        summary="image codes that look alike lend a drafted one their probability",
+        law="heuristic",
+        source="Jang et al. 2024; LANTERN++, Park et al. 2025",
+    ),
+    Entry(
+        kind="accept",
+        name="cool",
+        target="mmdecode.accept.cool:Cool",
+        summary="rejection sampling with odds that are too good by a factor which cools down",
+        law="heuristic",
+        source="Cool-SD, arXiv:2601.09212",
+    ),
+    Entry(
+        kind="accept",
+        name="grouped",
+        target="mmdecode.accept.grouped:Grouped",
+        summary="compares groups of like image codes where their odds are better",
+        law="heuristic",
+        source="GSD, So et al. 2025",
+    ),
+    Entry(
         kind="guide",
         name="cfg",
         target="mmdecode.guide.cfg:CFG",
@@ -270,6 +297,13 @@ _BUILTIN = (
         target="mmdecode.guide.cfg_image:CFGImage",
         summary="classifier-free guidance: away from the model without the image",
         source="Kornblith et al. 2023; Ho and Salimans 2022",
+    ),
+    Entry(
+        kind="guide",
+        name="guidance",
+        target="mmdecode.guide.guidance:Guidance",
+        summary="classifier-free guidance of image tokens, on raw logits",
+        source="Ho and Salimans 2022",
     ),
     Entry(
         kind="guide",
@@ -475,6 +509,41 @@ _BUILTIN = (
     ),
     Entry(
         kind="adapters",
+        name="llamagen",
+        target="mmdecode.adapters.llamagen:LlamaGenAdapter",
+        summary="LlamaGen, writing image tokens of a class or a caption",
+        source="Sun et al. 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="janus_images",
+        target="mmdecode.adapters.janus_images:JanusImagesAdapter",
+        summary="Janus and Janus-Pro, writing image tokens",
+        source="Wu et al. 2024; Chen et al. 2025",
+    ),
+    Entry(
+        kind="adapters",
+        name="emu3_images",
+        target="mmdecode.adapters.emu3_images:Emu3ImagesAdapter",
+        summary="Emu3, writing image tokens",
+        source="Wang et al. 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="chameleon_images",
+        target="mmdecode.adapters.chameleon_images:ChameleonImagesAdapter",
+        summary="Chameleon and Anole, writing image tokens",
+        source="Chameleon Team 2024; Chern et al. 2024",
+    ),
+    Entry(
+        kind="adapters",
+        name="imagegpt",
+        target="mmdecode.adapters.imagegpt:ImageGPTAdapter",
+        summary="ImageGPT, writing pixels as tokens",
+        source="Chen et al. 2020",
+    ),
+    Entry(
+        kind="adapters",
         name="table",
         target="mmdecode.testing.table:TableAdapter",
         summary="the exact table models of mmdecode.testing",
@@ -630,6 +699,9 @@ def _check_kind(
     if parameter.name not in options:
         return
     value, wanted = options[parameter.name], str(parameter.annotation)
+    if value is None and wanted.endswith(" | None"):
+        return
+    wanted = wanted.removesuffix(" | None")
     allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
     if wanted not in allowed:
         return
@@ -709,24 +781,30 @@ def _load(entry: Entry) -> type:
         ) from error
 
 
-@functools.cache
 def adapter_class(model_type: str) -> Any:
     """The adapter class of a model type; ours come before those of plug-ins.
 
     Raises:
         UnsupportedModelError: No registered adapter names the type.
     """
+    return _adapter_that("model_types", model_type, "decode it with plain generate, or ")
+
+
+@functools.cache
+def _adapter_that(lists: str, model_type: str, advice: str) -> Any:
+    """The first adapter class whose attribute ``lists`` has the type."""
     known: list[str] = []
     ours = [entry for entry in _BUILTIN if entry.kind == "adapters"]
     for entry in itertools.chain(ours, _entries("adapters").values()):
         cls: Any = _load(entry)
-        if model_type in cls.model_types:
+        types = getattr(cls, lists, ())
+        if model_type in types:
             return cls
-        known += cls.model_types
+        known += types
     raise UnsupportedModelError(
         f"no adapter for model_type {model_type!r}; expected one of "
-        f"{', '.join(sorted(set(known)))}; decode it with plain generate, or register an adapter "
-        "under the entry-point group mmdecode.adapters"
+        f"{', '.join(sorted(set(known)))}; {advice}register an adapter under the entry-point group "
+        "mmdecode.adapters"
     )
 
 
@@ -755,6 +833,31 @@ def adapter_for(model: Any, around: Any = None) -> Any:
         if not cls.fits(model):
             raise
     return cls(model)
+
+
+def image_adapter_class(model: Any) -> Any:
+    """The adapter class of a model that writes image tokens, which has a tuple ``image_types``.
+
+    Raises:
+        UnsupportedModelError: No registered adapter names the type there.
+    """
+    return _adapter_that("image_types", _model_type(model), "to write image tokens, ")
+
+
+def image_adapter_for(model: Any, **options: Any) -> Any:
+    """Builds the adapter for a model that writes image tokens.
+
+    Args:
+        model: The model.
+        **options: Of the family's adapter.
+
+    Raises:
+        UnsupportedModelError: No adapter is registered for the model.
+        OptionError: The adapter takes no such option.
+    """
+    cls = image_adapter_class(model)
+    refuse_unknown(options, [n for n in inspect.signature(cls).parameters if n != "model"])
+    return cls(model, **options)
 
 
 def _model_type(model: Any) -> str:

@@ -13,9 +13,9 @@ zero is never accepted, and a residual that vanishes by rounding falls back to p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ class Rejection:
     Law: exact, if every token was really drawn from its ``log_q``, siblings in their order and,
     where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft is
     accepted with probability 1 - TV(p, q), the best possible.
-
-    A relaxed rule is a subclass that overrides `odds`.
     """
 
     law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "exact"
@@ -73,11 +71,11 @@ class Rejection:
         used = (proposal.tokens >= 0) & ctx.open[:, None]
         token, q = proposal.tokens.clamp_min(0), self._drawn_from(proposal)
         p = self.target(rows[:, :-1], q)
-        depth = order.expand_as(token)
-        keep = used & passes(
-            self._draws(noise, ctx, size),
-            *self.odds(Asked(p=p, q=q, token=token, depth=depth, ctx=ctx, law=law)),
+        place = ctx.length[:, None] + order
+        asked = Asked(
+            p=p, q=q, token=token, depth=order.expand_as(token), place=place, adapter=ctx.adapter
         )
+        keep = used & passes(self._draws(noise, ctx, size), *self.odds(asked))
         count = keep.long().cumprod(1).sum(1)
         stopped = pad(used, (0, 1)).gather(1, count[:, None])  # by a rejection
         last = count.clamp_max(size - 1)
@@ -108,7 +106,10 @@ class Rejection:
                 q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
             p = torch.where((asked & fresh)[:, None], self.target(p, q), p)
             depth = depths.expand(ctx.batch, -1).gather(1, child[:, None])[:, 0] - 1
-            odds = self.odds(Asked(p=p, q=q, token=token, depth=depth, ctx=ctx, law=law))
+            place = ctx.length + depth
+            odds = self.odds(
+                Asked(p=p, q=q, token=token, depth=depth, place=place, adapter=ctx.adapter)
+            )
             keep = asked & passes(draws[:, index], *odds)
             stay = asked & ~keep
             p = torch.where(stay[:, None], residual(p, q), p)
@@ -138,6 +139,29 @@ class Rejection:
         return rows.softmax(-1)
 
 
+class Relaxed(Rejection):
+    """A test that keeps more than the exact one; a subclass overrides `odds`.
+
+    What is not kept goes on with the residual of the exact rule. Where every token is kept at least
+    as often as by the exact test, no residual leads to a law nearer to p: it is as far from p as
+    what the kept tokens alone have too much (`mmdecode.evaluation.relaxed`).
+
+    Law: heuristic; it slides from the law of the model towards that of the draft. Tokens that were
+    not drawn are taken too: q is then one-hot, and the exact test keeps x with probability p(x).
+    """
+
+    law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "heuristic"
+    kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
+
+    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+        """See `mmdecode.engine.contracts.Accept`."""
+        if proposal.log_q is None:
+            tokens = proposal.tokens.clamp_min(0)[..., None]
+            certain = law.raw().new_full((*proposal.tokens.shape, law.raw().shape[-1]), -torch.inf)
+            proposal = replace(proposal, log_q=certain.scatter_(2, tokens, 0.0))
+        return super().__call__(proposal, law, noise, ctx)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a test may look at.
@@ -147,16 +171,16 @@ class Asked:
         q: The law that the token was drawn from, without earlier siblings, ``(..., V)``.
         token: ``(...)``.
         depth: Nodes between the root and the token, ``(...)``: 0 for the first drafted one.
-        ctx: The rows.
-        law: At the nodes.
+        place: Index of the token among those of its row that are generated, ``(...)``.
+        adapter: Of the main model, which knows codes and grid of an image.
     """
 
     p: Tensor
     q: Tensor
     token: Tensor
     depth: Tensor
-    ctx: Context
-    law: LawView
+    place: Tensor
+    adapter: Any
 
 
 def at_token(law: Tensor, token: Tensor) -> Tensor:

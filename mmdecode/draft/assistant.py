@@ -10,15 +10,19 @@ states when both have the same width (distil-Whisper shares the encoder).
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from mmdecode import registry
 from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.contracts import Context, Guide, Needs, Outcome, Scores
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
@@ -30,6 +34,9 @@ class Assistant:
     Args:
         model: A model with the target's vocabulary.
         length: Tokens per round; 0 is neutral.
+        guide: What drafts are guided by, with branches of the drafting model: drafts then follow a
+            target that is guided alike. It must not look inside the model.
+        warp: What is made of the logits before a token is drawn, likewise.
 
     Proposes argmax tokens (``deterministic``), draws (``iid``, with their law), or argmax of
     log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
@@ -40,51 +47,79 @@ class Assistant:
     static = True
     own_tokens_only = True  # its cache lacks what another draft proposed
 
-    def __init__(self, model: Any, length: int = 5) -> None:
+    def __init__(
+        self,
+        model: Any,
+        length: int = 5,
+        guide: Guide | None = None,
+        warp: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         if length < 0:
             raise OptionError(f"length must be >= 0, got {length}")
-        self.model, self.length = model, length
+        self.model, self.length, self.guide, self.warp = model, length, guide, warp
+        self._constants: Any = None  # of the guide
         self._branch: ModelBranches | None = None
         self._kind: Kind = "deterministic"
         self._follows = False  # loaded by us: goes where the target is
+        self._loaded: dict[str, Any] = {}  # by folder, also for copies of this
 
     @classmethod
     def from_options(cls, model: Any, length: int = 5) -> Assistant:
-        """From a string: ``model`` is a folder or Hub name, or an object from the context."""
+        """From a string: ``model`` is a folder or Hub name, or an object from the context.
+
+        What transformers does not know as a model of text is loaded as one of the target's class
+        when decoding begins.
+        """
         if isinstance(model, str):
             from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
 
             from mmdecode.checkpoints import config_of, local_path
 
             path = local_path(model)
-            encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
-            auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
-            model = auto.from_pretrained(path)
-            draft = cls(model.eval(), length)
+            try:
+                encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
+                auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
+                draft = cls(auto.from_pretrained(path).eval(), length)
+            except ValueError:
+                draft = cls(path, length)
             draft._follows = True
             return draft
         return cls(model, length)
+
+    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
+        """This assistant with the law of a target, where it has none of its own."""
+        alike = copy.copy(self)
+        alike.guide, alike.warp = self.guide or guide, self.warp or warp
+        return alike
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
         self._kind = kind
         self._branch = self._opened(ctx, prefill)
-        self._branch.prefill(ctx, {})
+        scores = self._branch.prefill(ctx, {})
+        if self.guide is not None:
+            self._constants = self.guide.begin(ctx, scores)
 
     def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
         """The branch that drafts, before it has read anything."""
+        model = self.model
+        if isinstance(model, str):
+            if model not in self._loaded:
+                self._loaded[model] = _of_class(type(ctx.adapter.model), model)
+            model = self._loaded[model]
         if self._follows:
-            self.model.to(device=ctx.device, dtype=ctx.adapter.model.dtype)
-        adapter = registry.adapter_for(self.model)
+            model.to(device=ctx.device, dtype=ctx.adapter.model.dtype)
+        # a model of image tokens knows what it takes to write the same images
+        adapter = getattr(ctx.adapter, "beside", registry.adapter_for)(model)
         if adapter.vocab != prefill.logits.shape[-1]:
             raise IncompatibleError.between(
-                f"assistant {type(self.model).__name__}",
+                f"assistant {type(model).__name__}",
                 "the target model",
                 f"its vocabulary has {adapter.vocab} tokens, the target's "
                 f"{prefill.logits.shape[-1]}",
                 "use an assistant with the same tokenizer",
             )
-        return ModelBranches(adapter, [MAIN])
+        return ModelBranches(adapter, [MAIN, *(self.guide.branches if self.guide else ())])
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""
@@ -93,22 +128,41 @@ class Assistant:
         if length <= 0:
             return Proposal.empty(ctx.batch, ctx.device)
         tokens, laws = [], []
-        feed, offset = ctx.last(2), 0
+        feed, offset = ctx.last(self._lag(ctx)), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
         longest = min(ctx.longest + self.length + 1, ctx.limit)
         visible = bucket(branch.width + longest + length)
         for step in range(length):
             block = chain(feed.shape[1], ctx.device)
+            feed = feed.repeat(len(branch.specs), 1)
             states, _ = branch.run(feed, *block, visible=visible, offset=offset)
-            logits = branch.adapter.head(states["last"][:, -1]).float()
             offset += feed.shape[1]
             position = (ctx.length + step)[:, None]
+            logits = self._law(ctx, branch, states["last"][:, -1:], position)
             token = self._draw(ctx, logits, position)
             laws.append(logits)
             tokens.append(token)
             feed = token[:, None]
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
+
+    def _law(self, ctx: Context, branch: ModelBranches, last: Tensor, position: Tensor) -> Tensor:
+        """Logits ``(B, V)`` at ``position (B, 1)`` of states ``(R, 1, H)``."""
+        logits = branch.adapter.head(last).float()
+        if self.guide is not None:
+            parts = zip(branch.specs, logits.split(ctx.batch), strict=True)
+            scores = {spec.name: Scores(logits=part) for spec, part in parts}
+            ahead = replace(ctx, length=position[:, 0])
+            nothing = Proposal.empty(ctx.batch, ctx.device)
+            logits = self.guide.apply(self._constants, ahead, nothing, scores)
+        layout = getattr(ctx.adapter, "layout", None)
+        if layout is not None and layout.binds(logits.shape[-1]):
+            logits = logits.masked_fill(~layout.allowed(position, logits.shape[-1]), -torch.inf)
+        return logits[:, 0] if self.warp is None else self.warp(logits[:, 0])
+
+    def _lag(self, ctx: Context) -> int:
+        """Tokens to read again, of those there are: without a prompt of ids, one at first."""
+        return min(2, ctx.prompt_length + ctx.longest + 1)
 
     def _draw(self, ctx: Context, logits: Tensor, position: Tensor) -> Tensor:
         if self._kind == "deterministic":
@@ -120,7 +174,8 @@ class Assistant:
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Moves the write position behind the last but one committed token."""
         assert self._branch is not None
-        self._branch.cache.set_start(self._branch.width + ctx.length - 2)
+        start = self._branch.width + ctx.length - self._lag(ctx)
+        self._branch.cache.set_start(start.repeat(len(self._branch.specs)))
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""
@@ -130,3 +185,16 @@ class Assistant:
     def reset(self) -> None:
         """Forgets the call."""
         self._branch = None
+
+
+def _of_class(cls: Any, path: str) -> Any:
+    """The model in a folder, which must be one of the class ``cls``."""
+    found = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    if found != cls.config_class.model_type:
+        raise IncompatibleError.between(
+            f"assistant {path!r}",
+            cls.__name__,
+            f"its type is {found!r}, which transformers does not load as a model of text",
+            f"use one of {cls.config_class.model_type}, or give a loaded model",
+        )
+    return cls.from_pretrained(path).eval()

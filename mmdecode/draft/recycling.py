@@ -74,7 +74,9 @@ class Recycling:
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """An empty table per row, or the one that was kept."""
         vocab = prefill.logits.shape[-1]
-        root = ctx.prompt_ids[:, -1:]
+        root = ctx.length.new_full((ctx.batch, 1), -1)
+        if ctx.prompt_length:
+            root = ctx.prompt_ids[:, -1:]
         self._root = root.masked_fill(root >= vocab, -1)  # an id that is read, never generated
         if self.keep and self._table is not None and self._table.shape[1] == vocab + 1:
             self._table = self._table.to(ctx.device)

@@ -8,7 +8,7 @@ opens an image) belongs to its prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Layout:
     ids: Tensor
     newline: int | None = None
     tail: tuple[int, ...] = ()
+    _masks: dict[tuple[int, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -78,13 +81,23 @@ class Layout:
 
     def allowed(self, index: Tensor, vocab: int) -> Tensor:
         """Tokens that the grammar leaves at each place, bool ``(..., V)``."""
-        codes = torch.zeros(vocab, dtype=torch.bool, device=index.device)
-        codes[self.ids.to(index.device)] = True
+        codes = self._is_code(vocab, index.device)
         if not self.has_forced:
             return codes.expand(*index.shape, vocab)
         forced = self.forced(index)[..., None]
         tokens = torch.arange(vocab, device=index.device)
         return torch.where(forced >= 0, tokens == forced, codes)
+
+    def binds(self, vocab: int) -> bool:
+        """Whether the grammar leaves any token out."""
+        return self.has_forced or len(self.ids) < vocab
+
+    def _is_code(self, vocab: int, device: torch.device) -> Tensor:
+        """Tokens that are codes, bool ``(V,)``; made once, since a captured round cannot."""
+        if (vocab, device) not in self._masks:
+            tokens = torch.arange(vocab, device=device)
+            self._masks[vocab, device] = torch.isin(tokens, self.ids.to(device))
+        return self._masks[vocab, device]
 
     def places(self) -> Tensor:
         """Generated index of every cell, ``(rows, columns)``."""

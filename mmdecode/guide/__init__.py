@@ -11,6 +11,7 @@ from mmdecode.guide.damro import DAMRO
 from mmdecode.guide.dcla import DCLA
 from mmdecode.guide.dfd import DFD
 from mmdecode.guide.dola import DoLa
+from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.icd import ICD
 from mmdecode.guide.linear import Contrast, Linear
 from mmdecode.guide.m3id import M3ID
@@ -43,6 +44,7 @@ __all__ = [
     "ConsciousGaze",
     "Contrast",
     "DoLa",
+    "Guidance",
     "Linear",
     "MarginShift",
     "NearTies",

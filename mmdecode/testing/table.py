@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from mmdecode.engine.decoder import Decoder
 
 LAYERS = 2
+NOTHING = 1001
+"""Salt of the view ``"unconditional"``."""
 _BITS = 50  # float64 holds such integers exactly
 _KEEP = (1 << _BITS) - 1
 _WORD = (1 << 64) - 1
@@ -90,7 +92,8 @@ class Table(nn.Module):
         layout: Of the codes among the generated tokens, as for a model of image tokens.
 
     A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The view
-    ``"salt"`` of a branch adds its option ``by`` to it.
+    ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts `NOTHING` in its
+    place.
     """
 
     dtype = torch.float64
@@ -201,7 +204,7 @@ class TableAdapter:
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
-        if spec.view not in (None, "salt"):
+        if spec.view not in (None, "salt", "unconditional"):
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with view {spec.view!r}",
                 "a table model",
@@ -213,6 +216,8 @@ class TableAdapter:
         salt = torch.zeros_like(ctx.length) if salt is None else salt
         if spec.view == "salt":
             salt = salt + int(spec.view_options["by"])
+        elif spec.view == "unconditional":
+            salt = torch.full_like(salt, NOTHING)
         if isinstance(spec.prompt, Tensor):
             ids = spec.prompt.expand(ctx.batch, -1)
             mask = torch.ones_like(ids) if spec.prompt_mask is None else spec.prompt_mask

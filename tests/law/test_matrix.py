@@ -25,6 +25,7 @@ from mmdecode.draft.source import Source
 from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear
 from mmdecode.guide.margin_shift import MarginShift
 from mmdecode.guide.near_ties import NearTies
@@ -74,11 +75,15 @@ EXAMPLES = {
         "typical": lambda: registry.create("accept", "typical:epsilon=1,delta=1e9"),
         "judge": lambda: registry.create("accept", "judge:share=1"),
         "ensemble": lambda: registry.create("accept", "ensemble:weight=1"),
+        "lantern": lambda: registry.create("accept", "lantern:delta=0"),
+        "cool": lambda: registry.create("accept", "cool:delta=1"),
+        "grouped": lambda: registry.create("accept", "grouped:size=1"),
     },
     "guide": {
         "contrast": lambda: Linear.contrast(
             BranchSpec(name="far", view="salt", view_options={"by": 77}), 1.0, 0.2
         ),
+        "guidance": lambda: Guidance(1.5, until=1),
         "margin_shift": lambda: MarginShift(1.5, yes=1, no=[2, 3]),
         "near_ties": lambda: NearTies(1.1, 0.0, yes=1, no=[2, 3]),
         **guides.LAWFUL,

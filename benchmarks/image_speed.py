@@ -1,0 +1,354 @@
+"""How fast image tokens are drawn beside our own plain loop: passes, time, memory, and identity.
+
+    python benchmarks/image_speed.py --page docs/image_speed.md     # CPU, about 20 minutes
+
+One process, ways interleaved batch by batch, guidance and sampling as the model's card fixes them.
+A pass is one scoring of the window after the prompt was read; guidance pairs count once, and the
+token that the prompt decides counts in neither tokens nor passes. Time is from the class to whole
+images of codes, and again with pixels. Under the coupled rule the codes of every image are compared
+with those of the plain loop; a divergence has to carry a certificate (no token may be worse than
+the best one by more than twice what two ways of computing the same law differ). Peak memory is in
+a process of its own for each way.
+
+The load of the machine is printed at the start and at the end; close everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peak_memory
+import torch
+from pages import table, write_page
+from stopwatch import interleaved, load, machine, timed, warn_if_busy
+
+from mmdecode import registry
+from mmdecode.cli.progress import only_our_output
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.evaluation.statistics import interval, resampled_sums
+from mmdecode.image_ar import raster
+from mmdecode.image_ar.loading import RasterModel
+from mmdecode.image_ar.loading import load as load_model
+from mmdecode.image_ar.sampling import Sampling, guided
+
+HERE = Path(__file__).parent
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A draft and a rule.
+
+    Attributes:
+        draft: As `Decoder` takes it; ``None``: none.
+        accept: The rule.
+    """
+
+    draft: str | None
+    accept: str = "auto"
+
+
+def ways(windows: Sequence[int], small: str | None) -> dict[str, Way]:
+    """What is measured, by name."""
+    found = {PLAIN: Way(None), "plain, again": Way(None)}
+    for window in windows:
+        found |= {
+            f"SJD {window}": Way(f"jacobi:window={window},continuation=redraw", "rejection"),
+            f"adaptive {window}": Way(f"jacobi:window={window}", "rejection"),
+            f"shared noise {window}": Way(
+                f"jacobi:window={window},continuation=shared", "rejection"
+            ),
+            f"coupled {window}": Way(f"jacobi:window={window}", "coupled"),
+        }
+    middle = windows[len(windows) // 2]
+    found |= {
+        f"adaptive {middle}, above": Way(f"jacobi:window={middle},start=above", "rejection"),
+        f"adaptive {middle}, siblings": Way(
+            f"jacobi:window={middle},siblings=3,levels=2", "rejection"
+        ),
+        f"Cool-SD {middle}": Way(f"jacobi:window={middle}", "cool:delta=2,nu=0"),
+        f"LANTERN {middle}": Way(f"jacobi:window={middle}", "lantern:delta=0.1,k=20"),
+        f"grouped {middle}": Way(f"jacobi:window={middle}", "grouped"),
+    }
+    if small is not None:
+        for length in (3, 5):
+            draft = f"assistant:model={small},length={length}"
+            found[f"drafter, {length} tokens"] = Way(draft, "rejection")
+    return found
+
+
+class Subject:
+    """A model with its card's settings."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.model: RasterModel = load_model(name, device)
+        self.adapter = self.model.adapter
+        self.sampling = Sampling(**self.model.preset.sampling)
+        self.guidance = self.model.preset.guidance
+
+    def decoder(self, way: Way) -> Decoder:
+        """A new decoder."""
+        draft: Any = way.draft
+        if draft is not None:
+            draft = registry.create("draft", draft, target=self.adapter.model, model_id=self.name)
+        return Decoder(draft, accept=way.accept)
+
+    def labels(self, batch: int, item: int) -> list[int]:
+        """Classes of a batch."""
+        return [(item * batch + row) % self.model.classes for row in range(batch)]
+
+    def draw(self, decoder: Decoder, batch: int, item: int, pixels: bool = False) -> torch.Tensor:
+        """Codes of a batch of images; the item names the noise."""
+        labels = self.labels(batch, item)
+        drawn = raster.generate(
+            self.adapter.model,
+            decoder=decoder,
+            adapter=self.adapter,
+            guidance=self.guidance,
+            sampling=self.sampling,
+            seed=0,
+            request=[f"{item}/{row}" for row in range(batch)],
+            **self.model.given(labels),
+        )
+        if pixels:
+            drawn.pixels()
+        return drawn.codes.cpu()
+
+
+def measure(
+    subject: Subject, chosen: dict[str, Way], batch: int, items: int, repeats: int, device: Any
+) -> dict[str, Any]:
+    """All ways at one batch size."""
+    decoders = {name: subject.decoder(way) for name, way in chosen.items()}
+    calls = {
+        name: lambda item, repeat, d=decoder: subject.draw(d, batch, item)
+        for name, decoder in decoders.items()
+    }
+    interleaved(calls, 1, 1, device)  # warm
+    for decoder in decoders.values():
+        decoder.stats.reset()
+    seconds, results = interleaved(calls, items, repeats, device)
+    codes = results[PLAIN][0]
+    decoding = min(timed(device, partial(subject.adapter.decode, codes))[0] for _ in range(3))
+    base = np.median(seconds[PLAIN], 0)
+    rows = []
+    for name, decoder in decoders.items():
+        own = np.median(seconds[name], 0)
+        sums = resampled_sums(np.stack([base, own], 1))
+        low, high = interval(sums[:, 0] / sums[:, 1])
+        pairs = zip(results[name], results[PLAIN], strict=True)
+        rows.append(
+            {
+                "way": name,
+                "passes": round(decoder.stats.rounds / (items * repeats * batch), 2),
+                "tokens_per_pass": round(decoder.stats.acceptance_length, 3),
+                "ms_per_image": round(1e3 * float(own.mean()) / batch, 2),
+                "ms_with_pixels": round(1e3 * (float(own.mean()) + decoding) / batch, 2),
+                "gain": round(float(base.sum() / own.sum()), 3),
+                "interval": [round(float(low), 3), round(float(high), 3)],
+                "same_pictures": round(
+                    float(np.mean([bool(torch.equal(a, b)) for a, b in pairs])), 4
+                ),
+                "rule": type(decoder.accept).__name__
+                if not isinstance(decoder.accept, str)
+                else decoder.accept,
+            }
+        )
+        show(rows[-1])
+    return {"batch": batch, "items": items, "repeats": repeats, "rows": rows}
+
+
+def identity(subject: Subject, window: int, images: int, batch: int) -> dict[str, Any]:
+    """Coupled pictures against plain ones, and batches against single images."""
+    plain = subject.decoder(Way(None))
+    drafted = subject.decoder(Way(f"jacobi:window={window}", "coupled"))
+    differ, worst = [], 0.0
+    for item in range(-(-images // batch)):
+        left = subject.draw(plain, batch, item)
+        right = subject.draw(drafted, batch, item)
+        for row in range(batch):
+            if not torch.equal(left[row], right[row]):
+                excess, noise = certificate(subject, right[row], batch, item, row)
+                differ.append({"image": item * batch + row, "excess": excess, "allowed": noise})
+                worst = max(worst, excess - noise)
+    return {
+        "window": window,
+        "images": -(-images // batch) * batch,
+        "diverged": differ,
+        "certified": worst <= 0,
+    }
+
+
+def certificate(
+    subject: Subject, codes: torch.Tensor, batch: int, item: int, row: int
+) -> tuple[float, float]:
+    """How much worse than the best any token is by the law in float64, and what is allowed."""
+    adapter, model = subject.adapter, subject.adapter.model
+    labels = torch.tensor([subject.labels(batch, item)[row]], device=model.device)
+    flat = codes.flatten()[None].to(model.device)
+    scores = []
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        conditional = model.code_logits(labels, flat)
+        nothing = model.code_logits(model.unconditional(labels), flat)
+        scores.append(guided(conditional, nothing, subject.guidance).double())
+    model.to(torch.float32)
+    noise = Noise.of(0, [request_key(f"{item}/{row}", 0)], model.device)
+    places = torch.arange(flat.shape[1], device=model.device)[None]
+    gumbel = noise.gumbel(places, Role.TARGET, adapter.vocab).double()
+    total = subject.sampling.warp(scores[1]) + gumbel
+    excess = total.amax(-1) - total.gather(2, flat[..., None])[..., 0]
+    return float(excess.max()), 2 * float((scores[0] - scores[1]).abs().max())
+
+
+def memory(name: str, chosen: dict[str, Way], batch: int, device: torch.device) -> dict[str, float]:
+    """Peak megabytes over the loaded model, each way in a process of its own."""
+    found = {}
+    for way in chosen:
+        command = [sys.executable, __file__, "--child", way, "--model", name, "--memory"]
+        command += [str(batch), "--device", str(device)]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True)
+        found[way] = float(answer.stdout.strip().splitlines()[-1])
+    return found
+
+
+def child(arguments: argparse.Namespace, chosen: dict[str, Way]) -> None:
+    """Prints one way's peak."""
+    device = torch.device(arguments.device)
+    subject = Subject(arguments.model, device)
+    decoder = subject.decoder(chosen[arguments.child])
+    subject.draw(subject.decoder(Way(None)), 1, 0)
+    before = peak_memory.now(device)
+    peak_memory.reset(device)
+    subject.draw(decoder, arguments.memory, 0)
+    print(round(peak_memory.peak(device) - before, 1))
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line as it comes."""
+    low, high = row["interval"]
+    print(
+        f"  {row['way']:26s} {row['passes']:7.1f} passes  {row['tokens_per_pass']:5.2f} tokens/pass"
+        f"  {row['ms_per_image']:8.1f} ms/image  x{row['gain']:.2f} [{low:.2f}, {high:.2f}]"
+        f"  same {row['same_pictures']:.0%}",
+        flush=True,
+    )
+
+
+def tables(result: dict[str, Any], name: str) -> str:
+    """The page's tables."""
+    facts, parts = result["machine"], []
+    for case in result["cases"]:
+        parts.append(f"### Batch {case['batch']}\n")
+        rows = []
+        for row in case["rows"]:
+            peak = (
+                result["memory"].get(row["way"]) if case["batch"] == result["memory_at"] else None
+            )
+            rows.append(
+                [
+                    row["way"],
+                    f"{row['passes']:.1f}",
+                    f"{row['tokens_per_pass']:.2f}",
+                    f"{row['ms_per_image']:.1f}",
+                    f"{row['ms_with_pixels']:.1f}",
+                    f"x{row['gain']:.2f}",
+                    "{:.2f} to {:.2f}".format(*row["interval"]),
+                    f"{row['same_pictures']:.0%}",
+                    "" if peak is None else f"{peak:.0f}",
+                ]
+            )
+        header = ["way", "passes", "tokens/pass", "ms/image", "with pixels", "gain over plain"]
+        header += ["95 % interval", "same pictures", "peak MB"]
+        parts.append(table(header, rows) + "\n")
+    same = result["identity"]
+    parts.append(
+        f"Coupled, window {same['window']}, {same['images']} images in float32: "
+        f"{len(same['diverged'])} differ from the plain loop's"
+        + (", each within its certificate." if same["diverged"] and same["certified"] else ".")
+        + "\n"
+    )
+    parts.append(
+        f"{result['model']}, guidance {result['guidance']}, {result['sampling']}. "
+        f"{facts['device']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}, "
+        f"{facts['date']}, load {facts['load_at_start']} to {facts['load_at_end']}; "
+        f"`benchmarks/results/{name}`."
+    )
+    return "\n".join(parts)
+
+
+def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
+    """Measures, writes the result file and the page."""
+    device = torch.device(arguments.device)
+    subject = Subject(arguments.model, device)
+    facts = machine(device, "float32") | {"threads": torch.get_num_threads()}
+    print(facts)
+    warn_if_busy(facts)
+    cases = []
+    for batch in arguments.batch:
+        print(f"batch {batch}")
+        items = max(2, arguments.images // batch)
+        cases.append(measure(subject, chosen, batch, items, arguments.repeats, device))
+    print("identity")
+    same = identity(subject, arguments.window[-1], arguments.identical, 8)
+    print(f"  {len(same['diverged'])} of {same['images']} differ, certified: {same['certified']}")
+    peaks = memory(arguments.model, chosen, arguments.batch[0], device)
+    facts["load_at_end"] = load()
+    result = {
+        "model": arguments.model,
+        "guidance": subject.guidance,
+        "sampling": str(subject.sampling),
+        "machine": facts,
+        "cases": cases,
+        "identity": same,
+        "memory": peaks,
+        "memory_at": arguments.batch[0],
+    }
+    name = f"images-{device.type}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
+    path = arguments.out / name
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"load at the end {facts['load_at_end']}; wrote {path}")
+    if arguments.page:
+        write_page(arguments.page, tables(result, name))
+    return path
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="zoo:llamagen-scenes")
+    parser.add_argument("--small", default="zoo:llamagen-scenes-small", help="drafter; '' for none")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--images", type=int, default=16, help="a way and repeat")
+    parser.add_argument("--identical", type=int, default=200, help="images compared with plain")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--window", type=int, action="append", help="default: 8, 16 and 32")
+    parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.window = arguments.window or [8, 16, 32]
+    arguments.batch = arguments.batch or [1, 8, 32]
+    chosen = ways(arguments.window, arguments.small or None)
+    only_our_output()
+    if arguments.child:
+        child(arguments, chosen)
+    else:
+        run(arguments, chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Grouped speculative decoding: the test compares a token's group, not the token. Heuristic.
+
+Around the drafted x stands the group C of tokens next to it in the order of p, as far as their
+probability and their code are close to its own. x is kept with the better of the two odds,
+min(1, p(x) / q(x)) and min(1, p(C) / q(C)); what is not kept goes on with max(p - q, 0).
+
+Source: So et al. 2025 (GSD), arXiv:2508.07747. Differs from the published code: groups overlap, so
+that grouped odds alone may be worse than plain ones; here the better of both counts. A group holds
+tokens with probability only, so that nothing outside the law is kept. There, an error anywhere
+falls back to the plain test without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmdecode.accept.lantern import codebook_of, codes_at
+from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+
+
+class Grouped(Relaxed):
+    """Rejection sampling with the odds of the drafted token's group where these are better.
+
+    Args:
+        size: Most tokens of a group, G: up to G // 2 on either side of x in the order of p. ``1``
+            is neutral: the rejection rule. The published code has 15, the paper 3 to 50.
+        gap: Probabilities of a group differ from p(x) by less than this.
+        distance: Codes of a group, as they are decoded, lie less than this from that of x;
+            ``None``: any do, and no codebook is needed.
+
+    Law: heuristic. Places of forced tokens and tokens that are no codes are tested exactly.
+
+    Raises:
+        OptionError: A number is out of range.
+    """
+
+    def __init__(self, size: int = 15, gap: float = 0.15, distance: float | None = 0.5) -> None:
+        if size < 1 or not gap > 0 or not (distance is None or distance > 0):
+            raise OptionError(
+                f"size={size}, gap={gap}, distance={distance}; expected a size of 1 (neutral) or "
+                "more, a gap above 0 and a distance above 0 or none"
+            )
+        self.size, self.gap, self.distance = size, gap, distance
+        self.neutral = size == 1
+
+    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+        """See `mmdecode.engine.contracts.Accept`.
+
+        Raises:
+            IncompatibleError: The model has no codebook, and ``distance`` is given.
+        """
+        if not self.neutral and self.distance is not None:
+            codebook_of(self, ctx.adapter)  # refuse in the first round, before anything is drafted
+        return super().__call__(proposal, law, noise, ctx)
+
+    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        """What the test divides: p and q of the token, or of its group."""
+        p_x, q_x = super().odds(asked)
+        if self.neutral:
+            return p_x, q_x
+        members, alike = self._group(asked, p_x)
+        p_group, q_group = ((law.gather(-1, members) * alike).sum(-1) for law in (asked.p, asked.q))
+        better = p_group * q_x > p_x * q_group
+        return torch.where(better, p_group, p_x), torch.where(better, q_group, q_x)
+
+    def _group(self, asked: Asked, p_x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens next to x in the order of p, ``(..., M)``, and which of them are its group."""
+        p, x = asked.p, asked.token[..., None]
+        side = min(self.size // 2, p.shape[-1])
+        _, code_of, relaxed = codes_at(asked)
+        ids = torch.arange(p.shape[-1], device=p.device)
+        likelier = (p > p_x[..., None]) | ((p == p_x[..., None]) & (ids < x))
+        # the least likely of those before x, and the likeliest of those behind it
+        above = p.masked_fill(~likelier, torch.inf).topk(side, largest=False)
+        below = p.masked_fill(likelier | (ids == x), 0).topk(side)
+        members = torch.cat([above.indices, x, below.indices], -1)
+        p_y = torch.cat([above.values, p_x[..., None], below.values], -1)
+        alike = (p_y > 0) & ((p_y - p_x[..., None]).abs() < self.gap)
+        alike &= (relaxed & (p_x > 0))[..., None]
+        if self.distance is not None:
+            codes = codebook_of(self, asked.adapter)
+            own, other = code_of[asked.token, None].clamp_min(0), code_of[members]
+            apart = (codes[other.clamp_min(0)] - codes[own]).norm(dim=-1)
+            alike &= (other >= 0) & (apart < self.distance)
+        return members, alike

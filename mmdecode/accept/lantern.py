@@ -1,0 +1,166 @@
+"""LANTERN and LANTERN++: codes that look alike lend a drafted one their probability. Heuristic.
+
+Laws of image tokens are flat, since many codes would do: an exact test turns a draft down although
+its neighbours in the codebook have probability enough. Here x is kept with probability
+min(1, (p(x) + p(A)) / q(x)), where A is the longest run of the nearest codes, nearest first, whose
+probabilities add up to no more than a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)``
+(LANTERN++). What is not kept goes on with max(p - q, 0).
+
+``delta`` bounds what one test borrows, not the distance of the output law; that is
+`mmdecode.evaluation.relaxed.one_token`.
+
+Sources: Jang et al. 2024 (LANTERN), arXiv:2410.03355; Park et al. 2025 (LANTERN++),
+arXiv:2502.06352. Differs from the published code, which is not exact at delta = 0: a
+rejection takes nothing from the neighbours, delta and lambda are two arguments, and neighbours are
+those of the codes as they are decoded (LlamaGen normalises them, its published table does not).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.engine.branch import model_name
+from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import IncompatibleError, OptionError
+
+_BLOCK = 512  # codes whose distances to all others are held at once
+_TABLES: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
+
+
+class LANTERN(Relaxed):
+    """Rejection sampling in which the nearest codes count for the drafted one.
+
+    Exactly one of ``delta`` and ``lambda_`` is given; published runs have ``delta=0.1`` with
+    ``k=1000`` of 16384 codes, and ``lambda_=5`` with ``k=10``.
+
+    Args:
+        delta: Probability that may be borrowed, 0..1. ``0`` is neutral: the rejection rule.
+        lambda_: Most that p(x) may be multiplied by, from 1 on. ``1`` is neutral.
+        k: Nearest codes that are asked, with probability or without; all, where there are fewer.
+        neighbours: Codes by distance from each, nearest first, itself left out, ``(C, K)``;
+            ``None``: by the codes as the model decodes them, sorted once for each model.
+
+    Law: heuristic. A draft that has no probability itself may be kept, but never one that the
+    grammar forbids: places of forced tokens and tokens that are no codes are tested exactly.
+
+    Raises:
+        OptionError: Not one of ``delta`` and ``lambda_`` is given, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        delta: float | None = None,
+        lambda_: float | None = None,
+        k: int = 1000,
+        neighbours: Tensor | None = None,
+    ) -> None:
+        if (delta is None) == (lambda_ is None):
+            raise OptionError(
+                f"delta={delta}, lambda_={lambda_}; give one of them: delta=0.1 lends a draft up "
+                "to that probability, lambda_=5 up to four times its own"
+            )
+        if delta is not None and not 0 <= delta <= 1:
+            raise OptionError(
+                f"delta is a probability, 0 (neutral) to 1, got {delta}; a factor is lambda_"
+            )
+        if lambda_ is not None and not 1 <= lambda_ < math.inf:
+            raise OptionError(f"lambda_ is a factor, 1 (neutral) or more, got {lambda_}")
+        if k < 1:
+            raise OptionError(f"k must be 1 or more, got {k}")
+        self.delta, self.lambda_ = delta or 0.0, lambda_ or 1.0
+        self.k, self.neighbours = k, neighbours
+        self.neutral = self.delta == 0 and self.lambda_ == 1
+
+    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+        """See `mmdecode.engine.contracts.Accept`.
+
+        Raises:
+            IncompatibleError: The model has no codebook.
+        """
+        if not self.neutral:
+            self._table(ctx.adapter)  # refuse in the first round, before anything is drafted
+        return super().__call__(proposal, law, noise, ctx)
+
+    def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        """What the test divides: the probability of x with what is lent to it, and q(x)."""
+        p_x, q_x = super().odds(asked)
+        if self.neutral:
+            return p_x, q_x
+        ids, code_of, relaxed = codes_at(asked)
+        code = code_of[asked.token].clamp_min(0)
+        near = ids[self._table(asked.adapter)[code].long()]  # (..., k) tokens
+        lent = borrowed(asked.p.gather(-1, near), self.delta + (self.lambda_ - 1) * p_x)
+        return p_x + torch.where(relaxed, lent, 0.0), q_x
+
+    def _table(self, adapter: Any) -> Tensor:
+        """The neighbours of each code, ``(C, up to k)``."""
+        if self.neighbours is not None:
+            return self.neighbours[:, : self.k]
+        tables = _TABLES.setdefault(adapter.model, {})
+        if self.k not in tables:
+            tables[self.k] = nearest(codebook_of(self, adapter), self.k)
+        return tables[self.k]
+
+
+def borrowed(near: Tensor, budget: Tensor) -> Tensor:
+    """Sum of the longest prefix of ``near (..., k)`` that is at most ``budget (...)``."""
+    sums = near.cumsum(-1)
+    return sums.masked_fill(sums > budget[..., None], 0).amax(-1)
+
+
+def nearest(codes: Tensor, count: int) -> Tensor:
+    """The ``count`` other codes that are nearest to each, or all: ``(C, d)`` to ``(C, count)``.
+
+    int32, nearest first.
+    """
+    count = min(count, len(codes) - 1)
+    rows = []
+    for first in range(0, len(codes), _BLOCK):
+        block = codes[first : first + _BLOCK]
+        apart = torch.cdist(block, codes, compute_mode="donot_use_mm_for_euclid_dist")
+        apart.diagonal(first).fill_(torch.inf)  # a code is not its own neighbour, its twin is
+        rows.append(apart.topk(count, largest=False).indices.int())
+    return torch.cat(rows)
+
+
+def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
+    """The codes as the model decodes them, ``(C, d)`` float32.
+
+    Raises:
+        IncompatibleError: It has none.
+    """
+    codes = adapter.codebook() if hasattr(adapter, "codebook") else None
+    if codes is None:
+        raise IncompatibleError.between(
+            f"accept {type(rule).__name__}",
+            model_name(adapter),
+            "the rule compares the codes of an image tokenizer, and this model has no codebook",
+            "use accept 'cool', which needs none, or an exact rule",
+        )
+    return codes.float()
+
+
+def codes_at(asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rule about codes asks of drafted tokens.
+
+    Returns:
+        The token of each code, ``(C,)``; the code of each token, -1 for none, ``(V,)``; and
+        whether a drafted one may be compared, ``(...)``: it is a code, its place not a forced one.
+    """
+    vocab, device = asked.p.shape[-1], asked.p.device
+    layout = getattr(asked.adapter, "layout", None)
+    if layout is None:
+        every = torch.arange(vocab, device=device)
+        return every, every, torch.ones_like(asked.token, dtype=torch.bool)
+    ids = layout.ids.to(device)
+    code_of = torch.full((vocab,), -1, device=device)
+    code_of = code_of.scatter(0, ids, torch.arange(len(ids), device=device))
+    return ids, code_of, (code_of[asked.token] >= 0) & (layout.forced(asked.place) < 0)

@@ -1,0 +1,107 @@
+"""Chameleon and Anole, writing images.
+
+The model's own forward pass forbids image tokens, so the base model and the head are called. The
+published Chameleon was never released to write images; Anole's weights, in its layout, do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.adapters.images import AmongWordsAdapter, Preset, named_id, to_unit
+from mmdecode.errors import IncompatibleError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import ChameleonForConditionalGeneration
+
+    from mmdecode.models.chameleon_vq import ChameleonVQDecoder
+
+OPENS = "<racm3:break>"
+
+
+class ChameleonImagesAdapter(AmongWordsAdapter):
+    """Square images of the tokenizer's resolution, without the token that closes them.
+
+    Guidance is that of the published code, which weighs text and images of the prompt apart: for a
+    prompt of words alone it is ``u + s (c - u)``.
+
+    Args:
+        model: The model.
+        vq: The decoder of its tokenizer, for pixels.
+
+    Raises:
+        OptionError: The vocabulary lacks image tokens.
+        IncompatibleError: The decoder has another codebook.
+    """
+
+    image_types = ("chameleon",)
+    preset = Preset(guidance=3.0, sampling={"temperature": 0.7, "top_p": 0.9})
+
+    def __init__(
+        self, model: ChameleonForConditionalGeneration, vq: ChameleonVQDecoder | None = None
+    ) -> None:
+        config: Any = model.config
+        found = model.model.vocabulary_mapping.img2bpe
+        if sorted(found) != list(range(config.vq_config.num_embeddings)):
+            raise OptionError(
+                f"the vocabulary names {len(found)} image tokens, the tokenizer has "
+                f"{config.vq_config.num_embeddings} codes; give config.vocabulary_map as published"
+            )
+        levels = len(config.vq_config.channel_multiplier)
+        side = config.vq_config.resolution // 2 ** (levels - 1)
+        codes = torch.tensor([found[code] for code in range(len(found))])
+        super().__init__(model, codes, side, side)
+        opens = (config.vocabulary_map or {}).get(OPENS)
+        self._opens = named_id(model, f"id of {OPENS}", opens, "config.vocabulary_map")
+        self._begins = named_id(model, "bos_token_id", config.bos_token_id, "config")
+        if vq is not None and vq.config.codebook_size != len(codes):
+            raise IncompatibleError.between(
+                "the tokenizer's decoder",
+                self.name,
+                f"it has {vq.config.codebook_size} codes, the model {len(codes)}",
+                "give the decoder of the tokenizer that the model was trained on",
+            )
+        self.vq = vq
+
+    def text(self, prompt: str, tokenizer: Any) -> str:
+        """The prompt, and what opens an image."""
+        return f"{prompt}{OPENS}"
+
+    def check(self, ids: Tensor) -> None:
+        """Raises unless every row opens an image.
+
+        Raises:
+            OptionError: A row does not.
+        """
+        if not bool((ids[:, -1] == self._opens).all()):
+            raise OptionError(
+                f"a prompt does not end with {OPENS} ({self._opens}), which opens an image; put it "
+                "behind the text"
+            )
+
+    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The beginning of the sequence, and what opens an image."""
+        ids = ids.new_tensor([[self._begins, self._opens]]).expand(len(ids), -1)
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+    def codebook(self) -> Tensor:
+        """As it is; the model's own half of the tokenizer has it too."""
+        return self._body.vqmodel.quantize.embedding.weight.detach()
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """By the decoder.
+
+        Raises:
+            IncompatibleError: It was not given.
+        """
+        if self.vq is None:
+            raise IncompatibleError.between(
+                self.name,
+                "pixels",
+                "transformers has no decoder for its tokenizer",
+                "pass vq=..., of mmdecode.models.chameleon_vq.load_published('vqgan.ckpt')",
+            )
+        return to_unit(self.vq.decode_codes(codes.to(self.vq.device)))

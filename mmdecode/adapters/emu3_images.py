@@ -1,0 +1,130 @@
+"""Emu3, writing images: a grid of any size that the prompt names, a token behind every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.adapters.images import AmongWordsAdapter, Preset, named_id, to_unit
+from mmdecode.errors import OptionError
+
+if TYPE_CHECKING:
+    from transformers import Emu3ForConditionalGeneration
+
+EOL, EOF = "<|extra_200|>", "<|extra_201|>"
+OPENS, CLOSES, STARTS = "<|image start|>", "<|image end|>", "<|image token|>"
+
+
+class Emu3ImagesAdapter(AmongWordsAdapter):
+    """Behind the last row come three tokens: end of frame, of image, of sequence.
+
+    Args:
+        model: The model.
+        grid: Rows and columns of codes; a code is 8 x 8 pixels.
+        image_sizes: In its place, as the processor gives them, one grid for all rows.
+
+    Raises:
+        OptionError: Neither is given, or images have grids of their own.
+    """
+
+    image_types = ("emu3",)
+    preset = Preset(guidance=3.0, sampling={"top_k": 2048})
+
+    def __init__(
+        self,
+        model: Emu3ForConditionalGeneration,
+        grid: tuple[int, int] | None = None,
+        image_sizes: Sequence[Sequence[int]] | Tensor | None = None,
+    ) -> None:
+        self._words: dict[str, int] = model.config.vocabulary_map or {}
+        rows, columns = _only_grid(grid, image_sizes)
+        found = model.vocabulary_mapping.img2bpe
+        codes = torch.tensor([found[code] for code in range(len(found))])
+        ends = named_id(
+            model, "eos_token_id", model.config.text_config.eos_token_id, "config.text_config"
+        )
+        super().__init__(
+            model,
+            codes,
+            rows,
+            columns,
+            newline=self._id(model, EOL),
+            tail=(self._id(model, EOF), self._id(model, CLOSES), ends),
+        )
+        self._opens, self._starts = self._id(model, OPENS), self._id(model, STARTS)
+        self._vq = model.model.vqmodel
+
+    def _id(self, model: Any, word: str) -> int:
+        return named_id(model, f"id of {word}", self._words.get(word), "config.vocabulary_map")
+
+    def _shared(self) -> dict[str, Any]:
+        return {"grid": (self.layout.rows, self.layout.columns)}
+
+    def text(self, prompt: str, tokenizer: Any) -> str:
+        """The prompt, the size of the image, and what starts it."""
+        size = f"{self.layout.rows}*{self.layout.columns}"
+        return f"{tokenizer.bos_token}{prompt}{tokenizer.boi_token}{size}{STARTS}"
+
+    def check(self, ids: Tensor) -> None:
+        """Raises unless every row opens an image of this grid.
+
+        Raises:
+            OptionError: A row opens none, or one of another grid.
+        """
+        words = {token: word for word, token in self._words.items()}
+        wanted = f"{self.layout.rows}*{self.layout.columns}"
+        for row in ids.tolist():
+            if self._opens not in row or row[-1] != self._starts:
+                raise OptionError(
+                    f"a prompt does not end with {OPENS}, rows*columns and {STARTS}; make it with "
+                    "processor(..., return_for_image_generation=True)"
+                )
+            named = "".join(
+                words.get(token, "?") for token in row[_last(row, self._opens) + 1 : -1]
+            )
+            if named != wanted:
+                raise OptionError(
+                    f"a prompt asks for {named} codes, the grid is {wanted}; give the grid that "
+                    "the prompts name, the same in all"
+                )
+
+    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The beginning of the sequence, and what opens an image of this size."""
+        opens = ids[0, _last(ids[0].tolist(), self._opens) :]
+        begins = opens.new_tensor([self.model.config.text_config.bos_token_id])
+        ids = torch.cat([begins, opens]).expand(len(ids), -1)
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+    def codebook(self) -> Tensor:
+        """As it is."""
+        return self._vq.quantize.embedding.weight.detach()
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """By the model's own tokenizer."""
+        return to_unit(self._vq.decode(codes))
+
+
+def _last(row: Sequence[int], token: int) -> int:
+    return len(row) - 1 - row[::-1].index(token)
+
+
+def _only_grid(
+    grid: tuple[int, int] | None, sizes: Sequence[Sequence[int]] | Tensor | None
+) -> tuple[int, int]:
+    """The grid of all images.
+
+    Raises:
+        OptionError: There is none, or more than one.
+    """
+    named = {tuple(int(n) for n in size) for size in (() if sizes is None else sizes)}
+    named |= {grid} if grid is not None else set()
+    if len(named) != 1 or any(len(size) != 2 for size in named):
+        raise OptionError(
+            f"the images have {len(named)} grids ({sorted(named)}); give one, grid=(rows, columns) "
+            "or the processor's image_sizes, and draw others in a call of their own"
+        )
+    rows, columns = named.pop()
+    return rows, columns

@@ -1,0 +1,167 @@
+"""ImageGPT: an image as colours, one token a pixel, drawn of nothing.
+
+Its own forward pass flattens a mask of four dimensions without a word, and its attention cuts a
+causal mask of its own out of a table that the engine's cache can outgrow. So embeddings, the parts
+of each block and the head are called here, with the engine's mask alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
+from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.layout import Layout
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import ImageGPTForCausalImageModeling
+
+
+class ImageGPTAdapter(ImageAdapter):
+    """Square images of as many pixels as the model has positions.
+
+    Args:
+        model: The model.
+        clusters: Colour of each token, from -1 to 1, ``(C, 3)``: ``clusters`` of the image
+            processor. For pixels and the codebook.
+
+    Raises:
+        UnsupportedModelError: The model's positions are no square.
+        ShapeError: ``clusters`` are of another number.
+    """
+
+    image_types = ("imagegpt",)
+    preset = Preset(sampling={"top_k": 40})
+
+    def __init__(
+        self,
+        model: ImageGPTForCausalImageModeling,
+        clusters: Tensor | Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        super().__init__(model)
+        self._stack: Any = model.transformer
+        self._opens = model.config.vocab_size - 1  # which is never drawn
+        self.vocab = self._opens
+        places = self.max_positions = model.config.n_positions
+        side = math.isqrt(places)
+        if side**2 != places:
+            raise UnsupportedModelError(
+                f"this {self.name} has {places} positions, which are no square image; expected the "
+                "square of its side"
+            )
+        self.layout = Layout(side, side, torch.arange(self.vocab))
+        self.clusters = None
+        if clusters is not None:
+            self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
+            if self.clusters.shape != (self.vocab, 3):
+                raise ShapeError(
+                    f"clusters have shape {tuple(self.clusters.shape)}; expected ({self.vocab}, 3):"
+                    " give those of the model's own image processor"
+                )
+
+    def condition(self, *, count: int = 1) -> dict[str, Any]:  # type: ignore[override]
+        """Nothing but how many images are drawn.
+
+        Raises:
+            OptionError: ``count`` is below 1.
+        """
+        if count < 1:
+            raise OptionError(f"count must be 1 or more, got {count}")
+        opens = torch.full((count, 1), self._opens, device=self.model.device)
+        return {"opening": opens}
+
+    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+        """All alike."""
+        return [b""] * len(inputs["opening"])
+
+    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
+        """The token that starts every image.
+
+        Raises:
+            IncompatibleError: ``nothing`` was asked for, and it is all there is.
+        """
+        if nothing:
+            raise IncompatibleError.between(
+                "guidance",
+                self.name,
+                "it draws of nothing, so there is no condition to follow",
+                "leave guidance out, or set it to 1",
+            )
+        ids = inputs["opening"]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": self._stack.wte(ids)})
+
+    def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
+        hidden = tokens.get("inputs_embeds")
+        hidden = self._stack.wte(tokens["input_ids"]) if hidden is None else hidden
+        hidden = hidden + self._stack.wpe(positions)
+        for index, block in enumerate(self._stack.h):
+            hidden = hidden + _attend(block.attn, index, block.ln_1(hidden), mask, past)
+            hidden = hidden + block.mlp(block.ln_2(hidden))
+        return self._stack.ln_f(hidden)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """By the norm behind the last block."""
+        return self._stack.ln_f(hidden)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """Refused: blocks are run in parts, so nothing can watch them.
+
+        Raises:
+            IncompatibleError: Always.
+        """
+        raise IncompatibleError.between(
+            "a part that looks into the layers",
+            self.name,
+            "its adapter runs their parts one by one",
+            "use a draft or guide that reads logits, or the last hidden state",
+        )
+
+    def attention_sites(self) -> Sequence[torch.nn.Module]:
+        """Refused as `layers` are.
+
+        Raises:
+            IncompatibleError: Always.
+        """
+        return self.layers()
+
+    def codebook(self) -> Tensor | None:
+        """Colours."""
+        return self.clusters
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """A colour for each token.
+
+        Raises:
+            IncompatibleError: The colours were not given.
+        """
+        if self.clusters is None:
+            raise IncompatibleError.between(
+                self.name,
+                "pixels",
+                "the colours of its tokens are no part of the model",
+                "pass clusters=..., those of its image processor",
+            )
+        return to_unit(self.clusters.to(codes.device)[codes].permute(0, 3, 1, 2))
+
+
+def _attend(module: Any, layer: int, hidden: Tensor, mask: Any, past: Any) -> Tensor:
+    """What a block's attention adds, ``(R, Q, H)``, under the engine's mask."""
+    heads = module.num_heads
+    query, key, value = (
+        part.unflatten(-1, (heads, -1)).transpose(1, 2)
+        for part in module.c_attn(hidden).chunk(3, -1)
+    )
+    scale = query.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+    if module.scale_attn_by_inverse_layer_idx:
+        scale /= layer + 1
+    key, value = past.update(key, value, layer)
+    seen = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return module.c_proj(seen.transpose(1, 2).flatten(2))

@@ -1,0 +1,340 @@
+"""Models that write image tokens in raster order: what their adapters share.
+
+In image mode the engine's context holds generated tokens alone and its prompt is empty: what an
+image is drawn of comes in `Context.model_inputs`, as an adapter's `condition` made it, and each
+branch's prompt is built of that here. A branch with the view ``"unconditional"`` reads what stands
+for no condition. The law is over what can be generated, which need not be the vocabulary that a
+prompt is written in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mmdecode import registry
+from mmdecode.adapters.attention import refuse_attention
+from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.layout import Layout
+from mmdecode.engine.setup import left_padded
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+UNCONDITIONAL = "unconditional"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a family is sampled unless somebody says otherwise.
+
+    Attributes:
+        guidance: s of ``u + s (c - u)``; 1: none.
+        sampling: Arguments of `mmdecode.image_ar.sampling.Sampling`.
+    """
+
+    guidance: float = 1.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ImageAdapter(DecoderOnlyAdapter, ABC):
+    """One family of models that write image tokens; see `mmdecode.engine.contracts.Adapter`.
+
+    Attributes:
+        image_types: Its ``config.model_type``.
+        layout: Where codes stand among the generated tokens.
+        vocab: Tokens that can be generated.
+        preset: Its published guidance and sampling.
+    """
+
+    model_types = ()
+    image_types: ClassVar[tuple[str, ...]] = ()
+    layout: Layout
+    preset: Preset
+
+    @abstractmethod
+    def condition(self, **given: Any) -> dict[str, Any]:
+        """What images are drawn of, checked, as `Context.model_inputs`; rows first."""
+
+    @abstractmethod
+    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+        """What tells the rows of a `condition` apart, padding left out."""
+
+    @abstractmethod
+    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
+        """The prompt of a `condition`; ``nothing``: the unconditional one."""
+
+    @abstractmethod
+    def codebook(self) -> Tensor | None:
+        """What each code stands for, as it is decoded, ``(C, d)``; ``None``: not known here."""
+
+    @abstractmethod
+    def pixels(self, codes: Tensor) -> Tensor:
+        """Images of ``codes (B, rows, columns)``, about 0..1, ``(B, 3, H, W)``."""
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Images of ``codes (B, rows, columns)``, float32 in 0..1, ``(B, 3, H, W)``.
+
+        Raises:
+            ShapeError: The codes are of another grid.
+            IncompatibleError: What turns codes into pixels is not at hand.
+        """
+        grid = (self.layout.rows, self.layout.columns)
+        if codes.ndim != 3 or codes.shape[1:] != grid:
+            raise ShapeError(
+                f"codes have shape {tuple(codes.shape)}; expected (batch, {grid[0]}, {grid[1]})"
+            )
+        with torch.no_grad():
+            return self.pixels(codes).float().clamp(0, 1)
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """What an image is drawn of, or what stands for nothing.
+
+        Raises:
+            IncompatibleError: The branch asks for another view or prompt.
+        """
+        if spec.view not in (None, UNCONDITIONAL) or spec.prompt != "same":
+            raise IncompatibleError.between(
+                f"branch {spec.name!r}",
+                self.name,
+                f"in image mode there are no views but {UNCONDITIONAL!r}, and no prompts beside "
+                "the condition",
+                "use guide 'guidance'",
+            )
+        return self.drawn_of(ctx.model_inputs, nothing=spec.view == UNCONDITIONAL)
+
+    def beside(self, model: Any) -> ImageAdapter:
+        """The adapter of a second model that writes the same images.
+
+        Raises:
+            IncompatibleError: Its tokens are laid out otherwise.
+        """
+        other = registry.image_adapter_for(model, **self._shared())
+        mine, theirs = self.layout, other.layout
+        if (mine.rows, mine.columns, mine.newline, mine.tail) != (
+            theirs.rows,
+            theirs.columns,
+            theirs.newline,
+            theirs.tail,
+        ) or not torch.equal(mine.ids, theirs.ids):
+            raise IncompatibleError.between(
+                type(model).__name__,
+                self.name,
+                f"they write {theirs.rows} x {theirs.columns} codes and {mine.rows} x "
+                f"{mine.columns}, or other tokens for them",
+                "use a model that was trained on the same tokenizer and image size",
+            )
+        return other
+
+    def _shared(self) -> dict[str, Any]:
+        """Options of this adapter that a second model's needs."""
+        return {}
+
+
+class PromptedAdapter(ImageAdapter):
+    """Models that draw of a text: ids that end with what opens an image."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._body = model.get_decoder()
+        refuse_attention(self._body)
+
+    @abstractmethod
+    def text(self, prompt: str, tokenizer: Any) -> str:
+        """A prompt as the model reads it, up to what opens an image."""
+
+    @abstractmethod
+    def check(self, ids: Tensor) -> None:
+        """Raises unless ``ids (B, P)`` open an image."""
+
+    @abstractmethod
+    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and mask that stand for no text, ``(B, P')``."""
+
+    def condition(  # type: ignore[override]
+        self,
+        *,
+        prompt: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        negative_prompt: str | None = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """From texts, or from what the family's processor makes of them for image generation.
+
+        Args:
+            prompt: One text an image, in the model's own template where it has one.
+            tokenizer: For texts; a processor that has one will do.
+            input_ids: In the place of texts, padded on the left, ``(B, P)``.
+            attention_mask: Beside ids.
+            negative_prompt: What guidance leads away from; default: the prompt without its text.
+            negative_prompt_ids: The same as ids, ``(1 or B, P')``.
+            negative_prompt_attention_mask: Beside these.
+
+        Raises:
+            OptionError: Neither or both of texts and ids are given; a prompt does not open an
+                image, or is too long.
+        """
+        ids, mask = self._read("prompt", prompt, tokenizer, input_ids, attention_mask)
+        if ids is None:
+            raise OptionError(
+                "nothing to draw: give prompt=... with tokenizer=..., or input_ids from the "
+                "model's processor, for image generation"
+            )
+        self._check_length(mask)
+        inputs = {"prompt_ids": ids, "prompt_mask": mask}
+        ids, mask = self._read(
+            "negative_prompt",
+            negative_prompt,
+            tokenizer,
+            negative_prompt_ids,
+            negative_prompt_attention_mask,
+        )
+        if ids is not None:
+            rows = len(inputs["prompt_ids"])
+            if len(ids) not in (1, rows):
+                raise OptionError(
+                    f"{len(ids)} negative prompts for {rows} images; give one, or one for each"
+                )
+            inputs["negative_ids"] = ids.expand(rows, -1)
+            inputs["negative_mask"] = mask.expand(rows, -1)
+        return inputs
+
+    def _read(
+        self,
+        name: str,
+        texts: str | Sequence[str] | None,
+        tokenizer: Any,
+        ids: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Any, Any]:
+        """Ids and mask, checked; ``None`` where nothing was given."""
+        if texts is not None and ids is not None:
+            raise OptionError(f"{name} came both as text and as ids; give one of them")
+        if texts is not None:
+            if tokenizer is None:
+                raise OptionError(f"{name} came as text; pass tokenizer=... too, or ids")
+            tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            read = tokenizer(
+                [self.text(text, tokenizer) for text in texts],
+                padding=True,
+                padding_side="left",
+                return_tensors="pt",
+            )
+            ids, mask = read["input_ids"], read["attention_mask"]
+        if ids is None:
+            return None, None
+        ids = ids.to(self.model.device)
+        mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)
+        mask = left_padded(mask)
+        self.check(ids)
+        return ids, mask
+
+    def _check_length(self, mask: Tensor) -> None:
+        places = self.model.config.get_text_config(decoder=True).max_position_embeddings
+        longest = int(mask.sum(1).max())
+        if longest + self.layout.length > places:
+            raise OptionError(
+                f"a prompt of {longest} tokens and an image of {self.layout.length}; {self.name} "
+                f"has {places} positions: shorten the prompt to {places - self.layout.length}"
+            )
+
+    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+        """Ids of the prompt."""
+        rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].cpu(), strict=True)
+        return [ids[mask].numpy().tobytes() for ids, mask in rows]
+
+    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
+        """The text, the negative prompt, or the prompt without its text."""
+        ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
+        if nothing and "negative_ids" in inputs:
+            ids, mask = inputs["negative_ids"], inputs["negative_mask"]
+        elif nothing:
+            ids, mask = self.without(ids, mask)
+        embeds = self.model.get_input_embeddings()(ids)
+        return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
+
+
+class AmongWordsAdapter(PromptedAdapter):
+    """Models whose image tokens stand among words, in one vocabulary with one head.
+
+    The law covers the ids from the first to the last that can be generated, so a token is its id
+    less `first`, and the head computes no more than that.
+
+    Args:
+        model: The model.
+        codes: Id of each code, ``(C,)``.
+        rows: Of codes.
+        columns: Of codes.
+        newline: See `Layout`.
+        tail: See `Layout`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        codes: Tensor,
+        rows: int,
+        columns: int,
+        newline: int | None = None,
+        tail: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(model)
+        used = [*codes.tolist(), *tail, *(() if newline is None else (newline,))]
+        self.first = min(used)
+        self.vocab = max(used) - self.first + 1
+        self.layout = Layout(
+            rows,
+            columns,
+            codes - self.first,
+            None if newline is None else newline - self.first,
+            tuple(token - self.first for token in tail),
+        )
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """States after the final norm."""
+        return super().forward(tokens + self.first, mask, positions, past)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of what can be generated."""
+        return self.unembed(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """By the rows of the output matrix that are needed, where it lies open."""
+        last = self.first + self.vocab
+        head = self._head
+        # a quantised or offloaded matrix is its module's own affair
+        plain = type(head) is torch.nn.Linear and type(head.weight.data) is Tensor
+        if plain and head.bias is None and head.weight.device == hidden.device:
+            return linear(hidden, head.weight[self.first : last])
+        return head(hidden)[..., self.first : last]
+
+
+def to_unit(values: Tensor) -> Tensor:
+    """From -1..1 to 0..1."""
+    return (values + 1) / 2
+
+
+def named_id(model: Any, name: str, value: Any, where: str) -> int:
+    """An id that the model's files should name; the first of several.
+
+    Raises:
+        OptionError: They do not.
+    """
+    if value is None:
+        raise OptionError(
+            f"{type(model).__name__} does not say what its {name} is; set it in {where}, as "
+            "the published model has it"
+        )
+    return int(value[0] if isinstance(value, (list, tuple)) else value)

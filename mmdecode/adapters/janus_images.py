@@ -1,0 +1,96 @@
+"""Janus and Janus-Pro, writing images: a vocabulary, embeddings and a head of their own.
+
+Their ``generate(generation_mode="image")`` is a loop of its own that takes no callable, so the
+language model is driven by public parts: it reads words by its own embeddings, image tokens by
+``prepare_embeddings_for_image_generation``, and speaks through ``generation_head``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from mmdecode.adapters.images import Preset, PromptedAdapter, named_id, to_unit
+from mmdecode.engine.contracts import Mask
+from mmdecode.engine.layout import Layout
+from mmdecode.errors import OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import JanusForConditionalGeneration
+
+
+class JanusImagesAdapter(PromptedAdapter):
+    """The unconditional prompt is as long as the prompt, words replaced by padding that is seen.
+
+    Raises:
+        OptionError: The generation config names no token that opens an image.
+        UnsupportedModelError: Image tokens and the tokenizer's grid do not agree.
+    """
+
+    image_types = ("janus",)
+    preset = Preset(guidance=5.0)
+
+    def __init__(self, model: JanusForConditionalGeneration) -> None:
+        super().__init__(model)
+        self._inner = model.model
+        config: Any = model.config
+        side, tokens = config.vq_config.num_patches, config.vision_config.num_image_tokens
+        if side**2 != tokens:
+            raise UnsupportedModelError(
+                f"this {self.name} draws {tokens} tokens, its tokenizer decodes {side} x {side}; "
+                "expected as many: mend its configuration"
+            )
+        self.vocab = config.vq_config.num_embeddings
+        self.layout = Layout(side, side, torch.arange(self.vocab))
+        said: Any = model.generation_config
+        own = getattr(said, "generation_kwargs", None) or {}
+        self._opens = named_id(
+            model, "boi_token_id", own.get("boi_token_id"), "generation_config.generation_kwargs"
+        )
+        self._begins = named_id(model, "bos_token_id", said.bos_token_id, "generation_config")
+        self._pad = named_id(model, "pad_token_id", said.pad_token_id, "generation_config")
+
+    def text(self, prompt: str, tokenizer: Any) -> str:
+        """The prompt, and what opens an image."""
+        return f"{prompt}{tokenizer.boi_token}"
+
+    def check(self, ids: Tensor) -> None:
+        """Raises unless every row ends with what opens an image.
+
+        Raises:
+            OptionError: A row does not.
+        """
+        if not bool((ids[:, -1] == self._opens).all()):
+            raise OptionError(
+                f"a prompt does not end with {self._opens}, which opens an image; make it with "
+                "processor(..., generation_mode='image')"
+            )
+
+    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Padding in the place of words."""
+        kept = (ids == self._begins) | (ids == self._opens)
+        return torch.where(kept, ids, self._pad), mask
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """States after the final norm, of image tokens."""
+        embeds = self.model.prepare_embeddings_for_image_generation(tokens)
+        return self._run(mask, positions, past, inputs_embeds=embeds)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of image tokens."""
+        return self._inner.generation_head(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The same: behind the language model there is no other matrix."""
+        return self.head(hidden)
+
+    def codebook(self) -> Tensor:
+        """Rows of length one."""
+        return normalize(self._inner.vqmodel.quantize.embedding.weight.detach(), dim=-1)
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """By the model's own tokenizer."""
+        return to_unit(self._inner.vqmodel.decode(codes.flatten(1)))

@@ -1,0 +1,177 @@
+"""LlamaGen: image tokens of a class or of a caption's features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
+from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.layout import Layout
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.models.llamagen import left_padded
+
+if TYPE_CHECKING:
+    from mmdecode.engine.cache import RaggedCache
+    from mmdecode.models.llamagen import LlamaGenForImageGeneration
+    from mmdecode.models.vq import VQModel
+
+CLASSES = Preset(guidance=4.0, sampling={"top_k": 2000})
+CAPTIONS = Preset(guidance=7.5, sampling={"top_k": 1000})
+
+
+class LlamaGenAdapter(ImageAdapter):
+    """Positions are places in the condition's slots and the grid, whatever is padding.
+
+    The unconditional rows of captions hide the same slots as the conditional ones do, as in the
+    published sampling code.
+
+    Args:
+        model: The transformer.
+        vq: Its tokenizer, for pixels and the codebook.
+
+    Raises:
+        IncompatibleError: The tokenizer has another codebook.
+    """
+
+    image_types = ("llamagen",)
+
+    def __init__(self, model: LlamaGenForImageGeneration, vq: VQModel | None = None) -> None:
+        super().__init__(model)
+        self.config = model.config
+        self.preset = CAPTIONS if self.config.caption_slots else CLASSES
+        side = self.config.grid_size
+        self.layout = Layout(side, side, torch.arange(self.vocab))
+        self.max_positions = self.config.slots + self.layout.length
+        if vq is not None and vq.config.codebook_size != self.vocab:
+            raise IncompatibleError.between(
+                "the tokenizer",
+                self.name,
+                f"it has {vq.config.codebook_size} codes, the model {self.vocab}",
+                "give the tokenizer that the model was trained on",
+            )
+        self.vq = vq
+
+    def condition(  # type: ignore[override]
+        self,
+        *,
+        classes: Sequence[int] | Tensor | None = None,
+        features: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Class ids, or caption features.
+
+        Args:
+            classes: From 0, one an image.
+            features: Of a text encoder, padded on the right, ``(B, n, caption_size)``.
+            mask: What of them is no padding, ``(B, n)``; ``None``: all.
+
+        Raises:
+            OptionError: The model is conditioned on the other one; a class does not exist; a
+                caption is too long.
+            ShapeError: Features or mask are of another shape.
+        """
+        captioned = bool(self.config.caption_slots)
+        if (features is None) == captioned or (classes is None) != captioned:
+            raise OptionError(
+                f"this {self.name} draws of {'captions' if captioned else 'classes'}; give "
+                f"{'features=..., from its text encoder' if captioned else 'classes=[...]'}, and "
+                "nothing else"
+            )
+        device = self.model.device
+        if features is None:
+            found = torch.as_tensor(classes, dtype=torch.long)
+            if found.ndim != 1 or not len(found):
+                raise ShapeError(f"classes have shape {tuple(found.shape)}; give a list of them")
+            for label in found.tolist():
+                if not 0 <= label < self.config.num_classes:
+                    raise OptionError(
+                        f"class {label} does not exist; expected 0 to {self.config.num_classes - 1}"
+                    )
+            return {"classes": found.to(device)}
+        slots, size = self.config.caption_slots, self.config.caption_size
+        if features.ndim != 3 or features.shape[2] != size:
+            raise ShapeError(
+                f"features have shape {tuple(features.shape)}; expected (batch, n, {size}), the "
+                "states of the text encoder that the model was trained with"
+            )
+        mask = torch.ones(features.shape[:2]) if mask is None else mask
+        if mask.shape != features.shape[:2]:
+            raise ShapeError(
+                f"the mask has shape {tuple(mask.shape)}; expected {tuple(features.shape[:2])}, "
+                "as the features"
+            )
+        longest = int(mask.sum(1).max())
+        if longest > slots:
+            raise OptionError(
+                f"a caption has {longest} tokens, the model reads {slots}: shorten it"
+            )
+        features, mask = left_padded(features, mask.to(features.device))
+        room = slots - features.shape[1]  # negative: padding of all rows goes
+        features, mask = pad(features, (0, 0, room, 0)), pad(mask, (room, 0))
+        return {"features": features.to(device, self.model.dtype), "slot_mask": mask.to(device)}
+
+    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+        """The class, or the features."""
+        if "classes" in inputs:
+            return [b"class %d" % label for label in inputs["classes"].tolist()]
+        rows = zip(inputs["features"].float().cpu(), inputs["slot_mask"].cpu(), strict=True)
+        return [features[mask].numpy().tobytes() for features, mask in rows]
+
+    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
+        """The condition's slots; ``nothing``: the null class, or the learned features."""
+        condition = inputs["classes"] if "classes" in inputs else inputs["features"]
+        if nothing:
+            condition = self.model.unconditional(condition)
+        embeds = self.model.embed_condition(condition)
+        ids = torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+        mask = inputs.get("slot_mask")
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
+
+    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
+        """The ragged cache beside each row's padded slots."""
+        return LlamaGenPast(cache, (~prompt.mask).sum(1, keepdim=True))
+
+    def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
+        """The joined cache beside those of all rows."""
+        return LlamaGenPast(cache, torch.cat([past.padded for past in pasts]))
+
+    def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
+        places = (positions + past.padded).clamp(max=self.config.slots + self.layout.length - 1)
+        return super()._run(mask, places, past.cache, **tokens)
+
+    def codebook(self) -> Tensor | None:
+        """Rows of length one; of grey levels, the levels."""
+        if self.config.grey:
+            return torch.linspace(0, 1, self.vocab, device=self.model.device)[:, None]
+        return None if self.vq is None else self.vq.codes.detach()
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """By the tokenizer; grey levels are pixels."""
+        if self.config.grey:
+            return (codes / (self.vocab - 1))[:, None].expand(-1, 3, -1, -1)
+        if self.vq is None:
+            raise IncompatibleError.between(
+                self.name,
+                "pixels",
+                "its tokenizer is a model of its own, which was not given",
+                "pass vq=..., a mmdecode.models.vq.VQModel",
+            )
+        return to_unit(self.vq.decode_codes(codes.to(self.vq.device)))
+
+
+class LlamaGenPast:
+    """A cache, and how many slots of each row are padding, ``(R, 1)``."""
+
+    def __init__(self, cache: RaggedCache, padded: Tensor) -> None:
+        self.cache, self.padded = cache, padded
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``, in that order."""
+        self.cache.reorder_cache(rows)
+        self.padded = self.padded[rows]

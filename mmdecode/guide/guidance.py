@@ -1,0 +1,52 @@
+"""Classifier-free guidance of image tokens: away from what the model draws of nothing.
+
+``u + s (c - u)`` on raw logits, c with the condition and u without: the caption left out, the null
+class, a negative prompt. Which of these it is belongs to the model family, so the branch asks its
+adapter for the view ``"unconditional"``. Every family's own strength comes down to this s; one that
+states t with ``(1 + t) c - t u`` has s = 1 + t.
+
+Source: Ho and Salimans 2022, arXiv:2207.12598, equation 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, where
+
+from mmdecode.engine.contracts import BranchSpec, Context
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import Linear, generated, not_negative
+
+
+class Guidance(Linear):
+    """Guidance of scale ``scale``.
+
+    Args:
+        scale: s above; 0 is the unconditional branch alone. `mmdecode.generate` in image mode
+            takes what the family is published with; the default here is LlamaGen's for classes.
+        until: Index of the last token that is guided; later ones follow the condition alone.
+            ``None``: all are. LlamaGen's ``cfg_interval`` of n guides up to index n + 1.
+
+    Neutral: ``scale`` 1; then the unconditional branch is not run.
+
+    Raises:
+        OptionError: A number is negative.
+    """
+
+    def __init__(self, scale: float = 4.0, until: int | None = None) -> None:
+        if until is not None and until < 0:
+            raise OptionError(
+                f"until must be 0 or more, got {until}; scale=1 switches guidance off"
+            )
+        self.scale, self.until = not_negative("scale", scale), until
+        branch = BranchSpec(name="unconditional", view="unconditional")
+        super().__init__([branch], [self.scale, 1 - self.scale])
+
+    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+        """``(s, 1 - s)``, and ``(1, 0)`` behind ``until``."""
+        if self.until is None or self.neutral:
+            return self.weights
+        scale = where(generated(ctx, proposal) <= self.until, self.scale, 1.0)[..., None]
+        return [scale, 1 - scale]

@@ -1,0 +1,282 @@
+"""Checkpoints of image models, by the type that their configuration names.
+
+A LlamaGen folder holds its tokenizer under ``vq``; one of captions has its text encoder under
+``text_encoder`` and the files of the text tokenizer beside the model's own. A Chameleon folder may
+hold a decoder of pixels under ``vq``. Classes have names where ``id2label`` in the configuration
+gives them. ``generation_config.json`` of a LlamaGen may say how it is meant to be sampled, in
+transformers' own words: ``guidance_scale``, ``temperature``, ``top_k`` and ``top_p``; it comes
+before what the family was published with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmdecode import registry
+from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.models import llamagen, var  # noqa: F401, VAR's type becomes known
+from mmdecode.models.chameleon_vq import ChameleonVQDecoder
+from mmdecode.models.llamagen import LlamaGenForImageGeneration
+from mmdecode.models.vq import VQModel
+
+if TYPE_CHECKING:
+    from mmdecode.adapters.images import ImageAdapter, Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class RasterModel:
+    """A model that writes image tokens in raster order, with all that it takes to draw.
+
+    Attributes:
+        adapter: Of the model.
+        given: Turns classes or prompts, one an image, into arguments of the adapter's
+            ``condition``.
+        classes: Their number; 0 where it draws of prompts.
+        labels: Names of classes, as far as there are.
+        preset: How it is sampled unless somebody says otherwise.
+    """
+
+    adapter: ImageAdapter
+    given: Callable[[Sequence[Any]], Mapping[str, Any]]
+    preset: Preset
+    classes: int = 0
+    labels: Mapping[int, str] = field(default_factory=dict)
+
+
+def config_of(model_id: str) -> Any:
+    """The configuration of a checkpoint, its type in ``model_type``.
+
+    Raises:
+        InputError: It cannot be read, or is a file of weights.
+    """
+    from transformers import AutoConfig
+
+    path = local_path(model_id)
+    if Path(path).is_file():
+        raise InputError(
+            f"{model_id} is a file; expected a folder with config.json: read a published "
+            "checkpoint with load_published of mmdecode.models.llamagen, .vq, .var or "
+            ".multiscale_vq, and save it with save_pretrained"
+        )
+    with loading(model_id):
+        return AutoConfig.from_pretrained(path)
+
+
+def load(
+    model_id: str,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    grid: tuple[int, int] | None = None,
+) -> RasterModel:
+    """A raster model, ready to draw.
+
+    Args:
+        model_id: A folder, a Hub id or ``zoo:NAME``.
+        device: ``None``: CUDA where there is one.
+        dtype: ``None``: float32.
+        grid: Rows and columns of codes, for families whose images have no size of their own.
+
+    Raises:
+        InputError: The checkpoint cannot be loaded, or is not laid out as its type is.
+        IncompatibleError: The image tokenizer has another codebook than the model.
+        OptionError: Device or dtype do not exist, or the family takes no grid, or needs one.
+        UnsupportedModelError: It writes no image tokens that an adapter is there for.
+    """
+    if config_of(model_id).model_type == llamagen.LlamaGenConfig.model_type:
+        if grid is not None:
+            raise OptionError(f"{model_id} draws images of one size; leave out the grid")
+        return _llamagen(model_id, device, dtype)
+    return _of_transformers(model_id, device, dtype, grid)
+
+
+def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
+    """A model of ours, of which every weight is in the checkpoint.
+
+    Raises:
+        InputError: It cannot be loaded; weights are missing, unknown or of another shape.
+    """
+    with loading(model_id):
+        model, found = cls.from_pretrained(
+            local_path(model_id),
+            subfolder=subfolder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    wrong = [
+        f"{what} {sorted(map(str, found[key]))[0]}"
+        for what, key in (
+            ("without", "missing_keys"),
+            ("with an unknown", "unexpected_keys"),
+            ("with another shape of", "mismatched_keys"),
+        )
+        if found[key]
+    ]
+    if wrong:
+        raise InputError(
+            f"{model_id}{'/' * bool(subfolder)}{subfolder} is no {cls.__name__} as its config.json "
+            f"says: {'; '.join(wrong)}; give the configuration it was trained with, or make the "
+            "folder again with load_published and save_pretrained"
+        )
+    return model.eval()
+
+
+def labels_of(config: Any, classes: int) -> dict[int, str]:
+    """Names of classes, without those that transformers makes up."""
+    found = {int(label): name for label, name in (config.id2label or {}).items()}
+    if len(found) != classes or found == {label: f"LABEL_{label}" for label in found}:
+        return {}
+    return found
+
+
+def sampled_as(model_id: str, preset: Preset) -> Preset:
+    """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
+    from transformers import GenerationConfig
+
+    try:
+        said = GenerationConfig.from_pretrained(local_path(model_id))
+    except OSError:
+        return preset
+    names = ("temperature", "top_k", "top_p")
+    own = {n: getattr(said, n) for n in names if getattr(said, n) is not None}
+    scale = said.guidance_scale
+    return replace(
+        preset,
+        guidance=preset.guidance if scale is None else float(scale),
+        sampling={**preset.sampling, **own},
+    )
+
+
+def _llamagen(
+    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> RasterModel:
+    kind = dtype_of(dtype)
+    model = placed(whole(LlamaGenForImageGeneration, model_id, dtype=kind), device)
+    vq = None
+    if _holds(model_id, "vq"):
+        vq = placed(whole(VQModel, model_id, "vq", dtype=kind), device)
+    adapter = registry.image_adapter_for(model, vq=vq)
+    preset = sampled_as(model_id, adapter.preset)
+    config = model.config
+    if config.num_classes:
+        return RasterModel(
+            adapter=adapter,
+            given=lambda classes: {"classes": classes},
+            preset=preset,
+            classes=config.num_classes,
+            labels=labels_of(config, config.num_classes),
+        )
+    return RasterModel(adapter=adapter, given=_captions(model_id, model), preset=preset)
+
+
+def _captions(model_id: str, model: Any) -> Callable[[Sequence[str]], Mapping[str, Any]]:
+    from transformers import AutoTokenizer, T5EncoderModel
+
+    if not _holds(model_id, "text_encoder"):
+        raise InputError(
+            f"{model_id} draws of captions and holds no text_encoder; save the T5EncoderModel it "
+            "was trained with there, and the files of its tokenizer beside the model's own"
+        )
+    encoder = placed(
+        whole(T5EncoderModel, model_id, "text_encoder", dtype=model.dtype), model.device
+    )
+    width, wanted = encoder.config.d_model, model.config.caption_size
+    if width != wanted:
+        raise IncompatibleError.between(
+            f"{model_id}/text_encoder",
+            model_id,
+            f"its states have {width} numbers, the model reads {wanted}",
+            "give the text encoder that the model was trained with",
+        )
+    with loading(model_id):
+        tokenizer = AutoTokenizer.from_pretrained(local_path(model_id))
+
+    @lru_cache(maxsize=64)
+    @torch.no_grad()
+    def read(text: str) -> Tensor:
+        # each caption on its own: its features must not depend on its batch
+        ids = tokenizer([text], return_tensors="pt")["input_ids"].to(model.device)
+        return encoder(input_ids=ids).last_hidden_state[0]
+
+    def given(texts: Sequence[str]) -> Mapping[str, Any]:
+        found = [read(text) for text in texts]
+        masks = [features.new_ones(len(features)) for features in found]
+        return {
+            "features": pad_sequence(found, batch_first=True),
+            "mask": pad_sequence(masks, batch_first=True),
+        }
+
+    return given
+
+
+def _of_transformers(
+    model_id: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    grid: tuple[int, int] | None,
+) -> RasterModel:
+    """Families that transformers has: their processor reads prompts, or there are none."""
+    import transformers
+
+    config = config_of(model_id)
+    registry.image_adapter_class(SimpleNamespace(config=config))  # refuse before loading
+    path = local_path(model_id)
+    unconditional = config.model_type == "imagegpt"
+    auto: Any = transformers.AutoModelForImageTextToText
+    options: dict[str, Any] = {}
+    if unconditional:
+        auto = transformers.ImageGPTForCausalImageModeling
+        options["clusters"] = _clusters(path)
+    if grid is not None:
+        options["grid"] = grid
+    if config.model_type == "chameleon" and _holds(model_id, "vq"):
+        options["vq"] = placed(whole(ChameleonVQDecoder, model_id, "vq"), device)
+    with loading(model_id):
+        model = auto.from_pretrained(path, dtype=dtype_of(dtype))
+    adapter = registry.image_adapter_for(placed(model.eval(), device), **options)
+    if unconditional:
+        return RasterModel(
+            adapter=adapter,
+            given=lambda classes: {"count": len(classes)},
+            preset=adapter.preset,
+            classes=1,
+        )
+    with loading(model_id):
+        processor = transformers.AutoProcessor.from_pretrained(path)
+    return RasterModel(
+        adapter=adapter,
+        given=lambda prompts: {"prompt": list(prompts), "tokenizer": processor},
+        preset=adapter.preset,
+    )
+
+
+def _clusters(path: str) -> Any:
+    """Colours of ImageGPT's tokens, where its image processor is at hand."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(path, "preprocessor_config.json")
+    except OSError:
+        return None
+    return json.loads(Path(file).read_text(encoding="utf-8")).get("clusters") if file else None
+
+
+def _holds(model_id: str, subfolder: str) -> bool:
+    """Whether a checkpoint has a part in a folder of its own."""
+    from transformers.utils import cached_file
+
+    try:
+        return bool(cached_file(local_path(model_id), f"{subfolder}/config.json"))
+    except OSError:
+        return False

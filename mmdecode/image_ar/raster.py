@@ -1,0 +1,147 @@
+"""START HERE for images in raster order: `generate`, the front door of image mode.
+
+``mmdecode.generate(model, mode="image", ...)`` comes here. It finds the model's adapter, turns what
+an image is drawn of into the model's inputs, and hands the decoder an empty prompt, the grammar and
+the sampling pipeline: the loop, drafts and rules are those of text.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from mmdecode import registry
+from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import IncompatibleError, refuse_unknown
+from mmdecode.guide.guidance import Guidance
+from mmdecode.image_ar.grammar import Grammar, Warp
+from mmdecode.image_ar.sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTokens:
+    """Whole images as tokens.
+
+    Attributes:
+        tokens: As generated, forced ones included, ``(B, layout.length)``.
+        codes: Of the image tokenizer, ``(B, rows, columns)``.
+        adapter: Of the model.
+    """
+
+    tokens: Tensor
+    codes: Tensor
+    adapter: Any
+
+    def pixels(self) -> Tensor:
+        """The images, float32 in 0..1, ``(B, 3, H, W)``.
+
+        Raises:
+            IncompatibleError: What turns codes into pixels is not at hand.
+        """
+        return self.adapter.decode(self.codes)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    *,
+    decoder: Decoder | None = None,
+    adapter: Any = None,
+    guidance: float | Guidance | None = None,
+    sampling: Sampling | None = None,
+    do_sample: bool = True,
+    seed: int | None = None,
+    request: Sequence[Any] | None = None,
+    streamer: Any = None,
+    **given: Any,
+) -> ImageTokens:
+    """Draws one image a row.
+
+    Args:
+        model: A model that `mmdecode.registry.image_adapter_for` knows.
+        decoder: The decoder; ``None`` decodes without a draft.
+        adapter: Of the model, where it is at hand.
+        guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: the decoder's guide, else what
+            the family is published with. 1 does not run the unconditional branch.
+        sampling: ``None``: what the family is published with.
+        do_sample: ``False``: the likeliest token everywhere.
+        seed: In the place of the decoder's.
+        request: Names of the rows for keyed noise; default: what each is drawn of, and its ordinal
+            among equal ones, so that an image does not depend on its batch.
+        streamer: For the one row of a batch.
+        **given: What images are drawn of, see the adapter's ``condition``; and, without
+            ``adapter``, its options, such as ``vq`` or ``grid``.
+
+    Raises:
+        OptionError: What is given does not suit the model.
+        IncompatibleError: ``guidance`` beside a decoder's guide, or of a model that has no
+            unconditional input.
+    """
+    decoder = copy.copy(decoder or Decoder())  # its counters, trace and draft are shared
+    if adapter is None:
+        takes = inspect.signature(registry.image_adapter_class(model)).parameters
+        options = {name: given.pop(name) for name in list(given) if name in takes}
+        adapter = registry.image_adapter_for(model, **options)
+    refuse_unknown(given, list(inspect.signature(adapter.condition).parameters))
+    inputs = adapter.condition(**given)
+    if decoder.guide is not None and guidance is not None:
+        raise IncompatibleError.between(
+            f"guidance={guidance!r}",
+            f"guide {type(decoder.guide).__name__}",
+            "both want to set the law",
+            "drop one of them",
+        )
+    guide: Any = decoder.guide
+    if guide is None:
+        scale = adapter.preset.guidance if guidance is None else guidance
+        guide = scale if isinstance(scale, Guidance) else Guidance(scale)
+    decoder.guide = guide
+    warp = Warp(sampling or Sampling(**adapter.preset.sampling))
+    if type(decoder.draft) is Assistant:
+        guided = isinstance(guide, Guidance) and not guide.neutral
+        decoder.draft = decoder.draft.under(guide if guided else None, warp.sampling.warp)
+    if seed is not None:
+        decoder.seed = seed
+    names = adapter.names(inputs)
+    layout = adapter.layout
+    processors = LogitsProcessorList()
+    if layout.binds(adapter.vocab):
+        processors.append(Grammar(layout))
+    if do_sample:
+        processors.append(warp)
+    tokens = decoder(
+        model,
+        torch.empty((len(names), 0), dtype=torch.long, device=model.device),
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
+        generation_config=GenerationConfig(max_length=layout.length, do_sample=do_sample),
+        mm_adapter=adapter,
+        mm_request=_ordinals(names) if request is None else request,
+        mm_streamer=streamer,
+        **inputs,
+    )
+    return ImageTokens(tokens=tokens, codes=layout.codes(tokens), adapter=adapter)
+
+
+def _ordinals(names: Sequence[bytes]) -> list[bytes]:
+    """Each name with how often it came before."""
+    seen: Counter[bytes] = Counter()
+    found = []
+    for name in names:
+        found.append(b"%d %s" % (seen[name], name))
+        seen[name] += 1
+    return found

@@ -1,0 +1,286 @@
+"""Several rows of an image at once: ZipAR, for models in raster order. Heuristic.
+
+START HERE: `ZipAR.generate`. A code depends on what is near it, so a row may begin as soon as the
+row above has got a few codes ahead: the cell (i, j) is decided once row i - 1 has its cells up to
+j + window - 1, or has ended. Each pass then decides one cell in every row that has begun; h rows of
+w cells take ``w + (h - 1) min(window, w)`` passes. Every cell is decided once, by the law of the
+model at its place in raster order, over a context in which the ends of the rows above are missing.
+
+What a token may attend to goes by raster order, not by the time at which it came, and cells that
+nobody has decided are hidden. The first code of a row has no left neighbour, and the token before
+it in raster order may not be there yet: a newline is, since its place decides it; else the latest
+code of the row above stands in for it at its place, and is forgotten afterwards.
+
+This is a loop of its own, no token tree: drafts and rules of the engine do not apply. Noise belongs
+to the place, so that a window of a whole row gives the image of plain decoding token for token. The
+output has the law of the model if that looks no further than ``window`` cells up to the right, and
+another law otherwise.
+
+Source: He et al. 2024 (ZipAR), arXiv:2412.04062. Differs from the published code, whose mask shows
+empty slots of the cache; its rejection of too small windows is not part of it either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.branch import MAIN, ModelBranches, model_name
+from mmdecode.engine.cache import bucket
+from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.layout import Layout
+from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.guidance import Guidance
+from mmdecode.image_ar.raster import ImageTokens, _ordinals
+from mmdecode.image_ar.sampling import Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens(ImageTokens):
+    """What `ZipAR.generate` makes.
+
+    Attributes:
+        passes: Passes of the model, that over the prompt included.
+        commits: The pass that each cell was decided in, from 0, ``(rows, columns)``.
+    """
+
+    passes: int
+    commits: Tensor
+
+
+class ZipAR:
+    """Decodes the rows of an image side by side.
+
+    Args:
+        adapter: Of a model of image tokens, see `mmdecode.registry.image_adapter_for`.
+        window: Cells that a row has to be ahead of the next one, s. From the width of the grid on
+            it is neutral: plain raster order.
+        guidance: s of ``u + s (c - u)``, or a `Guidance`; ``None``: what the family is published
+            with.
+        sampling: ``None``: what the family is published with.
+
+    Raises:
+        OptionError: ``window`` is below 1.
+        IncompatibleError: The model writes no grid, or attends to the latest tokens alone.
+    """
+
+    law = "heuristic"
+
+    def __init__(
+        self,
+        adapter: Any,
+        window: int = 8,
+        guidance: float | Guidance | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        if window < 1:
+            raise OptionError(
+                f"window must be 1 or more, got {window}; the width of the grid is plain decoding"
+            )
+        if getattr(adapter, "layout", None) is None:
+            raise IncompatibleError.between(
+                "ZipAR",
+                model_name(adapter),
+                "rows are decoded side by side, and this model writes no grid of image codes",
+                "use a model of image tokens in raster order, or another way of decoding",
+            )
+        if any(adapter.windows.values()):
+            raise IncompatibleError.between(
+                "ZipAR",
+                model_name(adapter),
+                "some of its layers see the latest tokens alone, which out of order are not those "
+                "before a cell",
+                "use a Jacobi window: --draft jacobi",
+            )
+        self.adapter, self.window = adapter, window
+        scale = adapter.preset.guidance if guidance is None else guidance
+        self.guidance = scale if isinstance(scale, Guidance) else Guidance(scale)
+        self.sampling = sampling or Sampling(**adapter.preset.sampling)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        *,
+        do_sample: bool = True,
+        seed: int | None = None,
+        request: Sequence[Any] | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+        **given: Any,
+    ) -> RowTokens:
+        """Draws one image a row.
+
+        Args:
+            do_sample: ``False``: the likeliest token everywhere.
+            seed: Of the noise; ``None`` draws one from torch's global generator.
+            request: Names of the rows for keyed noise, as of `mmdecode.image_ar.raster.generate`.
+            on_tokens: Told how many tokens each pass adds to the batch.
+            **given: What images are drawn of, see the adapter's ``condition``.
+
+        Raises:
+            OptionError: What is given does not suit the model, or ``request`` the batch.
+            IncompatibleError: Guidance of a model that has no unconditional input.
+        """
+        layout, guide = self.adapter.layout, self.guidance
+        ctx = self._opened(do_sample, seed, request, self.adapter.condition(**given))
+        every = torch.arange(layout.length, device=ctx.device)
+        tokens = layout.forced(every).repeat(ctx.batch, 1)  # (B, length), -1 where nothing stands
+        known = set(every[layout.forced(every) >= 0].tolist())
+        commits = torch.zeros(layout.length, dtype=torch.long)
+        frontier = Frontier(self.adapter, [MAIN, *guide.branches])
+
+        logits = {name: s.logits for name, s in frontier.prefill(ctx, {}).items()}
+        waves = schedule(layout, self.window)
+        for step, cells in enumerate(waves):
+            if step:
+                # what was decided last is read, and whatever stands before the cells at hand
+                places = sorted({*waves[step - 1], *(cell - 1 for cell in cells)})
+                shown = [p if p in known else max(k for k in known if k < p) for p in places]
+                read = frontier.feed(tokens[:, shown], places, [p in known for p in places])
+                before = torch.tensor([places.index(cell - 1) for cell in cells], device=ctx.device)
+                logits = {name: part[:, before] for name, part in read.items()}
+            tokens[:, cells] = self._decided(ctx, every[cells], logits)
+            commits[cells] = step
+            known.update(cells)
+            if on_tokens is not None:
+                on_tokens(ctx.batch * len(cells))
+        return RowTokens(
+            tokens=tokens,
+            codes=layout.codes(tokens),
+            adapter=self.adapter,
+            passes=len(waves),
+            commits=commits[layout.places()],
+        )
+
+    def _opened(
+        self,
+        do_sample: bool,
+        seed: int | None,
+        request: Sequence[Any] | None,
+        inputs: Mapping[str, Any],
+    ) -> Context:
+        """The rows of a batch before their first token, as the engine opens them."""
+        names = self.adapter.names(inputs)
+        request = _ordinals(names) if request is None else request
+        if len(request) != len(names):
+            raise OptionError(
+                f"request names {len(request)} images of {len(names)}; give one name for each"
+            )
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+        device = self.adapter.model.device
+        empty = torch.empty((len(names), 0), dtype=torch.long, device=device)
+        zeros = torch.zeros(len(names), dtype=torch.long, device=device)
+        return Context(
+            prompt_ids=empty,
+            prompt_mask=empty.bool(),
+            ids=empty,
+            length=zeros,
+            open=torch.ones_like(zeros, dtype=torch.bool),
+            rounds=zeros.clone(),
+            noise=Noise.of(seed, [request_key(name, 0) for name in request], device),
+            limit=self.adapter.layout.length,
+            do_sample=do_sample,
+            adapter=self.adapter,
+            model_inputs=inputs,
+        )
+
+    def _decided(self, ctx: Context, cells: Tensor, branches: Mapping[str, Tensor]) -> Tensor:
+        """Tokens of ``cells (n,)``, ``(B, n)``, from each branch's logits ``(B, n, V)``."""
+        places = cells.expand(ctx.batch, -1)
+        logits = branches["main"]
+        if not self.guidance.neutral:  # it sees each cell as the root of a row of its own
+            roots = replace(ctx, length=places.flatten())
+            nothing = Proposal.empty(places.numel(), ctx.device)
+            apart = {
+                name: Scores(logits=part.flatten(0, 1)[:, None]) for name, part in branches.items()
+            }
+            logits = self.guidance.apply(None, roots, nothing, apart).view_as(logits)
+        allowed = self.adapter.layout.allowed(places, logits.shape[-1])
+        logits = logits.masked_fill(~allowed, -torch.inf)
+        if not ctx.do_sample:
+            return logits.argmax(-1)
+        gumbel = ctx.noise.gumbel(places, Role.TARGET, logits.shape[-1])
+        return (self.sampling.warp(logits) + gumbel).argmax(-1)
+
+
+def schedule(layout: Layout, window: int) -> list[list[int]]:
+    """Places of the cells that each pass decides, that over the prompt first."""
+    lead = min(window, layout.columns)
+    waves: list[list[int]] = [[] for _ in range(layout.columns + (layout.rows - 1) * lead)]
+    for row in range(layout.rows):
+        for column in range(layout.columns):
+            waves[row * lead + column].append(row * layout.stride + column)
+    return waves
+
+
+class Frontier(ModelBranches):
+    """Branches that read generated tokens out of order; every row of the batch the same places."""
+
+    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+        """See `ModelBranches.prefill`."""
+        scores = super().prefill(ctx, earlier)
+        self.ends = self.cache.start.clone()  # of the prompts, (R,)
+        self.held = torch.empty(0, dtype=torch.long, device=ctx.device)  # place in each slot behind
+        return scores
+
+    def feed(
+        self, tokens: Tensor, places: Sequence[int], real: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """Reads tokens at places of theirs.
+
+        Args:
+            tokens: ``(B, Q)``.
+            places: Index of each among the generated tokens, in rising order.
+            real: Whether it stands there; else it is seen by itself alone, and by nobody later.
+
+        Returns:
+            By branch, the logits of the token behind each, ``(B, Q, V)``.
+        """
+        device = tokens.device
+        at, stays = torch.tensor(places, device=device), torch.tensor(real, device=device)
+        self.held = torch.cat([self.held, torch.where(stays, at, -1)])
+        visible = bucket(self.width + len(self.held))
+        mask = raster_mask(self.ends, self.pads, self.held, at, visible, self.adapter.model.dtype)
+        kinds = self.adapter.windows
+        masks = mask if len(kinds) == 1 else dict.fromkeys(kinds, mask)
+        positions = (self.ends - self.pads)[:, None] + at
+        self.cache.open(visible)
+        fed = tokens.repeat(len(self.specs), 1)
+        states = self.adapter.forward(fed, masks, positions, self._past)
+        self.cache.commit(torch.full_like(self.pads, len(places)))
+        scores = self._split(self.specs, {"last": states}, {}, {})
+        return {name: score.logits for name, score in scores.items()}
+
+
+def raster_mask(
+    ends: Tensor, pads: Tensor, held: Tensor, at: Tensor, visible: int, dtype: torch.dtype
+) -> Tensor:
+    """What tokens out of order may attend to, as an additive mask ``(R, 1, Q, visible)``.
+
+    The prompt, every token that stands at their place or before it, and themselves.
+
+    Args:
+        ends: Slots of each row's prompt, padding included, ``(R,)``.
+        pads: Padding slots at its left, ``(R,)``.
+        held: Place of the token in each slot behind, -1 where none stands; the last are the
+            tokens' own, ``(n,)``.
+        at: Places of the tokens, ``(Q,)``.
+        visible: Slots that attention covers.
+        dtype: The model's.
+    """
+    slots = torch.arange(visible, device=ends.device)
+    behind = slots - ends[:, None]  # (R, K)
+    used = (behind >= 0) & (behind < len(held))
+    place = torch.where(used, held[behind.clamp(0, len(held) - 1)], -1)
+    seen = (place >= 0)[:, None] & (place[:, None] <= at[:, None])  # (R, Q, K)
+    seen |= ((behind < 0) & (slots >= pads[:, None]))[:, None]
+    own = torch.arange(len(held) - len(at), len(held), device=ends.device)
+    seen |= behind[:, None] == own[:, None]
+    low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=ends.device)
+    return torch.where(seen, 0.0, low)[:, None]

@@ -1,0 +1,147 @@
+"""The decoder of Chameleon's image tokenizer, which transformers leaves out.
+
+transformers reads images with Chameleon and never writes them, so its checkpoints hold the encoder
+alone; the published ``vqgan.ckpt`` holds both halves, and `load_published` takes what writes.
+**Untested against published weights**: none could be had. What is tested is the layout and the
+arithmetic, on random weights.
+
+Source: Chameleon 2024, arXiv:2405.09818; the tokenizer is a VQGAN, Esser et al. 2021,
+arXiv:2012.09841, with attention in the middle only; layout of facebookresearch/chameleon
+``chameleon/inference/vqgan.py``. Codes are decoded as they are stored, not brought to length one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mmdecode.checkpoints import fill, published_weights
+from mmdecode.errors import InputError, ShapeError
+from mmdecode.models.vqgan import Decoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class ChameleonVQConfig(PreTrainedConfig):
+    """Shape of the decoder, named as in `mmdecode.models.vqgan.Decoder`.
+
+    Attributes:
+        codebook_size, codebook_dim: Rows of the codebook and their width.
+        channels: Width of the finest level.
+        channel_multipliers: Width of each level as a multiple of it, finest first.
+        residual_blocks: Per level of the encoder; the decoder has one more.
+        latent_channels: Between codebook and decoder.
+        norm_groups: Of every GroupNorm.
+        attends: Whether the coarsest level has attention, beside the middle.
+    """
+
+    model_type = "chameleon_vq_decoder"
+    codebook_size: int = 8192
+    codebook_dim: int = 256
+    channels: int = 128
+    channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    residual_blocks: int = 2
+    latent_channels: int = 256
+    norm_groups: int = 32
+    attends: bool = False
+
+
+class ChameleonVQDecoder(PreTrainedModel):
+    """Codes to images."""
+
+    config_class = ChameleonVQConfig
+    main_input_name = "codes"
+
+    def __init__(self, config: ChameleonVQConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
+        self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.latent_channels, 1)
+        self.decoder = Decoder(
+            config.channels,
+            config.channel_multipliers,
+            config.residual_blocks,
+            config.latent_channels,
+            config.norm_groups,
+        )
+        if not config.attends:
+            self.decoder.conv_blocks[0].attn = nn.ModuleList()
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As torch does: transformers' narrow normal starves a convolutional network."""
+        if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
+            module.reset_parameters()
+
+    @property
+    def codes(self) -> Tensor:
+        """The codebook as it is decoded, ``(C, D)``."""
+        return self.embedding.weight
+
+    def decode_codes(self, codes: Tensor) -> Tensor:
+        """Images of codes ``(B, h, w)``, nominally from -1 to 1, not clamped.
+
+        Raises:
+            ShapeError: ``codes`` has no height and width.
+        """
+        if codes.ndim != 3:
+            raise ShapeError(
+                f"codes have shape {tuple(codes.shape)}; expected (batch, height, width): "
+                "reshape them to the grid"
+            )
+        latents = F.embedding(codes, self.codes).permute(0, 3, 1, 2)
+        return self.decoder(self.post_quant_conv(latents))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """See `decode_codes`."""
+        return self.decode_codes(codes)
+
+
+def load_published(file: str | Path, *, codebook_size: int | None = None) -> ChameleonVQDecoder:
+    """The decoder of a published ``vqgan.ckpt``, in float32 and evaluation mode.
+
+    Args:
+        file: With the weights under ``state_dict``, or bare.
+        codebook_size: What the transformer beside it expects; ``None``: whatever is there.
+
+    Raises:
+        InputError: The file has another layout, or another codebook.
+    """
+    weights = published_weights(file, marker="decoder.up.0.block.0.conv1.weight")
+    size, dim = weights["quantize.embedding.weight"].shape
+    if codebook_size not in (None, size):
+        raise InputError(
+            f"{file} has a codebook of {size}; expected {codebook_size}, the image tokens of the "
+            "transformer: give the tokenizer it was trained with"
+        )
+    levels = 1 + max(int(n.split(".")[2]) for n in weights if n.startswith("decoder.up."))
+    widths = [len(weights[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
+    channels = math.gcd(*widths)  # widths are all that counts
+    blocks = {n.split(".")[4] for n in weights if n.startswith("decoder.up.0.block.")}
+    config = ChameleonVQConfig(
+        codebook_size=size,
+        codebook_dim=dim,
+        channels=channels,
+        channel_multipliers=tuple(width // channels for width in widths),
+        residual_blocks=len(blocks) - 1,
+        latent_channels=weights["decoder.conv_in.weight"].shape[1],
+        attends=f"decoder.up.{levels - 1}.attn.0.q.weight" in weights,
+    )
+    kept = ("decoder.", "post_quant_conv.", "quantize.embedding.")
+    renamed = {_renamed(n, levels): w for n, w in weights.items() if n.startswith(kept)}
+    return fill(ChameleonVQDecoder(config), renamed, file)
+
+
+def _renamed(name: str, levels: int) -> str:
+    """Levels are stored finest first there, and coarsest first here."""
+    name = name.removeprefix("quantize.")
+    name = re.sub(r"\.up\.(\d+)\.", lambda m: f".conv_blocks.{levels - 1 - int(m[1])}.", name)
+    name = re.sub(r"\.block\.(\d+)\.", r".res.\1.", name)
+    for place, part in enumerate(("block_1", "attn_1", "block_2")):
+        name = name.replace(f".mid.{part}.", f".mid.{place}.")
+    return name

@@ -1,0 +1,381 @@
+"""VAR's transformer: all codes of a scale from all scales before it, for a class of pictures.
+
+The sequence is the class, then the scales, small ones first: the first scale reads the class
+itself, every later one the picture so far on its grid (`MultiScaleVQ.scale_input`). A position's
+logits are the law of the code at its own place. A place sees its whole scale and all before it, so
+that the codes of a scale are drawn together, and keys and values of finished scales are kept.
+
+Parameters are named as in the published checkpoints, which `load_published` reads.
+
+Source: Tian et al. 2024, arXiv:2404.02905; layout of FoundationVision/VAR ``models/var.py`` and
+``models/basic_var.py``. Differs from it in: what follows from the configuration (levels, mask, the
+keys' zero bias) is no part of the weights; labels are never dropped here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from mmdecode.checkpoints import fill, published_weights
+from mmdecode.errors import InputError, OptionError, ShapeError
+from mmdecode.models.multiscale_vq import PATCH_NUMS, scale_starts, token_counts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_SHARPNESS = math.log(100)
+
+
+class VarConfig(PreTrainedConfig):
+    """Shape of a transformer.
+
+    Attributes:
+        vocab_size, codebook_dim: Rows of the tokenizer's codebook and their width.
+        patch_nums: Side of each scale's grid, ascending.
+        num_classes: The null class not counted.
+        unconditional: Whether there is a null class, ``num_classes``, which guidance needs.
+        hidden_size, intermediate_size: Width of states and of the feed-forward part.
+        num_hidden_layers, num_attention_heads: Of the blocks.
+        attn_l2_norm: Queries and keys of length one, and a learned sharpness for each head, at
+            most 100.
+        shared_adaln: One projection of the class for all blocks beside a learned offset in each,
+            as in the model for 512 pixels; otherwise a projection in each.
+        norm_eps: Of every normalisation.
+        tokenizer: Folder of the `MultiScaleVQ`, from this model's own folder; empty: not known.
+    """
+
+    model_type = "var"
+    vocab_size: int = 4096
+    codebook_dim: int = 32
+    patch_nums: tuple[int, ...] = PATCH_NUMS
+    num_classes: int = 1000
+    unconditional: bool = True
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    attn_l2_norm: bool = True
+    shared_adaln: bool = False
+    norm_eps: float = 1e-6
+    tokenizer: str = ""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Index of each scale's first token, then the number of all."""
+        return scale_starts(self.patch_nums)
+
+
+class ScaleCache:
+    """Keys and values of every layer, in room that is there from the start.
+
+    Args:
+        config: Of the model.
+        rows: Conditional and unconditional ones together.
+        tokens: The most it will hold.
+        device, dtype: Of keys and values.
+    """
+
+    def __init__(
+        self,
+        config: VarConfig,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        heads = config.num_attention_heads
+        shape = (config.num_hidden_layers, 2, rows, heads, tokens, config.hidden_size // heads)
+        self.room = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds."""
+        return self.room.nbytes
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values ``(R, heads, n, width)`` of a layer; returns all of its."""
+        stop = self.length + key.shape[2]
+        self.room[layer, 0, :, :, self.length : stop] = key
+        self.room[layer, 1, :, :, self.length : stop] = value
+        return self.room[layer, 0, :, :, :stop], self.room[layer, 1, :, :, :stop]
+
+
+class Attention(nn.Module):
+    """Attention with queries and keys of length one, or scaled down."""
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__()
+        width, self.heads = config.hidden_size, config.num_attention_heads
+        if config.attn_l2_norm:
+            self.scale_mul_1H11 = nn.Parameter(torch.full((1, self.heads, 1, 1), math.log(4)))
+        self.sharp = config.attn_l2_norm
+        self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(width))
+        self.v_bias = nn.Parameter(torch.zeros(width))
+        self.proj = nn.Linear(width, width)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, cache: ScaleCache | None, layer: int
+    ) -> Tensor:
+        """``(R, n, W)`` to the same; ``mask`` ``(n, cached + n)`` is true where a key is seen."""
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        joint = F.linear(x, self.mat_qkv.weight, bias).unflatten(2, (3, self.heads, -1))
+        query, key, value = joint.permute(2, 0, 3, 1, 4)  # each (R, heads, n, width)
+        if self.sharp:
+            sharpness = self.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp()
+            query, key = F.normalize(query, dim=-1) * sharpness, F.normalize(key, dim=-1)
+            scale = 1.0
+        else:
+            scale = 0.25 / math.sqrt(query.shape[-1])  # as published
+        if cache is not None:
+            key, value = cache.extend(layer, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(R, n, W)`` to the same."""
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+def modulation(width: int, parts: int) -> nn.Sequential:
+    """From a class's embedding to the factors and offsets of a block."""
+    return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part, each normalised, scaled and shifted by the class."""
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.attn, self.ffn = Attention(config), FeedForward(config)
+        self.norm = nn.LayerNorm(width, config.norm_eps, elementwise_affine=False)
+        if config.shared_adaln:
+            self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, width))
+        else:
+            self.ada_lin = modulation(width, 6)
+        self.shared = config.shared_adaln
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor,
+        mask: Tensor | None,
+        cache: ScaleCache | None,
+        layer: int,
+    ) -> Tensor:
+        """``(R, n, W)`` to the same.
+
+        Args:
+            x: States.
+            condition: The class's embedding ``(R, W)``, or what all blocks share of it
+                ``(R, 6 W)``.
+            mask: See `Attention`.
+            cache: Of the model.
+            layer: Index of the block.
+        """
+        whole = condition if self.shared else self.ada_lin(condition)
+        parts = whole.view(len(whole), 1, 6, -1)
+        if self.shared:
+            parts = parts + self.ada_gss
+        gate1, gate2, scale1, scale2, shift1, shift2 = parts.unbind(2)
+        x = x + gate1 * self.attn(self.norm(x) * (1 + scale1) + shift1, mask, cache, layer)
+        return x + gate2 * self.ffn(self.norm(x) * (1 + scale2) + shift2)
+
+
+class Head(nn.Module):
+    """The last normalisation, scaled and shifted by the class."""
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps, elementwise_affine=False)
+        self.ada_lin = modulation(config.hidden_size, 2)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """``(R, n, W)`` to the same."""
+        scale, shift = self.ada_lin(condition).view(len(x), 1, 2, -1).unbind(2)
+        return self.norm(x) * (1 + scale) + shift
+
+
+class VarForImageGeneration(PreTrainedModel):
+    """Classes and pictures so far to logits of codes."""
+
+    config_class = VarConfig
+    main_input_name = "classes"
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__(config)
+        width, starts = config.hidden_size, config.starts
+        self.class_emb = nn.Embedding(config.num_classes + config.unconditional, width)
+        self.word_embed = nn.Linear(config.codebook_dim, width)
+        self.lvl_embed = nn.Embedding(len(config.patch_nums), width)
+        self.pos_start = nn.Parameter(torch.empty(1, starts[1], width))
+        self.pos_1LC = nn.Parameter(torch.empty(1, starts[-1], width))
+        self.shared_ada_lin = modulation(width, 6) if config.shared_adaln else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.head_nm = Head(config)
+        self.head = nn.Linear(width, config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Narrow normals; what the class scales starts at zero, so that blocks change nothing."""
+        deviation = math.sqrt(1 / (3 * self.config.hidden_size))
+        if isinstance(module, VarForImageGeneration):
+            for table in (module.pos_start, module.pos_1LC):
+                init.normal_(table, std=deviation)
+            modulations = [m for n, m in module.named_modules() if n.endswith("ada_lin.1")]
+            for linear in modulations:
+                init.zeros_(linear.weight)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=deviation)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=deviation)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+    @property
+    def null_class(self) -> int:
+        """The class of the unconditional input.
+
+        Raises:
+            OptionError: The model has none.
+        """
+        if not self.config.unconditional:
+            raise OptionError(
+                f"guidance needs an unconditional input; this model knows {self.config.num_classes}"
+                " classes and no null class: give guidance=0"
+            )
+        return int(self.config.num_classes)
+
+    def forward(
+        self, classes: Tensor, inputs: Tensor | None = None, cache: ScaleCache | None = None
+    ) -> Tensor:
+        """Logits of the scales that are fed, ``(R, n, vocab_size)`` float32.
+
+        Args:
+            classes: One per row, ``(R,)``.
+            inputs: The picture so far at each place of the scales to feed,
+                ``(R, m, codebook_dim)``. Without a filled cache the first scale, which reads the
+                class, comes before them.
+            cache: Of the scales before; gets what is fed.
+
+        Raises:
+            ShapeError: The tokens fed do not end with a scale.
+        """
+        starts = self.config.starts
+        begin = 0 if cache is None else cache.length
+        condition = self.class_emb(classes)
+        pieces = []
+        if begin == 0:
+            pieces.append(condition[:, None] + self.pos_start)
+        if inputs is not None:
+            pieces.append(self.word_embed(inputs.to(condition.dtype)))
+        fed = torch.cat(pieces, 1)
+        end = begin + fed.shape[1]
+        if end not in starts:
+            raise ShapeError(
+                f"tokens {begin} to {end} are fed; scales end at {', '.join(map(str, starts[1:]))}:"
+                " feed whole scales"
+            )
+        levels = self._levels(fed.device)[:end]
+        x = fed + self.lvl_embed(levels[begin:]) + self.pos_1LC[:, begin:end]
+        one_scale = starts.index(end) - starts.index(begin) == 1
+        mask = None if one_scale else visible(levels, begin)
+        shared = self.shared_ada_lin(condition)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, shared, mask, cache, layer)
+        if cache is not None:
+            cache.length = end
+        return self.head(self.head_nm(x, condition)).float()
+
+    def _levels(self, device: torch.device) -> Tensor:
+        """The scale of every token, ``(L,)``."""
+        counts = torch.tensor(token_counts(self.config.patch_nums))
+        return torch.arange(len(counts)).repeat_interleave(counts).to(device)
+
+
+def visible(levels: Tensor, begin: int) -> Tensor:
+    """Which tokens those from ``begin`` on see: their own scale and all before it, ``(n, L)``."""
+    return levels[begin:, None] >= levels
+
+
+_DERIVED = ("lvl_1L", "attn_bias_for_masking")
+
+
+def load_published(
+    file: str | Path, *, patch_nums: Sequence[int] | None = None, num_heads: int | None = None
+) -> VarForImageGeneration:
+    """A transformer from a published ``var_d*.pth``, in float32 and evaluation mode.
+
+    Args:
+        file: The weights; their shapes show nearly everything.
+        patch_nums: Side of each scale's grid; ``None``: as the file's buffer ``lvl_1L`` has it.
+        num_heads: ``None``: as many as there are learned sharpnesses, without these as blocks.
+
+    Raises:
+        InputError: The file has another layout, or other scales.
+    """
+    weights = published_weights(file, marker="pos_1LC")
+    derived = {name: weights.pop(name) for name in _DERIVED if name in weights}
+    patch_nums = _patch_nums(derived.get("lvl_1L"), patch_nums, file)
+    for name in [name for name in weights if name.endswith("attn.zero_k_bias")]:
+        if weights.pop(name).any():
+            raise InputError(f"{file}: {name} is not zero; VAR's keys have no bias")
+    layers = len({found[1] for n in weights if (found := re.match(r"blocks\.(\d+)\.", n))})
+    try:
+        shape: dict[str, Any] = {
+            "vocab_size": len(weights["head.weight"]),
+            "codebook_dim": weights["word_embed.weight"].shape[1],
+            "patch_nums": patch_nums,
+            "num_classes": len(weights["class_emb.weight"]) - 1,
+            "hidden_size": weights["pos_1LC"].shape[2],
+            "intermediate_size": len(weights["blocks.0.ffn.fc1.weight"]),
+            "num_hidden_layers": layers,
+            "attn_l2_norm": "blocks.0.attn.scale_mul_1H11" in weights,
+            "shared_adaln": "blocks.0.ada_gss" in weights,
+        }
+    except KeyError as missing:
+        raise InputError(f"{file} has no {missing}; give a var_d*.pth of VAR") from missing
+    if num_heads is None:
+        sharpness = weights.get("blocks.0.attn.scale_mul_1H11")
+        num_heads = layers if sharpness is None else sharpness.shape[1]
+    return fill(
+        VarForImageGeneration(VarConfig(**shape, num_attention_heads=num_heads)), weights, file
+    )
+
+
+def _patch_nums(
+    levels: Tensor | None, given: Sequence[int] | None, file: str | Path
+) -> tuple[int, ...]:
+    if levels is None:
+        return tuple(given or PATCH_NUMS)
+    shown = tuple(math.isqrt(int(count)) for count in levels.flatten().bincount())
+    if given is not None and tuple(given) != shown:
+        raise InputError(
+            f"{file} was trained on scales {', '.join(map(str, shown))}; patch_nums is "
+            f"{', '.join(map(str, given))}: leave it out"
+        )
+    return shown
+
+
+AutoConfig.register(VarConfig.model_type, VarConfig)
+AutoModel.register(VarConfig, VarForImageGeneration)

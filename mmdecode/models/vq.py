@@ -1,0 +1,189 @@
+"""LlamaGen's image tokenizer: a convolutional autoencoder with one codebook.
+
+Codes are compared and decoded by their direction alone: rows of the codebook and what the encoder
+gives are brought to length one. The stored rows are not, so whoever asks which codes are close
+(LANTERN) has to ask `VQModel.codes`.
+
+Parameters are named as in the published checkpoints, which `load_published` reads.
+
+Source: Sun et al. 2024, arXiv:2406.06525, section 2.1; layout of FoundationVision/LlamaGen
+``tokenizer/tokenizer_image/vq_model.py``. Differs from it in: the width of the first level and the
+groups of norms are part of the configuration, and the training-only ``codebook_used`` is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mmdecode.checkpoints import fill, published_weights
+from mmdecode.errors import InputError, ShapeError
+from mmdecode.models.vqgan import GROUPS, Decoder, Encoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class VQConfig(PreTrainedConfig):
+    """Shape of a tokenizer.
+
+    Attributes:
+        codebook_size, codebook_dim: Rows of the codebook and their width.
+        channels: Width of the first level.
+        channel_multipliers: Width of each level as a multiple of it; an image is halved between
+            levels, so three levels make a code of 4 x 4 pixels.
+        residual_blocks: Per level of the encoder; the decoder has one more.
+        latent_channels: Between encoder and codebook.
+        norm_groups: Of every GroupNorm; divides the width of each level. As many groups as channels
+            would take the brightness out of a narrow model's image.
+    """
+
+    model_type = "llamagen_vq"
+    codebook_size: int = 16384
+    codebook_dim: int = 8
+    channels: int = 128
+    channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    residual_blocks: int = 2
+    latent_channels: int = 256
+    norm_groups: int = GROUPS
+
+    @property
+    def factor(self) -> int:
+        """Pixels per code in either direction."""
+        return int(2 ** (len(self.channel_multipliers) - 1))
+
+
+class Quantizer(nn.Module):
+    """The codebook."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
+
+
+class VQModel(PreTrainedModel):
+    """Images to codes and back."""
+
+    config_class = VQConfig
+    main_input_name = "pixels"
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__(config)
+        shape = (
+            config.channels,
+            config.channel_multipliers,
+            config.residual_blocks,
+            config.latent_channels,
+            config.norm_groups,
+        )
+        self.encoder = Encoder(*shape)
+        self.decoder = Decoder(*shape)
+        self.quantize = Quantizer(config)
+        self.quant_conv = nn.Conv2d(config.latent_channels, config.codebook_dim, 1)
+        self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.latent_channels, 1)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As torch does: transformers' narrow normal starves a convolutional network."""
+        if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
+            module.reset_parameters()
+
+    @property
+    def codes(self) -> Tensor:
+        """The codebook as it is compared and decoded: rows of length one, ``(V, D)``."""
+        return F.normalize(self.quantize.embedding.weight, dim=-1)
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """What is looked up in the codebook, ``(B, D, h, w)``, not of length one.
+
+        Args:
+            pixels: From -1 to 1, ``(B, 3, H, W)``.
+
+        Raises:
+            ShapeError: Height or width is no multiple of the factor.
+        """
+        factor = self.config.factor
+        if pixels.ndim != 4 or pixels.shape[1] != 3 or any(n % factor for n in pixels.shape[2:]):
+            raise ShapeError(
+                f"pixels have shape {tuple(pixels.shape)}; expected (batch, 3, height, width) with "
+                f"both multiples of {factor}: resize or crop them"
+            )
+        return self.quant_conv(self.encoder(pixels))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Codes of images ``(B, 3, H, W)`` from -1 to 1: the nearest ones, int64 ``(B, h, w)``."""
+        latents = F.normalize(self.latents(pixels), dim=1)
+        # all of length one, so the nearest has the largest product
+        return torch.einsum("bdhw,vd->bhwv", latents, self.codes).argmax(-1)
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        """Rows of the codebook for codes ``(B, h, w)``, ``(B, D, h, w)``.
+
+        Raises:
+            ShapeError: ``codes`` has no height and width.
+        """
+        if codes.ndim != 3:
+            raise ShapeError(
+                f"codes have shape {tuple(codes.shape)}; expected (batch, height, width): "
+                "reshape them to the grid"
+            )
+        return F.embedding(codes, self.codes).permute(0, 3, 1, 2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images of rows ``(B, D, h, w)``, nominally from -1 to 1, not clamped."""
+        return self.decoder(self.post_quant_conv(latents))
+
+    def decode_codes(self, codes: Tensor) -> Tensor:
+        """Images of codes ``(B, h, w)``: `lookup`, then `decode`."""
+        return self.decode(self.lookup(codes))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Reconstructed images."""
+        return self.decode_codes(self.encode(pixels))
+
+
+def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQModel:
+    """A tokenizer from a published ``.pt`` file, in float32 and evaluation mode.
+
+    Args:
+        file: With the weights under ``model``, ``module`` or ``state_dict``, or bare.
+        codebook_size: What the transformer beside it expects; ``None``: whatever is there.
+
+    Raises:
+        InputError: The file has another layout, or another codebook.
+    """
+    weights = published_weights(file, marker="quantize.embedding.weight")
+    config = _config_of(weights)
+    if codebook_size not in (None, config.codebook_size):
+        raise InputError(
+            f"{file} has a codebook of {config.codebook_size}; expected {codebook_size}, the "
+            "vocabulary of the transformer: give the tokenizer it was trained with"
+        )
+    weights.pop("quantize.codebook_used", None)
+    return fill(VQModel(config), weights, file)
+
+
+def _config_of(weights: dict[str, Tensor]) -> VQConfig:
+    """All of a published tokenizer's shape but the 32 groups is visible in its weights."""
+    size, dim = weights["quantize.embedding.weight"].shape
+    channels = len(weights["encoder.conv_in.weight"])
+    multipliers: list[int] = []
+    while f"encoder.conv_blocks.{len(multipliers)}.res.0.conv1.weight" in weights:
+        level = weights[f"encoder.conv_blocks.{len(multipliers)}.res.0.conv1.weight"]
+        multipliers.append(len(level) // channels)
+    blocks = 0
+    while f"encoder.conv_blocks.0.res.{blocks}.conv1.weight" in weights:
+        blocks += 1
+    shape: dict[str, Any] = {
+        "codebook_size": size,
+        "codebook_dim": dim,
+        "channels": channels,
+        "channel_multipliers": tuple(multipliers),
+        "residual_blocks": blocks,
+        "latent_channels": len(weights["encoder.conv_out.weight"]),
+    }
+    return VQConfig(**shape)

@@ -1,0 +1,212 @@
+"""Convolutional encoder and decoder of the VQGAN family, shared by its tokenizers.
+
+Parameters are named as in LlamaGen's checkpoints; a layout that names the same tensors otherwise
+is renamed by its converter. Source: taming-transformers, Esser et al. 2021, arXiv:2012.09841.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+GROUPS = 32  # of every published checkpoint
+
+
+def normed(channels: int, groups: int = GROUPS) -> nn.GroupNorm:
+    """Group normalisation as the whole family has it."""
+    return nn.GroupNorm(groups, channels, eps=1e-6)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a skip connection, ``(B, C, H, W)`` to ``(B, C', H, W)``."""
+
+    def __init__(self, channels: int, out_channels: int, groups: int = GROUPS) -> None:
+        super().__init__()
+        self.norm1 = normed(channels, groups)
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, padding=1)
+        self.norm2 = normed(out_channels, groups)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        same = channels == out_channels
+        self.nin_shortcut = nn.Identity() if same else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        return self.nin_shortcut(x) + self.conv2(F.silu(self.norm2(hidden)))
+
+
+class AttentionBlock(nn.Module):
+    """One head of attention among all places of a picture."""
+
+    def __init__(self, channels: int, groups: int = GROUPS) -> None:
+        super().__init__()
+        self.norm = normed(channels, groups)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` to the same."""
+        hidden = self.norm(x)
+        q, k, v = (part(hidden).flatten(2).mT for part in (self.q, self.k, self.v))  # (B, HW, C)
+        mixed = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        return x + self.proj_out(mixed.mT.reshape(x.shape))
+
+
+class Downsample(nn.Module):
+    """A convolution of stride 2 that pads right and bottom only."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` to ``(B, C, H/2, W/2)``."""
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """Every place repeated twice both ways, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` to ``(B, C, 2H, 2W)``."""
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """The blocks of one resolution; the coarsest one has attention behind each of them."""
+
+    def __init__(
+        self, channels: int, out_channels: int, blocks: int, attend: bool, groups: int
+    ) -> None:
+        super().__init__()
+        self.res = nn.ModuleList(
+            ResidualBlock(channels if index == 0 else out_channels, out_channels, groups)
+            for index in range(blocks)
+        )
+        self.attn = nn.ModuleList(
+            AttentionBlock(out_channels, groups) for _ in range(blocks if attend else 0)
+        )
+        self.downsample: nn.Module | None = None
+        self.upsample: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` to ``(B, C', H, W)``, or half or double that size."""
+        for index, block in enumerate(self.res):
+            x = block(x)
+            if self.attn:
+                x = self.attn[index](x)
+        step = self.downsample or self.upsample
+        return x if step is None else step(x)
+
+
+def _middle(channels: int, groups: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        (
+            ResidualBlock(channels, channels, groups),
+            AttentionBlock(channels, groups),
+            ResidualBlock(channels, channels, groups),
+        )
+    )
+
+
+class Encoder(nn.Module):
+    """Pixels ``(B, 3, H, W)`` to latents ``(B, z_channels, H / f, W / f)``.
+
+    Args:
+        channels: Of the finest level.
+        multipliers: Of each level's channels, finest first; pictures are halved between levels.
+        blocks: Residual blocks per level.
+        z_channels: Of the latents.
+        groups: Of every normalisation.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        multipliers: Sequence[int],
+        blocks: int,
+        z_channels: int,
+        groups: int = GROUPS,
+    ) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, channels, 3, padding=1)
+        widths = [channels, *(channels * m for m in multipliers)]
+        last = len(multipliers) - 1
+        self.conv_blocks = nn.ModuleList()
+        for index in range(last + 1):
+            level = Level(widths[index], widths[index + 1], blocks, index == last, groups)
+            if index < last:
+                level.downsample = Downsample(widths[index + 1])
+            self.conv_blocks.append(level)
+        self.mid = _middle(widths[-1], groups)
+        self.norm_out = normed(widths[-1], groups)
+        self.conv_out = nn.Conv2d(widths[-1], z_channels, 3, padding=1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Latents of pixels."""
+        x = self.conv_in(pixels)
+        for block in (*self.conv_blocks, *self.mid):
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class Decoder(nn.Module):
+    """Latents ``(B, z_channels, h, w)`` to pixels ``(B, 3, h f, w f)``; a block more per level.
+
+    Args:
+        channels: Of the finest level.
+        multipliers: Of each level's channels, finest first.
+        blocks: Residual blocks per level of the encoder.
+        z_channels: Of the latents.
+        groups: Of every normalisation.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        multipliers: Sequence[int],
+        blocks: int,
+        z_channels: int,
+        groups: int = GROUPS,
+    ) -> None:
+        super().__init__()
+        widths = [channels * m for m in reversed(multipliers)]  # coarsest first, as its levels are
+        self.conv_in = nn.Conv2d(z_channels, widths[0], 3, padding=1)
+        self.mid = _middle(widths[0], groups)
+        self.conv_blocks = nn.ModuleList()
+        for index, width in enumerate(widths):
+            before = widths[max(index - 1, 0)]
+            level = Level(before, width, blocks + 1, index == 0, groups)
+            if index < len(widths) - 1:
+                level.upsample = Upsample(width)
+            self.conv_blocks.append(level)
+        self.norm_out = normed(widths[-1], groups)
+        self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """Pixels of latents, unclamped."""
+        x = self.conv_in(latents)
+        for block in (*self.mid, *self.conv_blocks):
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+def split_joint_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values apart where a layout keeps them as one ``qkv`` convolution."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if ".qkv." in name:
+            for part, piece in zip("qkv", value.chunk(3), strict=True):
+                found[name.replace(".qkv.", f".{part}.")] = torch.clone(piece)
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,191 @@
+"""Jacobi windows and their rejection test, against what the reference's own code computed.
+
+The reference tests slot i of a window by the law of slot i - 1; slot 0 is the last committed token.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmdecode.accept.exact import GreedyMatch
+from mmdecode.accept.rejection import Asked, Rejection, residual
+from mmdecode.draft.jacobi import Jacobi
+from mmdecode.engine.contracts import Context, Outcome, Scores
+from mmdecode.engine.layout import Layout
+from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.proposal import Proposal
+from mmdecode.evaluation.relaxed import one_token
+from mmdecode.image_ar.sampling import Sampling, guided
+
+DATA = Path(__file__).parents[1] / "data" / "golden" / "sjd"
+SETUP = json.loads((DATA / "config.json").read_text())
+VALUES = load_file(DATA / "sjd_io.safetensors")
+VOCAB = SETUP["vocab"]
+CASES = [
+    *(f"single{i}" for i in range(SETUP["single_trials"])),
+    *(f"batch{i}" for i in range(SETUP["batch_trials"])),
+]
+CLOSE = {"atol": 1e-6, "rtol": 0.0}
+
+
+def of(case):
+    """The tensors of a case by their short names."""
+    parts = {k.split(".", 1)[1]: v for k, v in VALUES.items() if k.startswith(f"{case}.")}
+    return SimpleNamespace(**{k.split(".", 1)[1]: v for k, v in parts.items()})
+
+
+def context(rows, length=1, adapter=None, ids=None):
+    lengths = torch.full((rows,), length)
+    return Context(
+        prompt_ids=torch.zeros(rows, 0, dtype=torch.long),
+        prompt_mask=torch.zeros(rows, 0, dtype=torch.bool),
+        ids=torch.zeros(rows, 40, dtype=torch.long) if ids is None else ids,
+        length=lengths,
+        open=lengths > 0,
+        rounds=lengths.clone(),
+        noise=Noise.of(0, range(rows)),
+        limit=20,
+        adapter=adapter,
+    )
+
+
+class Given:
+    """The uniforms of a case as the draws of its tests, and noise that prefers certain tokens."""
+
+    def __init__(self, uniform, favourites):
+        self.uniform, self.favourites = uniform, favourites
+
+    def gumbel(self, positions, role, vocab, trial=None):
+        if role is Role.ACCEPT:
+            return -(-self.uniform.log()).log()[..., None]
+        favoured = torch.nn.functional.one_hot(self.favourites, vocab).float()
+        return 1e4 * favoured[:, None]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_odds_and_residuals_match(case):
+    found = of(case)
+    token = found.draft_tokens[:, 1:]
+    asked = {"depth": token * 0, "place": token * 0, "adapter": None}
+    p, q = found.p[:, :-1], found.q[:, 1:]
+    first, second = Rejection().odds(Asked(p=p, q=q, token=token, **asked))
+    torch.testing.assert_close((first / second).clamp_max(1), found.accept_prob[:, 1:], **CLOSE)
+    torch.testing.assert_close(residual(p, q), found.residual[:, 1:], **CLOSE)
+    keeps = one_token(Rejection(), p, q).keeps.gather(-1, token[..., None])[..., 0]
+    torch.testing.assert_close(keeps, found.accept_prob[:, 1:], **CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_window_commits_the_same_tokens_row_by_row(case):
+    found = of(case)
+    rows, window = found.draft_tokens.shape
+    last = found.committed[:, None] - 1
+    decided = found.tokens.gather(1, last)[:, 0]
+    proposal = Proposal(tokens=found.draft_tokens[:, 1:], kind="iid", log_q=found.q[:, 1:].log())
+    law = SimpleNamespace(vectorised=True, all=lambda: found.p.log())
+    arguments = (proposal, law, Given(found.uniform[:, 1:], decided), context(rows))
+
+    path, count, behind = Rejection()._chain(*arguments)
+    assert torch.equal(count + 1, found.committed)
+    full = (count == window - 1)[:, None]
+    slot = found.committed.clamp_max(window - 1)[:, None, None].expand(-1, 1, VOCAB)
+    expected = torch.where(full, found.p[:, -1], found.residual.gather(1, slot)[:, 0])
+    torch.testing.assert_close(behind, expected, **CLOSE)
+
+    outcome = Rejection()(*arguments)
+    kept = torch.arange(window - 1) < count[:, None]
+    assert torch.equal(path, outcome.path) and torch.equal(path >= 0, kept)
+    accepted = found.draft_tokens[:, 1:]
+    assert torch.equal(accepted[kept], found.tokens[:, :-1][kept])
+    # the reference drew the last one with a generator: it has probability here, so it is favoured
+    assert torch.equal(outcome.next_token, decided)
+
+
+def test_the_reference_commits_the_shortest_row_of_a_batch_and_this_loop_each_row_its_own():
+    case = of(f"batch{SETUP['loop_trial']}")
+    assert int(VALUES["loop.out.matched"]) == int(case.committed.min()) < int(case.committed.max())
+    # what a row ahead gives back keeps the law of its draft there, which biases later tests
+    row = int(case.committed.argmax())
+    torch.testing.assert_close(VALUES["loop.out.carried_scores"][row, 0], case.q[row, 2], **CLOSE)
+
+
+def test_a_residual_is_drawn_from_as_it_is():
+    """The reference warps it once more, which is wrong for a temperature."""
+    again = VALUES["double_temperature.out.residual"]
+    sound = VALUES["single0.out.residual"][0, 1:]
+    warped = (sound.log() / SETUP["double_temperature"]).softmax(-1)
+    torch.testing.assert_close(again, warped, **CLOSE)
+    assert float((again - sound).abs().max()) > 0.2
+
+
+def test_the_pipeline_matches():
+    setup = SETUP["pipeline"]
+    conditional, unconditional = VALUES["pipeline.in.logits_rows"].unbind(0)
+    logits = guided(conditional, unconditional, setup["guidance_scale"])
+    law = Sampling(top_k=setup["image_top_k"]).warp(logits).softmax(-1)
+    torch.testing.assert_close(law, VALUES["pipeline.out.probs"][0], **CLOSE)
+    assert torch.equal(law.argmax(-1), VALUES["pipeline.out.greedy_tokens"][0])
+
+
+def test_the_plain_jacobi_rule_keeps_what_did_not_change():
+    drafted, following = VALUES["jacobi.in.draft_tokens"], VALUES["jacobi.in.next_tokens"]
+    scores = torch.nn.functional.one_hot(following, VOCAB).float()
+    law = SimpleNamespace(vectorised=True, all=lambda: scores)
+    proposal = Proposal(tokens=drafted[:, 1:], kind="deterministic")
+    outcome = GreedyMatch()(proposal, law, None, context(1))
+    assert torch.equal(outcome.num_accepted + 1, VALUES["jacobi.out.committed"])
+
+
+def begun(start, layout):
+    """Guesses at the fixture's new slots, behind what a pass has left of the window."""
+    history, carried = VALUES["init.in.input_ids"], VALUES["init.in.carried_tokens"]
+    offset, new = SETUP["init"]["prefill_offset"], SETUP["init"]["new_tokens"]
+    generated = history[:, offset:]
+    ids = torch.nn.functional.pad(generated, (0, 40))
+    ctx = context(1, generated.shape[1], SimpleNamespace(layout=layout), ids)
+    draft = Jacobi(1 + SETUP["init"]["carried"] + new, start)
+    draft.begin(ctx, Scores(logits=torch.zeros(1, 1, VOCAB)), "iid")
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    left = Outcome(
+        path=nothing,
+        num_accepted=torch.zeros(1),
+        next_token=history[:, -1],
+        tail_tokens=carried,
+        tail_law=VALUES["init.in.carried_scores"].log(),
+    )
+    draft.observe(ctx, Proposal.empty(1, ctx.device), Scores(logits=torch.zeros(1, 1, VOCAB)), left)
+    proposal = draft.propose(ctx, 20)
+    assert torch.equal(proposal.tokens[:, :2], carried)
+    return proposal.tokens[0, 2:], proposal.log_q[0, 2:].softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["repeat", "sample"])
+def test_new_places_begin_from_their_left_neighbour(name):
+    """Where a neighbour is known. The reference samples by argmax, as here in greedy decoding.
+
+    It also copies over the end of a row, and puts codes where only a newline can stand.
+    """
+    expected = VALUES[f"init_{name}_horizon.out.tokens"][0]
+    has_left = VALUES["init.out.has_left_neighbour"].tolist()
+    columns, stride = SETUP["init"]["grid_width"], SETUP["init"]["row_stride"]
+    codes = VALUES["init.in.image_vocab"]
+    start = {"repeat": "left", "sample": "left_law"}[name]
+    plain = Layout(rows=4, columns=stride, ids=codes)
+    tokens, laws = begun(start, plain)
+    assert [int(plain.left(torch.tensor(place))) >= 0 for place in range(9, 15)] == has_left
+    assert tokens[0] == expected[0]
+    if name == "repeat":
+        torch.testing.assert_close(laws[0], VALUES["init_repeat_horizon.out.scores"][0, 0])
+    else:
+        torch.testing.assert_close(laws[0], VALUES["init.in.carried_scores"][0, -1])
+    # a row of which nothing is known begins at random, with the law that is true of it
+    assert torch.equal(laws[1:], torch.zeros(VOCAB).index_fill(0, codes, 1 / 20).expand(5, -1))
+
+    newline = 3
+    tokens, laws = begun(start, Layout(rows=4, columns=columns, ids=codes, newline=newline))
+    assert (tokens == newline).tolist() == [True, False, False, False, False, True]
+    assert bool(torch.isin(tokens[1:5], codes).all()) and float(laws[0, newline]) == 1
