@@ -12,7 +12,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmdecode import accept, adapters, asr, draft, engine, errors, evaluation, guide, vlm, zoo
+    from mmdecode import (
+        accept,
+        adapters,
+        asr,
+        draft,
+        engine,
+        errors,
+        evaluation,
+        guide,
+        image_ar,
+        vlm,
+        zoo,
+    )
     from mmdecode.engine.decoder import Decoder
     from mmdecode.frontdoor import attach, generate
 
@@ -31,6 +43,7 @@ __all__ = [
     "evaluation",
     "generate",
     "guide",
+    "image_ar",
     "vlm",
     "zoo",
 ]

@@ -106,7 +106,9 @@ def test_demo_asks_and_writes_a_page(tmp_path):
     [
         (["vlm", "--draft", "lookup"], "--draft does nothing without 'mmdecode demo speech'"),
         (["speech", "--guide", "vcd"], "--guide does nothing without 'mmdecode demo vlm'"),
-        (["image"], "no demo named 'image'; known: speech, vlm"),
+        (["image", "--guide", "vcd"], "--guide does nothing without 'mmdecode demo vlm'"),
+        (["image", "--repeats", "2"], "--repeats does nothing without 'mmdecode demo speech'"),
+        (["images"], "no demo named 'images'; did you mean 'image'?; known: image, speech, vlm"),
     ],
 )
 def test_options_of_the_other_demo_are_refused(words, message):

@@ -48,7 +48,7 @@ def plain(pictures):
     return [one.text for one in answerer(sorted(pictures.iterdir()), QUESTION)]
 
 
-@pytest.mark.parametrize("name", ["asr", "vlm"])
+@pytest.mark.parametrize("name", ["asr", "vlm", "image_ar"])
 def test_every_script_of_a_folder_is_on_its_page(name):
     page = (ROOT / name / "README.md").read_text()
     scripts = {path.name for path in (ROOT / name).glob("*.py")}

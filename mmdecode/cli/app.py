@@ -30,9 +30,10 @@ from mmdecode.errors import MMDecodeError
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = {
-    "demo": "Transcribe shipped speech, and ask about shipped images, with shipped models.",
+    "demo": "Transcribe shipped speech, ask about shipped images, and draw, with shipped models.",
     "transcribe": "Transcribe audio files.",
     "ask": "Ask questions about images.",
+    "generate-image": "Draw images of classes or prompts.",
     "stream": "Transcribe while the audio still comes.",
     "evaluate": "Score models on speech or on images, or transcripts made elsewhere.",
     "train": "Train heads or zoo models.",

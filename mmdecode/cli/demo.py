@@ -11,8 +11,12 @@ from mmdecode.cli.flags import Device, Dtype, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
 
-DEMOS = ("speech", "vlm")
-MODELS = {"speech": "zoo:whisper-synth", "vlm": "zoo:llava-scenes"}
+DEMOS = ("speech", "vlm", "image")
+MODELS = {
+    "speech": "zoo:whisper-synth",
+    "vlm": "zoo:llava-scenes",
+    "image": "zoo:llamagen-scenes",
+}
 GUIDES = ("vcd", "ritual", "damro", "pai")
 FOLDER = Path("outputs/demo")
 
@@ -22,9 +26,10 @@ def command(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[speech|vlm]",
-            help="Recordings, transcribed plainly and drafted, or questions about images, answered "
-            "plainly and with guides; else one after the other.",
+            metavar="[speech|vlm|image]",
+            help="Recordings, transcribed plainly and drafted; questions about images, answered "
+            "plainly and with guides; or pictures, drawn plainly and in parallel. Else one after "
+            "the other.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +51,7 @@ def command(
         list[str] | None,
         typer.Option(
             "--guide",
-            help="Images: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
+            help="Questions: a guide of 'mmdecode methods guide' as name or name:key=value,...; "
             f"repeat it for more; {', '.join(GUIDES)} by default.",
         ),
     ] = None,
@@ -55,15 +60,16 @@ def command(
         typer.Option(
             "--output",
             "--out",
-            help="Folder for the results; of both demos, a folder with one for each. Default: "
-            f"{FOLDER}/speech and {FOLDER}/vlm.",
+            help="Folder for the results; of all demos, a folder with one for each. Default: "
+            f"{', '.join(f'{FOLDER}/{name}' for name in DEMOS)}.",
         ),
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Only the first so many clips, without the long recording; only so many images.",
+            help="Only the first so many clips, without the long recording; only so many images "
+            "or pictures.",
         ),
     ] = None,
     repeats: Annotated[
@@ -73,21 +79,23 @@ def command(
     device: Device = None,
     dtype: Dtype = "float32",
     seed: Annotated[
-        int, typer.Option(help="Of intervals and of guides that draw; decoding is greedy.")
+        int,
+        typer.Option(help="Of pictures, of intervals, and of guides that draw; text is greedy."),
     ] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Transcribe shipped speech, and ask about shipped images, with shipped models.
+    """Transcribe shipped speech, ask about shipped images, and draw, with shipped models.
 
     Speech is transcribed plainly and drafted: the text must not change, the time should. Questions
-    about images are answered plainly and under guides, side by side: the answers may change. Each
-    writes a page to look at (report.html). The exit code is 1 if drafting changed a single token.
+    about images are answered plainly and under guides, side by side: the answers may change.
+    Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the law. Each writes
+    a page to look at (report.html). The exit code is 1 if drafting changed a single token.
     """
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)
-    if what == "speech":
+    if what not in (None, "vlm"):
         refuse_without("'mmdecode demo vlm'", ["guides"], context)
-    if what == "vlm":
+    if what not in (None, "speech"):
         refuse_without("'mmdecode demo speech'", ["draft", "repeats"], context)
     chosen = DEMOS if what is None else (what,)
     found: dict[str, dict[str, Any]] = {}
@@ -100,10 +108,14 @@ def command(
             from mmdecode.cli import demo_speech
 
             found[name] = demo_speech.run(loaded, draft, repeats, *shared)
-        else:
+        elif name == "vlm":
             from mmdecode.cli import demo_vlm
 
             found[name] = demo_vlm.run(loaded, guides or GUIDES, *shared)
+        else:
+            from mmdecode.cli import demo_image
+
+            found[name] = demo_image.run(loaded, *shared)
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli import evaluate_vlm
+from mmdecode.cli import evaluate_images, evaluate_vlm
 from mmdecode.cli.flags import (
     Device,
     Dtype,
@@ -250,7 +250,7 @@ def wer(
         raise typer.Exit(1)
 
 
-for _command in evaluate_vlm.COMMANDS:
+for _command in (*evaluate_vlm.COMMANDS, *evaluate_images.COMMANDS):
     app.command()(_command)
 
 

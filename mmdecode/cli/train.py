@@ -92,7 +92,8 @@ def zoo(
         str,
         typer.Argument(
             help="whisper-synth, whisper-synth-medusa, aligner, speech-test, joined-words, "
-            "llava-scenes or scenes-test."
+            "llava-scenes, scenes-test, llamagen-scenes, llamagen-digits, var-scenes or "
+            "scene-classifier."
         ),
     ],
     work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
@@ -150,10 +151,30 @@ def zoo(
         scene_sets.build_scene_sets(out)
         scene_sets.write_images(out / "images")
         result = {"folder": str(out)}
+    elif name == "llamagen-scenes":
+        from mmdecode.train import llamagen_scenes
+
+        out = out or work / "models"
+        result = llamagen_scenes.run(llamagen_scenes.Options(), work, out)
+    elif name == "llamagen-digits":
+        from mmdecode.train import llamagen_digits
+
+        out = out or work / "model"
+        result = llamagen_digits.run(llamagen_digits.Options(), work, out)
+    elif name == "var-scenes":
+        from mmdecode.train import var_scenes
+
+        out = out or work / "models"
+        result = var_scenes.run(var_scenes.Options(), work, out)
+    elif name == "scene-classifier":
+        from mmdecode.train import scene_classifier
+
+        out = out or work / "model"
+        result = scene_classifier.run(scene_classifier.Options(), work, out)
     else:
         known = (
             "whisper-synth whisper-synth-medusa aligner speech-test joined-words llava-scenes "
-            "scenes-test"
+            "scenes-test llamagen-scenes llamagen-digits var-scenes scene-classifier"
         ).split()
         raise UnknownNameError.of("zoo recipe", name, known)
     console.print(f"result in [bold]{out}[/bold]")

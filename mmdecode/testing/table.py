@@ -92,8 +92,8 @@ class Table(nn.Module):
         layout: Of the codes among the generated tokens, as for a model of image tokens.
 
     A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The view
-    ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts `NOTHING` in its
-    place.
+    ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts `NOTHING` in
+    its place.
     """
 
     dtype = torch.float64

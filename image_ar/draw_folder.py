@@ -1,0 +1,55 @@
+"""Draw all that a file asks for, to a folder.
+
+    python image_ar/draw_folder.py wanted.txt pictures --mode exact
+
+The file has a class or a prompt on each line. Prints a line per picture with its passes; those that
+cannot be drawn are listed at the end and make the exit code 1.
+
+To be interrupted and resumed, with settings in every PNG: ``mmdecode generate-image --prompts``.
+"""
+
+import argparse
+from pathlib import Path
+
+from mmdecode.image_ar import ImageGenerator
+from mmdecode.image_ar.modes import MODES
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("wanted", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("-n", type=int, default=1, help="pictures of each line")
+    parser.add_argument("--model", default="zoo:llamagen-scenes")
+    parser.add_argument("--mode", choices=MODES, default="exact")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--device")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    wanted = [line.strip() for line in args.wanted.read_text().splitlines() if line.strip()]
+    generator = ImageGenerator.from_pretrained(
+        args.model, mode=args.mode, seed=args.seed, batch=args.batch, device=args.device
+    )
+    args.folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for image in generator.images(generator.requests(wanted, args.n)):
+        if image.error:
+            failed.append(image)
+            continue
+        path = args.folder / f"{image.index:04d}.png"
+        image.image.save(path)
+        print(
+            f"{path}: {image.label or image.condition}, {image.passes} passes for "
+            f"{len(image.tokens)} tokens, law: {image.law}"
+        )
+    for image in failed:
+        print(f"failed: {image.condition}: {image.error}")
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

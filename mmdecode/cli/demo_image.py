@@ -1,0 +1,188 @@
+"""``mmdecode demo image``: the same seeds drawn plainly, exactly in parallel, and relaxed."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.cli.output import console, warnings_shown
+from mmdecode.cli.progress import only_our_output
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.image_page import Drawn, Way, Ways
+    from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
+
+PICTURES = 4
+WAYS = ("ar", "exact", "relaxed")
+PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
+"""For models of captions."""
+
+
+def run(
+    model: str, out: Path, limit: int | None, device: str | None, dtype: str, seed: int
+) -> dict[str, Any]:
+    """Draws, shows the numbers and writes the page; the options are those of the command.
+
+    Returns:
+        The numbers.
+    """
+    from rich.progress import track
+
+    from mmdecode.evaluation import image_page
+    from mmdecode.evaluation.image_page import Way, Ways
+    from mmdecode.files import write_atomically
+    from mmdecode.image_ar.generator import ImageGenerator
+    from mmdecode.image_ar.loading import load
+    from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, law_of
+
+    started = time.perf_counter()
+    count = min(limit or PICTURES, PICTURES)
+    console.print(
+        f"Drawing {count} pictures in {len(WAYS)} ways: token by token, exactly in parallel, which "
+        "leaves them as they are, and relaxed, which does not. This takes some seconds.",
+        highlight=False,
+    )
+    only_our_output()
+    network = load(model, device, dtype)
+    adapter = network.adapter
+    ways: list[Way] = []
+    names: list[str] = []
+    with warnings_shown("default"):
+        for mode in WAYS:
+            decoder = decoder_of(mode, None, "auto", adapter=adapter)
+            generator = ImageGenerator(network, decoder, seed=seed, batch=1)
+            requests = generator.requests(_wanted(generator, count))
+            next(generator.images(requests))  # warm-up
+            images = list(
+                track(
+                    generator.images(requests, likelihood=True),
+                    description=mode,
+                    total=count,
+                    console=console,
+                    transient=True,
+                )
+            )
+            names = [_called(image) for image in images]
+            rule = MODES[mode].rule(adapter.codebook() is not None)
+            window = f"Jacobi window of {min(WINDOW, adapter.layout.length)}, {rule}"
+            ways.append(
+                Way(
+                    name=mode,
+                    about=window if MODES[mode].drafts else "token by token",
+                    law=law_of(decoder),
+                    pictures=_drawn(images, ways[0].pictures if ways else None),
+                )
+            )
+    report = Ways(
+        model=model,
+        names=names,
+        ways=ways,
+        conditions=_conditions(adapter.model, generator.settings, seed),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "report.html", image_page.page(report))
+    summary = _summary(report)
+    summary["seconds"] = round(time.perf_counter() - started, 1)
+    summary["files"] = {"report.html": str(out / "report.html")}
+    _show(report, summary)
+    return summary
+
+
+def _wanted(generator: ImageGenerator, count: int) -> list[int | str]:
+    """Classes far apart, or prompts."""
+    if not generator.classes:
+        return list(PROMPTS[:count])
+    return [place * generator.classes // count for place in range(count)]
+
+
+def _called(image: GeneratedImage) -> str:
+    if image.label is not None:
+        return image.label
+    return image.condition if isinstance(image.condition, str) else f"class {image.condition}"
+
+
+def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> list[Drawn]:
+    from mmdecode.evaluation.image_page import Drawn
+
+    found = []
+    for place, image in enumerate(images):
+        assert image.log_likelihood is not None, "it was asked for"
+        file = io.BytesIO()
+        image.image.save(file, "PNG")
+        found.append(
+            Drawn(
+                png=file.getvalue(),
+                codes=image.codes.tolist(),
+                commits=image.commits.tolist(),
+                passes=image.passes,
+                tokens=len(image.tokens),
+                seconds=image.seconds,
+                bits=-image.log_likelihood / image.codes.numel() / math.log(2),
+                same=plain is None or image.codes.tolist() == plain[place].codes,
+            )
+        )
+    return found
+
+
+def _conditions(network: Any, settings: Mapping[str, Any], seed: int) -> dict[str, str]:
+    from mmdecode.evaluation.conditions import surroundings
+
+    found = surroundings(network)
+    sampling = settings["sampling"]
+    return {
+        "sampling": f"guidance {settings['guidance']:g}, temperature {sampling['temperature']:g}, "
+        f"top-k {sampling['top_k'] or 'off'}, top-p {sampling['top_p']:g}",
+        "device": f"{found['device']}, {found['dtype']}",
+        "threads": f"threads: {found['threads']}",
+        "load": f"load average {found['load_average']}",
+        "runs": f"one picture at a time, each timed once, pixels left out; seed {seed}",
+        "versions": ", ".join(
+            f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers")
+        ),
+    }
+
+
+def _summary(report: Ways) -> dict[str, Any]:
+    exact = [way for way in report.ways if way.name == "exact"]
+    return {
+        "model": report.model,
+        "pictures": list(report.names),
+        "identical": all(way.same == len(report.names) for way in exact),
+        "ways": {
+            way.name: {
+                "law": way.law,
+                "about": way.about,
+                "passes": [one.passes for one in way.pictures],
+                "tokens_per_pass": round(way.rate, 4),
+                "seconds": [round(one.seconds, 4) for one in way.pictures],
+                "bits_per_token": round(way.bits, 4),
+                "as_plain": way.same,
+            }
+            for way in report.ways
+        },
+        "conditions": dict(report.conditions),
+    }
+
+
+def _show(report: Ways, summary: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    from mmdecode.evaluation.image_page import numbers
+
+    found = numbers(report)
+    about = [name for name in found[report.ways[0].name] if name != "law"]
+    table = Table("", *about)
+    for way in report.ways:
+        cells = [found[way.name][name] for name in about]
+        style = None if way.law == "exact" else "yellow"
+        table.add_row(f"{way.name}\n({way.law} law)", *cells, style=style)
+    console.print(table)
+    for text in report.conditions.values():
+        console.print(text, style="dim", markup=False, highlight=False)
+    for path in summary["files"].values():
+        console.print(path, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"done in {summary['seconds']:.0f} s", highlight=False)

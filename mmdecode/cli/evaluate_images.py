@@ -1,0 +1,340 @@
+"""``mmdecode evaluate images``: modes of drawing images, their law, cost and pictures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
+from mmdecode.cli.progress import only_our_output, progress_bar
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.image_classifier import Classifier
+    from mmdecode.evaluation.image_report import ImageReport
+    from mmdecode.evaluation.image_runs import ImageRow, Recorder
+    from mmdecode.image_ar.loading import RasterModel
+
+AUTO, NOTHING = "auto", "none"
+SHOWN = 5  # failures listed one by one
+MIN_REAL, MAX_REAL = 400, 4000  # pictures beside the samples
+
+
+def images(
+    model: Annotated[
+        str,
+        typer.Option(help="A model of image tokens in raster order: a folder, Hub id or zoo:NAME."),
+    ],
+    n: Annotated[int, typer.Option("--n", "-n", min=2, help="Images of each mode.")] = 200,
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="ar (or plain), exact, fast and relaxed, with commas between; plain decoding "
+            "always stands beside, twice: under --seed, and under another one."
+        ),
+    ] = "exact,fast,relaxed",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another mode, as 'DRAFT + RULE', for example 'jacobi:window=16 + "
+            "lantern:delta=0.1'. Repeat it for more."
+        ),
+    ] = None,
+    class_id: Annotated[
+        list[int] | None,
+        typer.Option(help="A class to draw; default: all, in turn. Repeat it for more."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Of models that draw of prompts: a file with one in each line."),
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="s of u + s (c - u), 1 is none; default: the model's.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the model's.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is off; default: the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 is off; default: the model's.")] = None,
+    classifier: Annotated[
+        str,
+        typer.Option(
+            help="Judges the pictures: a folder as timm writes it, zoo:NAME, none, or auto: "
+            "zoo:scene-classifier for the zoo's scenes."
+        ),
+    ] = AUTO,
+    real: Annotated[
+        str,
+        typer.Option(
+            help="Pictures that the model was not trained on: a folder, scenes, none, or auto: "
+            "scenes for the zoo's scenes."
+        ),
+    ] = AUTO,
+    training: Annotated[
+        Path | None,
+        typer.Option(help="Folder of pictures that it was trained on, to tell copies."),
+    ] = None,
+    margin: Annotated[
+        float,
+        typer.Option(min=0, help="Relative difference of likelihood that is none, in percent."),
+    ] = 1.0,
+    permutations: Annotated[
+        int, typer.Option(min=99, help="Of images, in each test of two samples.")
+    ] = 999,
+    resamples: Annotated[int, typer.Option(min=20, help="Draws of each bootstrap.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 16,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--out", help="Folder for images (as codes), tables and page."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue in --output; same settings only.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Of the images and of all draws in tests.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Do faster ways to draw keep the law of the images? Cost, likelihood, tests, pictures.
+
+    Every mode draws the same conditions. Rows go to --output as they come (images.jsonl); a run
+    that was interrupted continues with --resume at the next image. The page shows a sheet of images
+    of each mode. An image that fails is left out of the scores and makes the exit code 1.
+
+    For example:
+
+      mmdecode evaluate images --model zoo:llamagen-scenes --n 200 --modes exact,relaxed --output
+      run
+
+      mmdecode evaluate images --model zoo:llamagen-scenes --modes plain --also 'jacobi:window=16 +
+      lantern:delta=0.1' --json
+    """
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.conditions import surroundings
+    from mmdecode.evaluation.image_report import ImageReport
+    from mmdecode.evaluation.image_runs import Recorder, groups_of, modes_of
+    from mmdecode.evaluation.plots import drawable
+    from mmdecode.files import claimed
+    from mmdecode.image_ar.loading import config_of, load
+
+    if resume and output is None:
+        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+    if output is not None:
+        drawable()
+    only_our_output()
+    chosen = modes_of([name.strip() for name in modes.split(",") if name.strip()], also or [])
+    if config_of(model).model_type == "var":
+        raise OptionError(
+            f"{model} writes scale by scale, so there is nothing to draft; this compares modes of "
+            "models in raster order, such as zoo:llamagen-scenes"
+        )
+    network = load(model, device, dtype)
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": guidance}
+    recorder = Recorder(
+        network,
+        chosen,
+        _conditions(network, n, class_id, prompts),
+        model_id=model,
+        seed=seed,
+        batch=batch_size,
+        **how,
+    )
+    judge = _judge(model, classifier)
+    scenes = _is_scenes(model)
+    source = ("scenes" if scenes else NOTHING) if real == AUTO else real
+    settings = {
+        "task": "images",
+        **surroundings(network.adapter.model),
+        "model": model,
+        "n": n,
+        "modes": [vars(mode) for mode in chosen],
+        "classes": class_id,
+        "prompts": None if prompts is None else str(prompts),
+        "guidance": recorder.settings["guidance"],
+        "sampling": recorder.settings["sampling"],
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    load_average = settings.pop("load_average")
+    with warnings_shown("default"), claimed(output) if output else contextlib.nullcontext():
+        rows = _drawn(recorder, output, settings, resume)
+        report = ImageReport(
+            _scored(network, recorder, rows, judge, batch_size),
+            laws=recorder.laws,
+            groups=groups_of(network).numpy(),
+            failed=_failures(rows),
+            classes=None if judge is None else _known(network, judge, recorder),
+            truth=None
+            if judge is None or source == NOTHING
+            else _truth(network, judge, source, training, n),
+            conditions={
+                **settings,
+                "load_average": load_average,
+                "classifier": None if judge is None else judge.name,
+                "real": source,
+                "training": None if training is None else str(training),
+            },
+            margin=margin / 100,
+            permutations=permutations,
+            resamples=resamples,
+            seed=seed,
+        )
+        files = report.save(output) if output else []
+    failed = [row for row in rows if row.error is not None]
+    if json:
+        told = [
+            {"mode": r.mode, "condition": r.condition, "ordinal": r.ordinal, "error": r.error}
+            for r in failed
+        ]
+        emit_json(report.summary | {"failures": told, "files": files})
+    else:
+        _show(report)
+    _tell(failed, files)
+    if failed:
+        raise typer.Exit(1)
+
+
+COMMANDS = (images,)
+
+
+def _is_scenes(model: str) -> bool:
+    return model.startswith("zoo:llamagen-scenes")
+
+
+def _conditions(
+    model: RasterModel, n: int, classes: Sequence[int] | None, prompts: Path | None
+) -> list[Any]:
+    """Classes or prompts of the images, in turn.
+
+    Raises:
+        OptionError: The model draws of the other kind, or prompts are missing.
+        InputError: The file of prompts cannot be read.
+    """
+    from mmdecode.errors import InputError, OptionError
+
+    given: list[Any]
+    if model.classes:
+        if prompts is not None:
+            raise OptionError(
+                "this model draws of classes; give --class-id in the place of --prompts"
+            )
+        given = list(classes or range(model.classes))
+    else:
+        if classes or prompts is None:
+            raise OptionError("this model draws of prompts; give --prompts with a file of them")
+        try:
+            lines = prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise InputError(f"{prompts} cannot be read as prompts: {error}") from error
+        given = [line.strip() for line in lines if line.strip()]
+        if not given:
+            raise InputError(f"{prompts} holds no prompts; expected one in each line")
+    return [given[index % len(given)] for index in range(n)]
+
+
+def _judge(model: str, name: str) -> Classifier | None:
+    from mmdecode.evaluation.image_classifier import ZOO_CLASSIFIER, Classifier
+
+    if name == AUTO:
+        name = ZOO_CLASSIFIER if _is_scenes(model) else NOTHING
+    return None if name == NOTHING else Classifier.from_pretrained(name)
+
+
+def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[Any, int] | None:
+    """The judge's class for each condition: by name, or by number where there are as many."""
+    conditions: set[Any] = {request.condition for request in recorder.requests}
+    names = {name.casefold(): place for place, name in enumerate(judge.classes)}
+    labels = {label: name.casefold() for label, name in model.labels.items()}
+    if labels and set(labels.values()) <= set(names):
+        return {condition: names[labels[condition]] for condition in conditions}
+    if model.classes == len(judge.classes):
+        return {condition: condition for condition in conditions}
+    return None
+
+
+def _drawn(
+    recorder: Recorder, output: Path | None, settings: dict[str, Any], resume: bool
+) -> list[ImageRow]:
+    """Rows of all modes; appended to the output as they come."""
+    from mmdecode.evaluation.image_runs import journal_of
+
+    journal = journal_of(output, settings, resume) if output else None
+    with progress_bar() as bar, contextlib.ExitStack() as stack:
+        task = bar.add_task("drawing", total=recorder.total)
+        if journal:
+            stack.callback(journal.close)
+            bar.advance(task, sum(row.error is None for row in journal.done.values()))
+        return recorder.run(journal, lambda row: bar.advance(task))
+
+
+def _scored(
+    model: RasterModel,
+    recorder: Recorder,
+    rows: Sequence[ImageRow],
+    judge: Classifier | None,
+    batch: int,
+) -> dict[str, Any]:
+    from mmdecode.evaluation.image_report import measured
+
+    with console.status("reading the images again") if console.is_terminal else _quiet():
+        return measured(model, recorder, rows, judge, batch)
+
+
+def _truth(
+    model: RasterModel, judge: Classifier, source: str, training: Path | None, n: int
+) -> Any:
+    from mmdecode.evaluation.image_truth import truth_of
+
+    count = min(max(2 * n, MIN_REAL), MAX_REAL)
+    with console.status("looking at real pictures") if console.is_terminal else _quiet():
+        return truth_of(model, judge, source, training, count)
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _failures(rows: Sequence[ImageRow]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row.mode] = found.get(row.mode, 0) + (row.error is not None)
+    return found
+
+
+def _show(report: ImageReport) -> None:
+    """Tables; Markdown where there is no terminal to lay them out."""
+    from mmdecode.evaluation.layout import markdown
+
+    for rows in report.tables():
+        if not out.is_terminal:
+            _line(markdown(rows))
+            continue
+        table = Table(*map(escape, rows[0]))
+        for row in rows:
+            table.add_row(*map(escape, row.values()))
+        out.print(table)
+    _line(report.about())
+
+
+def _line(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(failed: Sequence[ImageRow], files: Sequence[Path]) -> None:
+    """Files, and what failed."""
+    for path in files:
+        console.print(str(path), style="bold", markup=False, highlight=False, soft_wrap=True)
+    for row in failed[:SHOWN]:
+        console.print(
+            f"failed ({row.mode}): {row.condition}: {row.error}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    if failed:
+        console.print(f"{len(failed)} failed; they are left out of the scores", highlight=False)

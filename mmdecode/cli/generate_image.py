@@ -1,0 +1,383 @@
+"""``mmdecode generate-image``: classes or prompts in, pictures out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import TextColumn
+
+from mmdecode.cli.flags import Device, Dtype, Resume, refuse_without
+from mmdecode.cli.output import JsonFlag, console, emit_json, warnings_shown
+from mmdecode.cli.progress import progress_bar, without_other_bars
+
+if TYPE_CHECKING:
+    from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator, ImageRequest
+
+FOLDER = Path("outputs/images")
+
+
+def command(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="An image model: a folder, a Hub id or zoo:NAME.")
+    ] = "zoo:llamagen-scenes",
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--class", help="A class by its name; repeat it for more."),
+    ] = None,
+    numbers: Annotated[
+        list[int] | None,
+        typer.Option("--class-id", help="A class by its number, from 0; repeat it for more."),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A text; repeat it for more.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A text file with a prompt or a class on each line."),
+    ] = None,
+    n: Annotated[int, typer.Option("-n", help="Images of each.")] = 1,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="ar: token by token; exact: the same pictures in fewer passes; fast: others of "
+            "the same law, by the published test; relaxed: others of another law (heuristic)."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Who drafts, as name or name:key=value,...: jacobi:window=32, or "
+            "assistant:model=... for a small image model; see 'mmdecode methods draft'."
+        ),
+    ] = None,
+    accept: Annotated[
+        str,
+        typer.Option(
+            help="The acceptance rule; auto keeps pictures as without a draft, lantern:lambda_=2 "
+            "and others change the law; see 'mmdecode methods accept'."
+        ),
+    ] = "auto",
+    guidance: Annotated[
+        float | None,
+        typer.Option(help="s of u + s (c - u); 1 switches it off. Default: the model's own."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the law. Default: the model's own.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many tokens; 0: all. Default: the model's own.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the likeliest tokens that sum to this. Default: the model's own."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Images drawn at once; pictures do not depend on it.")
+    ] = 8,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="An image to complete, of the model's size; one that was drawn here keeps its "
+            "codes."
+        ),
+    ] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --start: an image, white where it is to be drawn anew. Models that write in "
+            "raster order are not told of what is given further on (locally constrained)."
+        ),
+    ] = None,
+    keep_rows: Annotated[
+        int | None,
+        typer.Option(help="With --start: so many rows of codes stay, and are continued exactly."),
+    ] = None,
+    refiner: Annotated[
+        str | None,
+        typer.Option(help="Next-scale models: a smaller one that writes the last scales (CoDe)."),
+    ] = None,
+    drafted: Annotated[
+        int | None, typer.Option(help="With --refiner: scales that the model itself writes.")
+    ] = None,
+    codes: Annotated[
+        str | None,
+        typer.Option(help="ROWSxCOLUMNS of codes, for models whose images have no size (Emu3)."),
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Also all images in one, grid.png.")] = False,
+    likelihood: Annotated[
+        bool,
+        typer.Option("--likelihood", help="Note how likely the model finds each; reads it again."),
+    ] = False,
+    output: Annotated[
+        Path, typer.Option("--out", "--output", help="Folder for images and results.jsonl.")
+    ] = FOLDER,
+    resume: Resume = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    json: JsonFlag = False,
+) -> None:
+    """Draw images of classes or prompts.
+
+    Each image is a PNG that carries its settings, written as soon as it is drawn, with a line in
+    results.jsonl. What cannot be drawn is listed at the end, and makes the exit code 1. Whatever
+    stops a run, --resume goes on.
+
+    For example:
+
+      mmdecode generate-image --class ring --class star -n 4 --mode exact --grid
+
+      mmdecode generate-image --class ring -n 8 --draft jacobi:window=32 --accept cool:delta=1.5
+
+      mmdecode generate-image --model FOLDER --prompts prompts.txt --out pictures --resume
+
+      mmdecode generate-image --class star --start ring.png --keep-rows 8
+    """
+    from mmdecode.errors import OptionError
+    from mmdecode.image_ar.generator import ImageGenerator
+    from mmdecode.image_ar.jobs import ImageFolder
+    from mmdecode.image_ar.modes import check_mode
+
+    if start is None:
+        refuse_without("--start", ["mask", "keep_rows"], context)
+    elif (mask is None) == (keep_rows is None):
+        raise OptionError("--start completes an image; give --mask or --keep-rows, and not both")
+    if refiner is None:
+        refuse_without("--refiner", ["drafted"], context)
+    if n < 1:
+        raise OptionError(f"-n {n}; expected at least 1 image")
+    check_mode(mode, draft, accept)
+    lines = [] if file is None else _read_prompts(file)
+    if not any((names, numbers, prompts, lines)):
+        raise OptionError("nothing to draw; give --class, --class-id, --prompt or --prompts")
+    without_other_bars()
+    load: dict[str, Any] = {
+        "model_id": model,
+        "draft": draft,
+        "accept": accept,
+        "mode": mode,
+        "guidance": guidance,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "dtype": dtype,
+        "refiner": refiner,
+        "drafted": drafted,
+        "grid": _grid_of(codes),
+    }
+    # what may change an image; the batch does not
+    settings = {
+        **load,
+        "start": None if start is None else _digest(start),
+        "mask": None if mask is None else _digest(mask),
+        "keep_rows": keep_rows,
+        "likelihood": likelihood,
+    }
+    with warnings_shown("always"), contextlib.ExitStack() as stack:
+        # refused before a model is loaded
+        folder = stack.enter_context(contextlib.closing(ImageFolder(output, settings, resume)))
+
+        generator = ImageGenerator.from_pretrained(**load, batch=batch, device=device)
+        requests = generator.requests(_conditions(generator, names, numbers, prompts, lines), n)
+        folder.begin(generator.labels, _told(generator, load))
+        todo = folder.todo(requests)
+        tally = _Tally(done_before=len(requests) - len(todo))
+        options: dict[str, Any] = {"likelihood": likelihood}
+        if start is not None:
+            options |= _started(generator, start, mask, keep_rows)
+        began = time.perf_counter()
+        for image in _with_bar(generator, todo, options):
+            line = folder.add(image)
+            (tally.failures if image.error else tally.images).append(line)
+        tally.wall_s = time.perf_counter() - began
+        tally.stats = generator.stats.as_dict()
+        folder.finish(requests, grid)
+    _report(tally, generator.law, output, json)
+    if tally.failures:
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Tally:
+    """What was done, by lines of the results."""
+
+    done_before: int
+    images: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    wall_s: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def _told(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
+    """What PNGs say of how they were drawn, the model's own settings filled in."""
+    import mmdecode
+
+    told = ("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype")
+    return {
+        "Software": f"mmdecode {mmdecode.__version__}",
+        **{name.removesuffix("_id"): load[name] for name in told},
+        **generator.settings,
+    }
+
+
+def _with_bar(
+    generator: ImageGenerator, requests: list[ImageRequest], options: dict[str, Any]
+) -> Iterator[GeneratedImage]:
+    """Images as their batches end, under a bar of tokens."""
+    with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
+        total = len(requests) * generator.tokens
+        task = bar.add_task("drawing", total=total, drawn=0)
+
+        def on_tokens(count: int) -> None:
+            bar.update(task, advance=count)
+
+        images = generator.images(requests, on_tokens=on_tokens, **options)
+        for number, image in enumerate(images, 1):
+            bar.update(task, advance=generator.tokens if image.error else 0, drawn=number)
+            yield image
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not empty."""
+    from mmdecode.errors import InputError
+
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}); expected a text file in UTF-8, one prompt a line"
+        ) from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise InputError(f"{path} is empty; expected one prompt or class on each line")
+    return found
+
+
+def _conditions(
+    generator: ImageGenerator,
+    names: list[str] | None,
+    numbers: list[int] | None,
+    prompts: list[str] | None,
+    lines: list[str],
+) -> list[int | str]:
+    """All that is to be drawn, of the kind that the model draws of.
+
+    Raises:
+        OptionError: It is of the other kind.
+    """
+    from mmdecode.errors import OptionError
+
+    if generator.classes and prompts:
+        raise OptionError("this model draws of classes; give --class or --class-id, no --prompt")
+    if not generator.classes and (names or numbers):
+        raise OptionError("this model draws of prompts; give --prompt, no --class or --class-id")
+    read = [
+        int(line) if generator.classes and re.fullmatch(r"\d+", line) else line for line in lines
+    ]
+    return [*(names or ()), *(numbers or ()), *(prompts or ()), *read]
+
+
+def _grid_of(codes: str | None) -> tuple[int, int] | None:
+    """Rows and columns."""
+    from mmdecode.errors import OptionError
+
+    if codes is None:
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)", codes)
+    if not found:
+        raise OptionError(f"--codes {codes!r}; expected ROWSxCOLUMNS, such as 90x90")
+    return int(found[1]), int(found[2])
+
+
+def _digest(path: Path) -> str:
+    """What tells a file's content apart."""
+    from mmdecode.errors import InputError
+
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; give an image") from error
+
+
+def _started(
+    generator: ImageGenerator, start: Path, mask: Path | None, keep_rows: int | None
+) -> dict[str, Any]:
+    """The image to complete, and what of it stays, as options of a call.
+
+    Raises:
+        InputError: A file is no image.
+        OptionError: Not so many rows can stay.
+    """
+    import torch
+
+    from mmdecode.errors import OptionError
+    from mmdecode.image_ar.jobs import codes_in
+    from mmdecode.vlm.images import read_image
+
+    rows, columns = generator.grid
+    image = codes_in(start)
+    if image is None or tuple(image.shape) != (rows, columns):
+        shown = read_image(start)
+        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
+        image = levels.view(shown.height, shown.width, 3).permute(2, 0, 1) / 255
+    if mask is None:
+        assert keep_rows is not None, "the command asks for one of them"
+        if not 0 < keep_rows < rows:
+            raise OptionError(f"--keep-rows {keep_rows}; expected 1 to {rows - 1} rows of codes")
+        known = torch.zeros(rows, columns, dtype=torch.bool)
+        known[:keep_rows] = True
+    else:
+        shown = read_image(mask).convert("L")
+        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
+        known = levels.view(shown.height, shown.width) < 128
+    return {"start": image, "known": known}
+
+
+def _report(tally: _Tally, law: str, output: Path, as_json: bool) -> None:
+    if as_json:
+        emit_json(
+            {
+                "drawn": len(tally.images),
+                "resumed": tally.done_before,
+                "failed": len(tally.failures),
+                "law": law,
+                "wall_s": round(tally.wall_s, 3),
+                "stats": tally.stats,
+                "output": output,
+                "images": tally.images,
+                "failures": tally.failures,
+            }
+        )
+    line = (
+        f"{len(tally.images)} drawn, {tally.done_before} done before, {len(tally.failures)} failed"
+    )
+    if tally.stats.get("tokens") and tally.wall_s:
+        line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
+        if tally.stats["drafted"]:
+            line += f", {tally.stats['acceptance_length']:.2f} per pass"
+    if law != "exact":
+        line += f"; law: {law}, not the model's own"
+    for how in sorted({image["completion"] for image in tally.images if "completion" in image}):
+        line += f"; {how}"
+    console.print(line, highlight=False, soft_wrap=True)
+    for failure in tally.failures:
+        console.print(
+            f"failed: {failure['id']}: {failure['error']}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(str(output), style="bold", markup=False, highlight=False, soft_wrap=True)

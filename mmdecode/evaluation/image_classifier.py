@@ -1,0 +1,110 @@
+"""A classifier that was trained apart from the image models, as a judge of their images.
+
+``zoo:scene-classifier`` knows the scenes of the zoo; any folder that timm reads serves for other
+classes. Its penultimate features carry the distances of `mmdecode.evaluation.image_samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.checkpoints import local_path
+from mmdecode.errors import InputError, MissingExtraError
+
+ZOO_CLASSIFIER = "zoo:scene-classifier"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a classifier finds in images.
+
+    Attributes:
+        features: Of the layer before the last, ``(n, d)``.
+        probabilities: ``(n, classes)``.
+    """
+
+    features: np.ndarray
+    probabilities: np.ndarray
+
+
+class Classifier:
+    """A timm model that tells classes of images.
+
+    Args:
+        network: It takes pixels from -1 to 1.
+        classes: Names, in the order of its outputs.
+        side: Pixels of the images it was trained on, to which others are resized.
+        name: What it is called in reports.
+    """
+
+    def __init__(
+        self, network: nn.Module, classes: Sequence[str], side: int, name: str = ""
+    ) -> None:
+        self.network, self.name = network.eval(), name
+        self.classes, self.side = tuple(classes), side
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path = ZOO_CLASSIFIER) -> Classifier:
+        """Loads a folder as timm writes it.
+
+        Args:
+            name: A folder or ``zoo:NAME``.
+
+        Raises:
+            InputError: timm cannot read it.
+            MissingExtraError: timm is not installed.
+        """
+        timm, path = import_timm(), local_path(name)
+        try:
+            network = timm.create_model(f"local-dir:{path}", pretrained=True)
+        except (OSError, RuntimeError, AssertionError, KeyError) as error:
+            raise InputError(
+                f"no classifier can be read from {path}: {error}; expected config.json and "
+                "model.safetensors as timm writes them"
+            ) from error
+        about: dict[str, Any] = network.pretrained_cfg
+        names = about.get("label_names") or [str(i) for i in range(network.num_classes)]
+        return cls(network, names, about["input_size"][-1], str(name))
+
+    @torch.no_grad()
+    def judge(self, pixels: Iterable[Tensor]) -> Judged:
+        """Features and probabilities of images.
+
+        Args:
+            pixels: Batches ``(B, 3, H, W)`` from 0 to 1.
+        """
+        features, laws = [], []
+        for batch in pixels:
+            resized = batch
+            if batch.shape[-2:] != (self.side, self.side):
+                resized = F.interpolate(batch, (self.side, self.side), mode="area")
+            network: Any = self.network
+            hidden = network.forward_head(
+                network.forward_features(2 * resized - 1), pre_logits=True
+            )
+            features.append(hidden.numpy())
+            laws.append(network.get_classifier()(hidden).softmax(-1).numpy())
+        return Judged(features=np.concatenate(features), probabilities=np.concatenate(laws))
+
+
+def import_timm() -> Any:
+    """The library timm.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingExtraError(
+            "judging images by a classifier needs timm", extra="image"
+        ) from error
+    return timm

@@ -1,0 +1,258 @@
+"""One HTML file that shows pictures drawn in several ways from the same seeds: nothing to fetch.
+
+Each picture stands beside a map of its codes that shows in which pass each was decided. Codes of
+one pass have one shade and no seam between them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from mmdecode.evaluation.report import asset, head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One picture by one way.
+
+    Attributes:
+        png: It.
+        codes: What it is made of, by row.
+        commits: The pass in which each code was decided, by row.
+        passes: Scoring passes after the prompt.
+        tokens: Of the picture.
+        seconds: What it took, pixels left out.
+        bits: Mean negative log2-likelihood of a code under the guided law.
+        same: Whether its tokens are those of the first way.
+    """
+
+    png: bytes
+    codes: Sequence[Sequence[int]]
+    commits: Sequence[Sequence[int]]
+    passes: int
+    tokens: int
+    seconds: float
+    bits: float
+    same: bool
+
+    @property
+    def rate(self) -> float:
+        """Tokens of a pass; the first one comes with the prompt."""
+        return (self.tokens - 1) / max(self.passes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How pictures are drawn.
+
+    Attributes:
+        name: Of the mode.
+        about: Its draft and rule.
+        law: ``exact`` or ``heuristic``.
+        pictures: One for each of the report's.
+    """
+
+    name: str
+    about: str
+    law: str
+    pictures: Sequence[Drawn]
+
+    @property
+    def passes(self) -> int:
+        """Of all pictures."""
+        return sum(one.passes for one in self.pictures)
+
+    @property
+    def rate(self) -> float:
+        """Tokens of a pass."""
+        return sum(one.tokens - 1 for one in self.pictures) / max(self.passes, 1)
+
+    @property
+    def seconds(self) -> float:
+        """Of all pictures."""
+        return sum(one.seconds for one in self.pictures)
+
+    @property
+    def bits(self) -> float:
+        """Mean over codes."""
+        return sum(one.bits for one in self.pictures) / len(self.pictures)
+
+    @property
+    def same(self) -> int:
+        """Pictures that are those of the first way."""
+        return sum(one.same for one in self.pictures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """What a page shows.
+
+    Attributes:
+        model: Its name.
+        names: What each picture is of.
+        ways: Plain decoding first.
+        conditions: What the numbers depend on, by name.
+    """
+
+    model: str
+    names: Sequence[str]
+    ways: Sequence[Way]
+    conditions: Mapping[str, str]
+
+
+def numbers(report: Ways) -> dict[str, dict[str, str]]:
+    """By way, in words."""
+    plain = report.ways[0]
+    count = len(report.names)
+    return {
+        way.name: {
+            "passes": f"{way.passes}",
+            "tokens per pass": f"{way.rate:.2f}",
+            "seconds": f"{way.seconds:.2f}",
+            "times plain": f"{plain.seconds / max(way.seconds, 1e-9):.2f}",
+            "pictures as plain": f"{way.same} of {count}",
+            "bits per token": f"{way.bits:.2f}",
+            "law": way.law,
+        }
+        for way in report.ways
+    }
+
+
+def page(report: Ways) -> str:
+    """The whole page."""
+    exact = [way for way in report.ways[1:] if way.same == len(report.names)]
+    best = max(exact, key=lambda way: way.rate, default=None)
+    pictures = "picture" if len(report.names) == 1 else f"{len(report.names)} pictures"
+    title = (
+        f"The same {pictures} in <b>1/{best.rate:.1f}</b> of the passes"
+        if best
+        else f"{pictures.capitalize()}, drawn in {len(report.ways)} ways"
+    )
+    last = max(one.passes for way in report.ways for one in way.pictures)
+    conditions = escape(" \u00b7 ".join(report.conditions.values()))
+    return f"""{head("mmdecode demo: image tokens", "images.css")}<body>
+<header>
+<p class="eyebrow">mmdecode demo</p>
+<h1>{title}</h1>
+<p class="lead">{escape(report.model)} drew from the same seeds token by token, and with a window of
+guesses that are scored together. An exact rule leaves the law as it is; a heuristic one does not,
+and bits per token show where it went, not whether pictures are good.</p>
+<p class="conditions">{conditions}</p>
+</header>
+<main>
+<section class="cards">{_cards(report)}</section>
+<section>
+<h2>Picture by picture</h2>
+<ul class="legend">
+<li><span class="scale"></span> the pass in which a code was decided, from the first to number
+{last}; codes of one pass have no seam between them</li>
+<li>tokens per pass leave out the first token, which comes with the prompt</li>
+</ul>
+{"".join(_picture(report, place, last) for place in range(len(report.names)))}
+</section>
+<section>
+<h2>All numbers</h2>
+{_table(report)}
+</section>
+</main>
+<div id="tip" role="tooltip" hidden></div>
+<script>{asset("tip.js")}</script>
+</body>
+</html>
+"""
+
+
+def _cards(report: Ways) -> str:
+    cards = []
+    for way, found in zip(report.ways, numbers(report).values(), strict=True):
+        notes = "".join(
+            f"<small>{escape(found[name])} {escape(name)}</small>"
+            for name in ("passes", "times plain", "pictures as plain", "bits per token")
+        )
+        cards.append(
+            f"<div><h3>{escape(way.name)} {_tag(way)}</h3><p>{way.rate:.2f}</p>"
+            f"<small>tokens per pass</small>{notes}</div>"
+        )
+    return "".join(cards)
+
+
+def _tag(way: Way) -> str:
+    mood = "" if way.law == "exact" else " bad"
+    return f'<span class="tag{mood}">{escape(way.law)} law</span>'
+
+
+def _picture(report: Ways, place: int, last: int) -> str:
+    ways = "".join(_way(way, way.pictures[place], last) for way in report.ways)
+    return f"""<article class="clip"><header><h3>{escape(report.names[place])}</h3></header>
+<div class="ways">{ways}</div></article>
+"""
+
+
+def _way(way: Way, one: Drawn, last: int) -> str:
+    as_plain = "" if one.same else " \u00b7 another picture"
+    return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way)}</figcaption>
+<div class="two"><img alt="drawn by {escape(way.name)}" src="{_data(one.png)}">
+{_map(one, last)}</div>
+<p>{one.passes} passes \u00b7 {one.rate:.2f} tokens per pass \u00b7
+{one.seconds:.2f} s{as_plain}</p>
+</figure>
+"""
+
+
+def _map(one: Drawn, last: int) -> str:
+    """The grid of codes, darker the later; seams where the pass changes."""
+    rows, columns = len(one.commits), len(one.commits[0])
+    cells, seams = [], []
+    for y, row in enumerate(one.commits):
+        for x, number in enumerate(row):
+            light = 90 - 70 * number / max(last, 1)
+            told = f"row {y + 1}, column {x + 1}: {_when(number)}"
+            cells.append(
+                f'<rect class="cell" style="--light:{light:.0f}%" x="{x}" y="{y}" width="1" '
+                f'height="1"><title>{told}</title></rect>'
+            )
+            if x and row[x - 1] != number:
+                seams.append(f"M{x} {y}v1")
+            if y and one.commits[y - 1][x] != number:
+                seams.append(f"M{x} {y}h1")
+    label = f"{one.passes} passes over {rows} x {columns} codes"
+    return (
+        f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="{label}">{"".join(cells)}'
+        f'<path class="seam" d="{"".join(seams)}"/></svg>'
+    )
+
+
+def _when(number: int) -> str:
+    if number < 0:
+        return "given"
+    return f"pass {number}" if number else "with the prompt"
+
+
+def _table(report: Ways) -> str:
+    found = numbers(report)
+    about = next(iter(found.values()))
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("way", *about))
+    body = "".join(
+        f'<tr><th scope="row">{escape(way.name)}</th>'
+        + "".join(f"<td>{escape(text)}</td>" for text in found[way.name].values())
+        + "</tr>"
+        for way in report.ways
+    )
+    facts = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>'
+        for name, text in {
+            **{way.name: way.about for way in report.ways},
+            **report.conditions,
+        }.items()
+    )
+    return (
+        f'<div class="wide"><table class="numbers"><thead><tr>{top}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><div class="wide"><table>{facts}</table></div>'
+    )
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

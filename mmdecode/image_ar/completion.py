@@ -1,0 +1,200 @@
+"""Images of which some codes are given: continued, or filled in.
+
+Given codes are forced as they come, like the newline tokens of other models: drafts put them in
+their places, and the grammar lets nothing else stand there.
+
+Where the first codes in raster order are given and no other, what follows has exactly the law of
+the model behind them, and with the same seed it is what the model would have drawn there itself.
+Any other mask is *locally constrained*: a code follows the codes before it alone and is told
+nothing of given ones behind it, since the law is renormalised place by place and not over images.
+Of next-scale models the given part is *laid over* the picture after every scale, and the next scale
+reads that; this is no law of the model either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.layout import Layout
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+
+Completion = Literal["continued", "locally constrained", "laid over"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartlyKnown(Layout):
+    """A layout some of whose codes are given.
+
+    Args:
+        known: The token that is given at each place, -1 where none is, ``(length,)``; or of each
+            row, ``(B, length)``: places are then asked for with rows first.
+    """
+
+    known: Tensor
+
+    @property
+    def has_forced(self) -> bool:
+        """Given codes are forced."""
+        return True
+
+    def forced(self, index: Tensor) -> Tensor:
+        """The token that each place forces, -1 where it is free; any shape."""
+        known = self.known.to(index.device)
+        place = index.clamp(0, self.length - 1)
+        if known.ndim == 1:
+            given = known[place]
+        else:
+            given = known.gather(1, place.flatten(1) if place.ndim > 1 else place[:, None])
+            given = given.view_as(place)
+        return torch.where(given >= 0, given, super().forced(index))
+
+
+def partly_known(layout: Layout, codes: Tensor, known: int | Tensor) -> PartlyKnown:
+    """A layout with given codes.
+
+    Args:
+        layout: Of the model.
+        codes: Of the image that is to be completed, ``(rows, columns)``; where they are not known
+            they do not count.
+        known: So many codes, the first ones in raster order, or where codes stay: bool ``(rows,
+            columns)``.
+
+    Raises:
+        ShapeError: Codes or mask are of another grid.
+        OptionError: A code does not exist, or there is nothing left to draw.
+    """
+    grid = (layout.rows, layout.columns)
+    if tuple(codes.shape) != grid:
+        raise ShapeError(f"the given codes have shape {tuple(codes.shape)}; expected {grid}")
+    stays = kept_cells(known, *grid)
+    size = len(layout.ids)
+    if bool(((codes < 0) | (codes >= size))[stays].any()):
+        raise OptionError(f"a given code does not exist; expected 0 to {size - 1}")
+    tokens = torch.full((layout.length,), -1)
+    ids = layout.ids.cpu()[codes.cpu().clamp(0, size - 1)]
+    tokens[layout.places().flatten()] = torch.where(stays, ids, -1).flatten()
+    return holding(layout, tokens)
+
+
+def holding(layout: Layout, tokens: Tensor) -> PartlyKnown:
+    """The layout with tokens that are given, ``(length,)`` or ``(B, length)``, -1 where not."""
+    return PartlyKnown(
+        layout.rows, layout.columns, layout.ids, layout.newline, layout.tail, known=tokens
+    )
+
+
+def kept_cells(known: int | Tensor, rows: int, columns: int) -> Tensor:
+    """Where codes stay, bool ``(rows, columns)``.
+
+    Args:
+        known: A number of codes in raster order, or a mask of cells or pixels: a cell stays if all
+            its pixels do.
+        rows: Of the grid.
+        columns: Of the grid.
+
+    Raises:
+        ShapeError: The mask is neither of the grid nor a multiple of it.
+        OptionError: The number is out of range, or everything stays.
+    """
+    cells = rows * columns
+    if isinstance(known, Tensor):
+        fits = known.ndim == 2 and not (known.shape[0] % rows or known.shape[1] % columns)
+        if not fits or 0 in known.shape:
+            raise ShapeError(
+                f"the mask has shape {tuple(known.shape)}; expected {(rows, columns)}, or a "
+                "multiple of both in pixels"
+            )
+        tall, wide = known.shape[0] // rows, known.shape[1] // columns
+        blocks = known.cpu().bool().view(rows, tall, columns, wide)
+        stays = blocks.all(3).all(1)
+        if bool(stays.all()):
+            raise OptionError("the mask keeps every code; mark what is to be drawn anew")
+        return stays
+    if not 0 <= known < cells:
+        raise OptionError(f"known={known}; expected 0 to {cells - 1} codes that stay")
+    return (torch.arange(cells) < known).view(rows, columns)
+
+
+def completion_of(layout: PartlyKnown) -> Completion:
+    """Whether what is left follows the model's law of whole images."""
+    given = layout.known[layout.places().flatten()] >= 0
+    first_free = int((~given).long().argmax())
+    return "locally constrained" if bool(given[first_free:].any()) else "continued"
+
+
+def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
+    """The codes of an image, by the tokenizer of its model.
+
+    Args:
+        adapter: Of the model.
+        pixels: From 0 to 1, ``(3, H, W)``.
+
+    Raises:
+        IncompatibleError: Nothing here turns pixels into the model's codes.
+        ShapeError: The image is of another size.
+    """
+    rows, columns = adapter.layout.rows, adapter.layout.columns
+    vq: Any = getattr(adapter, "vq", None)
+    grey = getattr(adapter.model.config, "grey", False)
+    if not grey and not hasattr(vq, "encode"):
+        raise IncompatibleError.between(
+            "an image to start from",
+            adapter.name,
+            "its tokenizer is not at hand for reading images",
+            "give the codes of the image, (rows, columns)",
+        )
+    factor = 1 if grey else vq.config.factor
+    expected = (3, rows * factor, columns * factor)
+    if tuple(pixels.shape) != expected:
+        raise ShapeError(
+            f"the image to start from has shape {tuple(pixels.shape)}; expected {expected}: "
+            "resize it"
+        )
+    if grey:
+        return (pixels.mean(0) * (adapter.vocab - 1)).round().long()
+    with torch.no_grad():
+        return vq.encode(pixels[None].to(vq.device, vq.dtype) * 2 - 1)[0].cpu()
+
+
+class Given:
+    """Drafts the codes that are given next, and nothing else: those of a run take one pass.
+
+    In front of plain decoding; windows put given codes in their places themselves.
+
+    Args:
+        most: Tokens of a proposal.
+
+    Lossless under every rule that takes what was not drawn; neutral where nothing is given.
+    """
+
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    needs = Needs()
+    static = True
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, ctx: Context, budget: int) -> Proposal:
+        """The given codes up to the next free place."""
+        places = ctx.length[:, None] + torch.arange(min(self.most, budget), device=ctx.device)
+        tokens = ctx.adapter.layout.forced(places)
+        ahead = (tokens >= 0).long().cumprod(1).bool()
+        return Proposal(tokens=tokens.masked_fill(~ahead, -1), kind="deterministic")
+
+    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,529 @@
+"""START HERE for pictures: `ImageGenerator`, classes or prompts in, images out.
+
+It finds out what kind of model a checkpoint is, draws in batches, and hands back codes, pixels and
+the pass in which every code was decided. A row's noise is named by the seed, by what it is drawn of
+and by its ordinal among equal ones: the same seed gives the same picture with and without an exact
+draft, and in any batch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import (
+    InputError,
+    MissingExtraError,
+    MMDecodeError,
+    OptionError,
+    UnknownNameError,
+    did_you_mean,
+)
+from mmdecode.image_ar import next_scale
+from mmdecode.image_ar.completion import Completion
+from mmdecode.image_ar.loading import RasterModel, config_of, labels_of, load
+from mmdecode.image_ar.modes import check_mode, decoder_of
+from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
+from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, Start
+from mmdecode.image_ar.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from PIL.Image import Image
+
+    from mmdecode.engine.contracts import Accept, Draft
+    from mmdecode.engine.stats import Stats
+
+_SHOWN = 40  # names of classes that an error lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRequest:
+    """One image to draw.
+
+    Attributes:
+        index: Its place among those asked for.
+        condition: A class, or a prompt.
+        ordinal: Its place among those of its condition; it names the noise.
+    """
+
+    index: int
+    condition: int | str
+    ordinal: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GeneratedImage:
+    """One image as tokens, and how it came about.
+
+    Attributes:
+        index: Its place among those asked for.
+        condition: The class, or the prompt.
+        label: The class's name; ``None``: it has none.
+        ordinal: Its place among those of its condition.
+        seed: Of the noise.
+        law: ``exact``: of the model; ``heuristic``: of a relaxed rule, which changes it; ``hybrid
+            of two models``: of CoDe.
+        completion: Of an image of which a part was given: ``continued``, by the model's law behind
+            what was given; ``locally constrained`` and ``laid over`` follow no law of the model,
+            see `mmdecode.image_ar.completion`.
+        codes: Of the image tokenizer, ``(rows, columns)``; of next-scale models those of all
+            scales, ``(L,)``.
+        tokens: As generated, forced ones included.
+        commits: The pass in which each of ``codes`` was decided; 0: with the prompt, -1: given. Of
+            next-scale models the scale.
+        passes: Scoring passes after the prompt was read.
+        seconds: Of its batch without pixels, over the batch's size.
+        log_likelihood: Of the drawn codes in nats, under the guided law at the temperature, before
+            top-k and top-p; ``None``: not asked for.
+        error: What was wrong, what was expected and what to do; ``None``: nothing was.
+        kind: Name of the error's class.
+    """
+
+    index: int
+    condition: int | str
+    label: str | None = None
+    ordinal: int
+    seed: int
+    law: str
+    completion: Completion | None = None
+    codes: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    commits: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    passes: int = 0
+    seconds: float = 0.0
+    log_likelihood: float | None = None
+    error: str | None = None
+    kind: str | None = None
+    _pixels: Callable[[], Tensor] | None = field(default=None, repr=False)
+
+    def pixels(self) -> Tensor:
+        """Float32 from 0 to 1, ``(3, H, W)``.
+
+        Raises:
+            InputError: The image could not be drawn.
+            IncompatibleError: What turns codes into pixels is not at hand.
+        """
+        if self._pixels is None:
+            raise InputError(self.error or "this image was not drawn")
+        return self._pixels()
+
+    @cached_property
+    def image(self) -> Image:
+        """As a PIL image; see `pixels`.
+
+        Raises:
+            MissingExtraError: Pillow is not installed.
+        """
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise MissingExtraError("images need Pillow", extra="image") from error
+        values = (self.pixels() * 255).round().to(torch.uint8)
+        return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy())
+
+
+class ImageGenerator:
+    """Draws images of classes or prompts.
+
+    Args:
+        model: A `RasterModel`, see `mmdecode.image_ar.loading.load`, or a `NextScale`.
+        decoder: Of a raster model; ``None``: without a draft.
+        guidance: s of ``u + s (c - u)``; 1 switches it off. Of next-scale models that of the last
+            scale, 1 + t for the published t. ``None``: the model's.
+        sampling: ``None``: the model's.
+        temperature, top_k, top_p: In the place of the sampling's.
+        seed: Of the noise.
+        batch: Images drawn at once; none depends on it.
+
+    Attributes:
+        law: Of the images, see `GeneratedImage`.
+        classes: Number of classes; 0: the model draws of prompts.
+        labels: Names of classes, as far as there are.
+        tokens: Of an image.
+        grid: Rows and columns of codes; of next-scale models those of the last scale.
+
+    Raises:
+        OptionError: A number is out of range, or does not suit the model.
+    """
+
+    def __init__(
+        self,
+        model: RasterModel | NextScale,
+        decoder: Decoder | None = None,
+        *,
+        guidance: float | None = None,
+        sampling: Sampling | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        batch: int = 8,
+    ) -> None:
+        if batch < 1:
+            raise OptionError(f"batch={batch}; expected at least 1")
+        asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        changed: dict[str, Any] = {n: value for n, value in asked.items() if value is not None}
+        self._painter: RasterPainter | NextScalePainter
+        if isinstance(model, NextScale):
+            if decoder is not None:
+                raise OptionError(
+                    "a next-scale model decides a scale at once, so there is nothing to draft; "
+                    "leave out the decoder"
+                )
+            drawing = _drawing(model, guidance, sampling, changed)
+            config = model.stages[0].model.config
+            labels = labels_of(config, config.num_classes)
+            self._painter = NextScalePainter(model, drawing, labels)
+        else:
+            base = Sampling(**model.preset.sampling) if sampling is None else sampling
+            self._painter = RasterPainter(
+                model, decoder or Decoder(), guidance, replace(base, **changed)
+            )
+        self.seed, self.batch = seed, batch
+        self.law, self.classes = self._painter.law, self._painter.classes
+        self.labels, self.tokens = self._painter.labels, self._painter.tokens
+        self.grid = self._painter.grid
+        self._numbers = {
+            word.strip().casefold(): label
+            for label, name in sorted(self.labels.items(), reverse=True)
+            for word in (*name.split(","), name)
+        }
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str],
+        draft: Draft | str | None = None,
+        accept: Accept | str = "auto",
+        mode: str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        compile: bool = False,
+        grid: tuple[int, int] | None = None,
+        refiner: str | os.PathLike[str] | None = None,
+        drafted: int | None = None,
+        **how: Any,
+    ) -> ImageGenerator:
+        """Loads a model and builds its decoder.
+
+        Args:
+            model_id: A folder, a Hub id or ``zoo:NAME``.
+            draft: A draft, or its name with options.
+            accept: See `mmdecode.Decoder`.
+            mode: A draft and a rule by one name, see `mmdecode.image_ar.modes`: ``ar``, ``exact``,
+                ``fast`` or ``relaxed``, of which the last changes the law.
+            device: ``None``: CUDA where there is one.
+            dtype: ``None``: float32.
+            compile: See `mmdecode.Decoder`.
+            grid: Rows and columns of codes, for families whose images have no size of their own.
+            refiner: A smaller next-scale model that writes the last scales (CoDe).
+            drafted: Scales that the model itself writes then.
+            **how: Guidance, sampling and the other arguments of `ImageGenerator`.
+
+        Raises:
+            InputError: The checkpoint cannot be loaded.
+            IncompatibleError: Its parts do not fit each other, or draft and rule do not.
+            OptionError: An option does not suit the model, or a value is out of range.
+            UnknownNameError: A mode, a draft or a rule is not known.
+            UnsupportedModelError: It writes no image tokens that an adapter is there for.
+        """
+        check_mode(mode, draft, accept)
+        name = str(model_id)
+        if config_of(name).model_type == "var":
+            given = {
+                "draft": draft,
+                "accept": None if accept == "auto" else accept,
+                "mode": None if mode == "ar" else mode,
+                "compile": compile or None,
+                "grid": grid,
+                "dtype": None if dtype in ("float32", torch.float32) else dtype,
+            }
+            for option, value in given.items():
+                if value is not None:
+                    raise OptionError(
+                        f"{option}={value!r} is for models that write in raster order, and {name} "
+                        f"writes scale by scale; leave {option} out"
+                    )
+            return cls(_next_scale(name, refiner, drafted, device), **how)
+        if refiner is not None or drafted is not None:
+            raise OptionError(
+                f"a refiner is for next-scale models, and {name} writes in raster order; draft "
+                "with draft='assistant:model=...'"
+            )
+        model = load(name, device, dtype, grid)
+        decoder = decoder_of(
+            mode,
+            draft,
+            accept,
+            adapter=model.adapter,
+            compile=compile,
+            target=model.adapter.model,
+            model_id=name,
+        )
+        return cls(model, decoder, **how)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters over all calls."""
+        return self._painter.stats
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Guidance and sampling as they are, the model's own filled in, as plain values."""
+        return {"guidance": self._painter.guidance, "sampling": asdict(self._painter.sampling)}
+
+    def __call__(
+        self,
+        conditions: int | str | Sequence[int | str],
+        n: int = 1,
+        *,
+        seed: int | None = None,
+        start: Tensor | None = None,
+        known: int | Tensor | None = None,
+        on_tokens: OnTokens | None = None,
+        likelihood: bool = False,
+    ) -> list[GeneratedImage]:
+        """Draws ``n`` images of each condition.
+
+        Args:
+            conditions: Classes, by number or name, or prompts: one, or a list.
+            n: Images of each.
+            seed: In the place of the generator's.
+            start: An image to complete: its codes, integers ``(rows, columns)``, or its pixels from
+                0 to 1, ``(3, H, W)``.
+            known: What of it stays: so many codes in raster order, or a mask of codes or of pixels,
+                true where it stays. The first codes alone are continued exactly; of other masks
+                raster models draw *locally constrained*: a code is not told of given ones behind
+                it. Next-scale models fill masks in scale by scale.
+            on_tokens: Called after each pass with the number of tokens it added to the batch.
+            likelihood: Whether images get a log-likelihood; it reads them again.
+
+        Returns:
+            Images by condition, then ordinal.
+
+        Raises:
+            UnknownNameError: A class has no such name.
+            OptionError: ``n`` is less than 1; a class is out of range; a prompt is too long; or
+                ``start`` and ``known`` do not come together.
+            ShapeError: ``start`` or ``known`` have another shape.
+            IncompatibleError: Guidance, rule or draft do not suit the model.
+        """
+        found = []
+        requests = self.requests(conditions, n)
+        for request in requests:
+            self._painter.check(request.condition)
+        for image in self.images(
+            requests,
+            seed=seed,
+            start=start,
+            known=known,
+            on_tokens=on_tokens,
+            likelihood=likelihood,
+        ):
+            if image.error:
+                raise InputError(image.error)
+            found.append(image)
+        return sorted(found, key=lambda image: image.index)
+
+    def requests(
+        self, conditions: int | str | Sequence[int | str], n: int = 1
+    ) -> list[ImageRequest]:
+        """What a call draws: ``n`` of each condition, in order.
+
+        Raises:
+            UnknownNameError: A class has no such name.
+            OptionError: ``n`` is less than 1, there is no condition, or one of another kind.
+        """
+        if n < 1:
+            raise OptionError(f"n={n}; expected at least 1 image")
+        listed = [conditions] if isinstance(conditions, (int, str)) else list(conditions)
+        if not listed:
+            raise OptionError("nothing to draw; give a class or a prompt")
+        seen: Counter[int | str] = Counter()
+        found: list[ImageRequest] = []
+        for given in listed:
+            condition = self._condition(given)
+            for _ in range(n):
+                ordinal = seen[condition]
+                seen[condition] += 1
+                found.append(ImageRequest(index=len(found), condition=condition, ordinal=ordinal))
+        return found
+
+    def images(
+        self,
+        requests: Sequence[ImageRequest],
+        *,
+        seed: int | None = None,
+        start: Tensor | None = None,
+        known: int | Tensor | None = None,
+        on_tokens: OnTokens | None = None,
+        likelihood: bool = False,
+    ) -> Iterator[GeneratedImage]:
+        """Like a call, but yields images as their batches end, with an ``error`` where one failed.
+
+        Args:
+            requests: See `requests`.
+            seed: See a call, as for the others.
+            start: An image to complete.
+            known: What of it stays.
+            on_tokens: Called after each pass.
+            likelihood: Whether images get one.
+        """
+        if (start is None) != (known is None):
+            raise OptionError("start and known belong together; give both, or neither")
+        begun = None
+        if start is not None and known is not None:
+            begun = self._painter.started(Start(image=start, known=known))
+        seed = self.seed if seed is None else seed
+        for first in range(0, len(requests), self.batch):
+            good = []
+            for request in requests[first : first + self.batch]:
+                try:
+                    self._painter.check(request.condition)
+                except MMDecodeError as error:
+                    yield self._failed(request, seed, error)
+                else:
+                    good.append(request)
+            yield from self._batch(good, seed, begun, on_tokens, likelihood)
+
+    def _batch(
+        self,
+        requests: Sequence[ImageRequest],
+        seed: int,
+        start: Any,
+        on_tokens: OnTokens | None,
+        likelihood: bool,
+    ) -> Iterator[GeneratedImage]:
+        """Images of a batch; where memory is short, those of its parts."""
+        if not requests:
+            return
+        conditions: list[Any] = [request.condition for request in requests]
+        began = time.perf_counter()
+        try:
+            painted = self._painter.paint(
+                conditions,
+                [request.ordinal for request in requests],
+                seed,
+                start,
+                on_tokens,
+            )
+        except torch.OutOfMemoryError:
+            if len(requests) > 1:
+                middle = len(requests) // 2
+                for part in (requests[:middle], requests[middle:]):
+                    yield from self._batch(part, seed, start, on_tokens, likelihood)
+                return
+            yield self._failed(
+                requests[0],
+                seed,
+                InputError(
+                    "there is not enough memory on the device; load the model in half precision, "
+                    "or use a smaller window"
+                ),
+            )
+            return
+        seconds = (time.perf_counter() - began) / len(requests)
+        likely: Sequence[float | None] = [None] * len(requests)
+        if likelihood:
+            tokens = torch.stack([one.tokens for one in painted])
+            likely = self._painter.log_likelihood(conditions, tokens, start)
+        for request, one, value in zip(requests, painted, likely, strict=True):
+            yield GeneratedImage(
+                **self._asked(request, seed),
+                completion=None if start is None else start[1],
+                codes=one.codes,
+                tokens=one.tokens,
+                commits=one.commits,
+                passes=one.passes,
+                seconds=seconds,
+                log_likelihood=value,
+                _pixels=one.pixels,
+            )
+
+    def _failed(self, request: ImageRequest, seed: int, error: Exception) -> GeneratedImage:
+        return GeneratedImage(
+            **self._asked(request, seed), error=str(error), kind=type(error).__name__
+        )
+
+    def _asked(self, request: ImageRequest, seed: int) -> dict[str, Any]:
+        condition = request.condition
+        return {
+            "index": request.index,
+            "condition": condition,
+            "label": self.labels.get(condition) if isinstance(condition, int) else None,
+            "ordinal": request.ordinal,
+            "seed": seed,
+            "law": self.law,
+        }
+
+    def _condition(self, given: int | str) -> int | str:
+        """A class by its number, or a prompt."""
+        if not self.classes:
+            if isinstance(given, str):
+                return given
+            raise OptionError(f"this model draws of prompts, and {given!r} is none; give a text")
+        every = f"expected 0 to {self.classes - 1}"
+        if not isinstance(given, str):
+            if not 0 <= given < self.classes:
+                raise OptionError(f"class {given} does not exist; {every}")
+            return int(given)
+        if given.strip().casefold() in self._numbers:
+            return self._numbers[given.strip().casefold()]
+        if not self.labels:
+            raise OptionError(
+                f"this model draws of classes, whose names its configuration does not say; {every},"
+                f" got {given!r}"
+            )
+        if self.classes <= _SHOWN:
+            raise UnknownNameError.of("class", given, self.labels.values())
+        near = did_you_mean(given.casefold(), self._numbers)
+        raise UnknownNameError(f"no class named {given!r}{near}; or {every}, by number")
+
+
+def _drawing(
+    model: NextScale,
+    guidance: float | None,
+    sampling: Sampling | None,
+    changed: dict[str, Any],
+) -> Drawing:
+    """How a next-scale model draws, its own way where nothing else is said."""
+    base = next_scale.VAR
+    if not all(stage.model.config.unconditional for stage in model.stages):
+        base = replace(base, guidance=0.0)
+    if guidance is not None:
+        if not guidance >= 1:
+            raise OptionError(
+                f"guidance={guidance}; expected 1 (off) or more: next-scale models are guided from "
+                "1 at the first scale up to this at the last"
+            )
+        base = replace(base, guidance=guidance - 1)
+    law = base.law_of(0) if sampling is None else sampling
+    return replace(base, sampling=replace(law, **changed))
+
+
+def _next_scale(
+    name: str,
+    refiner: str | os.PathLike[str] | None,
+    drafted: int | None,
+    device: Any,
+) -> NextScale:
+    if (refiner is None) != (drafted is None):
+        raise OptionError(
+            f"refiner={refiner!r}, drafted={drafted}; give both: drafted is the number of scales "
+            "that the large model writes"
+        )
+    if refiner is None or drafted is None:
+        return NextScale.from_pretrained(name, device)
+    return Collaborative.from_names(name, str(refiner), drafted, device)

@@ -1,0 +1,231 @@
+"""A folder of images that survives being interrupted.
+
+Each image is a PNG that carries its settings as text, and a line of `RESULTS`; the PNG comes first,
+so a line never speaks of an image that is not there. `mmdecode.files.RUN` says under which settings
+the images were drawn. A run that was stopped is continued only on request and only under the same
+settings; what failed is tried again. Where a run ends, the lines are put in the order of what was
+asked: nothing in the folder depends on when a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.files import (
+    append_line,
+    check_settings,
+    claimed,
+    complete_lines,
+    explained,
+    note_settings,
+    to_json,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mmdecode.image_ar.generator import GeneratedImage, ImageRequest
+
+RESULTS = "results.jsonl"
+GRID = "grid.png"
+CODES = "codes"
+"""Of the PNG's texts the one that holds the codes, as JSON."""
+_GAP = 2
+
+
+class ImageFolder:
+    """Where the images of a run go.
+
+    Args:
+        folder: Created where it does not exist.
+        settings: What may change an image.
+        resume: Continue what is there.
+
+    Raises:
+        OptionError: The folder holds images and ``resume`` is not set, or holds images of other
+            settings, or another run is writing there.
+        InputError: It cannot be read or written.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        self.folder = folder
+        self._labels: Mapping[int, str] = {}
+        self._texts: Mapping[str, Any] = {}
+        self._results = folder / RESULTS
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(claimed(folder))
+            with explained(folder):
+                self._file = stack.enter_context(self._results.open("ab"))
+                if self._results.stat().st_size:
+                    check_settings(folder, settings, resume)
+                found = list(self._lines())
+                os.truncate(self._results, sum(len(line) for line, _ in found))
+                note_settings(folder, settings)
+            self._done = {line["id"] for _, line in found if "error" not in line}
+            self.close = stack.pop_all().close
+
+    def begin(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
+        """Says what classes are called, and what every PNG is to carry as text."""
+        self._labels, self._texts = labels, texts
+
+    def name(self, request: ImageRequest | GeneratedImage) -> str:
+        """What an image is called, and its file but for the ending."""
+        condition = request.condition
+        if isinstance(condition, int):
+            label = self._labels.get(condition, "class").partition(",")[0]
+            what = f"{_slug(label)}-{condition}"
+        else:
+            digest = hashlib.blake2b(condition.encode(), digest_size=3).hexdigest()
+            what = f"{_slug(condition)}-{digest}"
+        return f"{what}-{request.ordinal:03d}"
+
+    def todo(self, requests: Sequence[ImageRequest]) -> list[ImageRequest]:
+        """Requests whose images are not there."""
+        return [
+            request
+            for request in requests
+            if self.name(request) not in self._done
+            or not (self.folder / f"{self.name(request)}.png").exists()
+        ]
+
+    def add(self, image: GeneratedImage) -> dict[str, Any]:
+        """Writes an image where a crash cannot lose it.
+
+        Returns:
+            Its line.
+
+        Raises:
+            InputError: It cannot be written.
+        """
+        line = self.line(image)
+        with explained(self.folder):
+            if not image.error:
+                png = as_png(image, {**self._texts, **line})
+                write_atomically(self.folder / line["file"], png)
+            append_line(self._file, to_json(line).encode() + b"\n")
+        return line
+
+    def line(self, image: GeneratedImage) -> dict[str, Any]:
+        """What is said of an image; nothing that the next run would find otherwise."""
+        name = self.name(image)
+        line: dict[str, Any] = {
+            "id": name,
+            "condition": image.condition,
+            "label": image.label,
+            "ordinal": image.ordinal,
+            "seed": image.seed,
+        }
+        if image.error:
+            return line | {"error": image.error, "kind": image.kind}
+        line |= {"file": f"{name}.png", "law": image.law, "passes": image.passes}
+        if image.completion is not None:
+            line["completion"] = image.completion
+        if image.log_likelihood is not None:
+            line["log_likelihood"] = image.log_likelihood
+        return line
+
+    def finish(self, requests: Sequence[ImageRequest], grid: bool) -> None:
+        """Puts the lines in order; of several for one image that of the image counts.
+
+        Args:
+            requests: All that was asked, in order.
+            grid: Lay the images out in one, a row for each condition, in `GRID`.
+        """
+        place = {self.name(request): index for index, request in enumerate(requests)}
+        lines: dict[str, tuple[bytes, bool]] = {}
+        for line, found in self._lines():
+            drawn = "error" not in found
+            if drawn or not lines.get(found["id"], (b"", False))[1]:
+                lines[found["id"]] = line, drawn
+        # images of an earlier, longer run stay, behind the others
+        ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
+        with explained(self.folder):
+            write_atomically(self._results, b"".join(lines[name][0] for name in ordered))
+            if grid:
+                rows: dict[int | str, list[Path]] = {}
+                for request in requests:
+                    file = self.folder / f"{self.name(request)}.png"
+                    rows.setdefault(request.condition, []).append(file)
+                write_atomically(self.folder / GRID, _encoded(laid_out(list(rows.values()))))
+
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Complete lines and what they hold; one that was cut off by a crash is not complete."""
+        for number, line in enumerate(complete_lines(self._results), 1):
+            try:
+                found = json.loads(line)
+                _ = found["id"], found["condition"]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(
+                    f"{self._results}, line {number} is of no image; remove the line, and "
+                    "--resume draws that image again"
+                ) from None
+            yield line, found
+
+
+def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:
+    """The image as a file that carries texts, and the codes it was made of."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for name, value in texts.items():
+        if value is not None:
+            info.add_text(name, value if isinstance(value, str) else to_json(value))
+    info.add_text(CODES, json.dumps(image.codes.tolist()), zip=True)
+    return _encoded(image.image, pnginfo=info)
+
+
+def codes_in(path: Path) -> Tensor | None:
+    """The codes that a PNG of ours carries, ``(rows, columns)``; ``None``: it carries none."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow", extra="image") from error
+    try:
+        with Image.open(path) as image:
+            text = getattr(image, "text", {}).get(CODES)
+        codes = None if text is None else torch.tensor(json.loads(text))
+    except (OSError, ValueError):
+        return None  # whoever reads the pixels says what is wrong with the file
+    return codes if codes is not None and codes.ndim == 2 else None
+
+
+def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
+    """Images in rows, those that do not exist left white."""
+    from PIL import Image
+
+    found = [[Image.open(file) if file.exists() else None for file in row] for row in rows]
+    sizes = [image.size for row in found for image in row if image is not None]
+    wide, tall = map(max, zip(*sizes, strict=True)) if sizes else (1, 1)
+    columns = max(map(len, found))
+    page = Image.new(
+        "RGB", (columns * (wide + _GAP) - _GAP, len(found) * (tall + _GAP) - _GAP), "white"
+    )
+    for y, row in enumerate(found):
+        for x, image in enumerate(row):
+            if image is not None:
+                page.paste(image, (x * (wide + _GAP), y * (tall + _GAP)))
+                image.close()
+    return page
+
+
+def _encoded(image: Image, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:40].strip("-") or "image"

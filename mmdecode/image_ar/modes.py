@@ -1,0 +1,112 @@
+"""Named ways to draw in raster order: a draft and a rule that belong together.
+
+* ``ar``: token by token, without a draft.
+* ``exact``: a Jacobi window under the coupled rule: the picture that ``ar`` draws with that seed.
+* ``fast``: a Jacobi window under the rejection rule: another picture of the same law.
+* ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD where the model shows no codebook:
+  another picture, of another law. Heuristic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmdecode import registry
+from mmdecode.draft.jacobi import Jacobi
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import OptionError, UnknownNameError
+
+if TYPE_CHECKING:
+    from mmdecode.adapters.images import ImageAdapter
+    from mmdecode.engine.contracts import Accept, Draft
+
+WINDOW = 32
+"""Of modes, unless the image is smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A preset.
+
+    Attributes:
+        drafts: Whether a window drafts.
+        accept: The rule.
+        without_codebook: The rule of models that show none, where it is another.
+    """
+
+    drafts: bool = True
+    accept: str
+    without_codebook: str | None = None
+
+    def rule(self, codebook: bool) -> str:
+        """The rule of a model that shows a codebook, or does not."""
+        return self.accept if codebook else self.without_codebook or self.accept
+
+
+MODES = {
+    "ar": Mode(drafts=False, accept="auto"),
+    "exact": Mode(accept="coupled"),
+    "fast": Mode(accept="rejection"),
+    "relaxed": Mode(accept="lantern:lambda_=5,k=10", without_codebook="cool:delta=2,nu=0"),
+}
+
+
+def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
+    """Whether a mode goes with what else was asked for.
+
+    Raises:
+        UnknownNameError: There is no such mode.
+        OptionError: The mode sets what was also given.
+    """
+    if mode is None:
+        return
+    if mode not in MODES:
+        raise UnknownNameError.of("mode", mode, MODES)
+    if draft is not None and not MODES[mode].drafts:
+        raise OptionError(f"mode {mode!r} is without a draft; leave out the draft or the mode")
+    if accept != "auto":
+        raise OptionError(
+            f"mode {mode!r} has a rule of its own, {MODES[mode].accept!r}; leave out the rule or "
+            "the mode"
+        )
+
+
+def decoder_of(
+    mode: str | None,
+    draft: Draft | str | None,
+    accept: Accept | str,
+    *,
+    adapter: ImageAdapter,
+    compile: bool = False,
+    **at_hand: Any,
+) -> Decoder:
+    """A decoder from a mode, or from a draft and a rule.
+
+    Args:
+        mode: One of `MODES`; ``None``: none.
+        draft: In the place of the mode's window.
+        accept: Without a mode.
+        adapter: Of the model.
+        compile: See `Decoder`.
+        **at_hand: For drafts that are named, see `mmdecode.registry.create`.
+
+    Raises:
+        UnknownNameError: A name is not registered.
+        OptionError: Mode, draft and rule do not go together.
+    """
+    check_mode(mode, draft, accept)
+    if isinstance(draft, str):
+        draft = registry.create("draft", draft, **at_hand)
+    if mode is not None:
+        accept = MODES[mode].rule(adapter.codebook() is not None)
+        if draft is None and MODES[mode].drafts:
+            draft = Jacobi(window=min(WINDOW, adapter.layout.length))
+    return Decoder(draft=draft, accept=accept, compile=compile)
+
+
+def law_of(decoder: Decoder) -> str:
+    """``exact`` or ``heuristic``: whether images follow the law of the model."""
+    if isinstance(decoder.accept, str):  # auto or fastest: exact rules both
+        return "exact"
+    return "heuristic" if decoder.accept.law == "heuristic" else "exact"

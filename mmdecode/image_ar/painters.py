@@ -1,0 +1,385 @@
+"""How a batch of pictures is drawn: by a raster model, or by a next-scale one.
+
+Both take requests and give `Painted` rows; `mmdecode.image_ar.generator` does the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.engine.law import Nodes
+from mmdecode.engine.noise import request_key
+from mmdecode.engine.stats import Stats
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.guide.guidance import Guidance
+from mmdecode.image_ar import raster
+from mmdecode.image_ar.completion import (
+    Completion,
+    Given,
+    PartlyKnown,
+    codes_of,
+    completion_of,
+    holding,
+    kept_cells,
+    partly_known,
+)
+from mmdecode.image_ar.grammar import Grammar
+from mmdecode.image_ar.loading import RasterModel
+from mmdecode.image_ar.modes import law_of
+from mmdecode.image_ar.next_scale import Collaborative, Drawing, Known, NextScale
+from mmdecode.image_ar.sampling import Sampling
+
+OnTokens = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """An image to complete.
+
+    Attributes:
+        image: Its codes, integers ``(rows, columns)``, or its pixels from 0 to 1, ``(3, H, W)``.
+        known: What of it stays: so many codes in raster order, or a mask of cells or of pixels,
+            true where it stays.
+    """
+
+    image: Tensor
+    known: int | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Painted:
+    """One row; see `mmdecode.image_ar.generator.GeneratedImage` for the fields."""
+
+    codes: Tensor
+    tokens: Tensor
+    commits: Tensor
+    pixels: Callable[[], Tensor]
+    passes: int
+
+
+class RasterPainter:
+    """Draws with a `RasterModel` and a decoder.
+
+    Args:
+        model: With all that it takes to draw.
+        decoder: How its tokens are decoded; it is copied, and counts on its own.
+        guidance: ``None``: the decoder's guide, else the model's.
+        sampling: What guided logits become.
+
+    Raises:
+        IncompatibleError: ``guidance`` beside a decoder's guide.
+        OptionError: ``guidance`` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: RasterModel,
+        decoder: Decoder,
+        guidance: float | None,
+        sampling: Sampling,
+    ) -> None:
+        self.model, self.adapter = model, model.adapter
+        self.decoder = copy.copy(decoder)
+        self.decoder.stats = self.stats = RoundCounts()
+        self.classes, self.labels = model.classes, model.labels
+        if decoder.guide is None:
+            scale = model.preset.guidance if guidance is None else guidance
+            guide: Any = Guidance(scale)
+            self.decoder.guide = guide
+        elif guidance is not None:
+            raise IncompatibleError.between(
+                f"guidance={guidance!r}",
+                f"guide {type(decoder.guide).__name__}",
+                "both want to set the law",
+                "drop one of them",
+            )
+        self.guidance: float | None = getattr(self.decoder.guide, "scale", None)
+        self.sampling = sampling
+        self.tokens = self.adapter.layout.length
+        self.grid = (self.adapter.layout.rows, self.adapter.layout.columns)
+        self.law = law_of(self.decoder)
+
+    def check(self, condition: Any) -> None:
+        """Raises where an image cannot be drawn of this."""
+        self.adapter.condition(**self.model.given([condition]))
+
+    def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
+        """The layout with what is given, and what that makes of the law."""
+        image = start.image
+        codes = codes_of(self.adapter, image) if image.is_floating_point() else image
+        layout = partly_known(self.adapter.layout, codes, start.known)
+        device = self.adapter.model.device  # a captured round cannot move what is given
+        return holding(layout, layout.known.to(device)), completion_of(layout)
+
+    def paint(
+        self,
+        conditions: Sequence[Any],
+        ordinals: Sequence[int],
+        seed: int,
+        start: tuple[PartlyKnown, Completion] | None,
+        on_tokens: OnTokens | None,
+    ) -> list[Painted]:
+        """A batch."""
+        decoder, adapter = copy.copy(self.decoder), self.adapter
+        if start is not None:
+            adapter = copy.copy(adapter)
+            adapter.layout = start[0]
+            if isinstance(decoder.draft, NoDraft):
+                decoder.draft = Given()
+        layout = adapter.layout
+        names = [
+            b"%d %s" % (ordinal, _name(condition))
+            for condition, ordinal in zip(conditions, ordinals, strict=True)
+        ]
+        self.stats.watch(on_tokens)
+        drawn = raster.generate(
+            adapter.model,
+            decoder=decoder,
+            adapter=adapter,
+            sampling=self.sampling,
+            seed=seed,
+            request=names,
+            **self.model.given(conditions),
+        )
+        came = self.stats.passes_of_tokens()
+        passes = came.amax(1).tolist()
+        if start is not None:
+            came = came.masked_fill(start[0].known.cpu() >= 0, -1)
+        commits = came[:, layout.places().flatten()].view(drawn.codes.shape)
+        rows = zip(drawn.codes.cpu(), drawn.tokens.cpu(), commits, passes, strict=True)
+        return [
+            Painted(
+                codes=codes,
+                tokens=tokens,
+                commits=when,
+                passes=count,
+                pixels=partial(_pixels, self.adapter, codes),
+            )
+            for codes, tokens, when, count in rows
+        ]
+
+    def log_likelihood(
+        self,
+        conditions: Sequence[Any],
+        tokens: Tensor,
+        start: tuple[PartlyKnown, Completion] | None,
+    ) -> list[float]:
+        """Of whole images ``(B, layout.length)``; see `GeneratedImage`."""
+        layout, tokens = self.adapter.layout, tokens.to(self.adapter.model.device)
+        reread = copy.copy(self.adapter)
+        reread.layout = told = holding(layout, tokens)
+        recorder = _Recorder(tokens, self.sampling.temperature)
+        inputs = reread.condition(**self.model.given(conditions))
+        free = (start[0] if start else layout).forced(torch.arange(layout.length)).cpu() < 0
+        Decoder(draft=Given(), guide=self.decoder.guide, seed=0)(
+            reread.model,
+            torch.empty((len(tokens), 0), dtype=torch.long, device=reread.model.device),
+            logits_processor=LogitsProcessorList([Grammar(layout), recorder, Grammar(told)]),
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
+            generation_config=GenerationConfig(max_length=layout.length, do_sample=True),
+            mm_adapter=reread,
+            **inputs,
+        )
+        return (recorder.found.cpu() * free).sum(1).tolist()
+
+
+class NextScalePainter:
+    """Draws with a next-scale model: VAR, or CoDe.
+
+    Args:
+        model: With its tokenizer.
+        drawing: How codes are drawn.
+        labels: Names of classes.
+    """
+
+    def __init__(
+        self, model: NextScale, drawing: Drawing, labels: Mapping[int, str] | None = None
+    ) -> None:
+        self.model, self.drawing, self.labels = model, drawing, labels or {}
+        self.guidance, self.sampling = 1 + drawing.guidance, drawing.law_of(0)
+        self.classes = model.stages[0].model.config.num_classes
+        self.starts = model.tokenizer.starts
+        self.tokens = self.starts[-1]
+        self.grid = (model.tokenizer.config.patch_nums[-1],) * 2
+        self.law = "hybrid of two models" if isinstance(model, Collaborative) else "exact"
+        self.stats = RoundCounts()
+
+    def check(self, condition: Any) -> None:
+        """Raises where an image cannot be drawn of this."""
+        if not 0 <= condition < self.classes:
+            raise OptionError(f"class {condition} does not exist; expected 0 to {self.classes - 1}")
+
+    def started(self, start: Start) -> tuple[Known, Completion]:
+        """What is given at every scale."""
+        if not start.image.is_floating_point():
+            raise ShapeError(
+                f"the image to start from has shape {tuple(start.image.shape)} and no pixels; a "
+                "next-scale model takes pixels from 0 to 1, (3, H, W)"
+            )
+        side = self.model.tokenizer.config.patch_nums[-1]
+        keep = kept_cells(start.known, side, side)
+        known = Known.of(self.model.tokenizer, start.image[None], keep[None])
+        return known, "laid over"
+
+    def paint(
+        self,
+        conditions: Sequence[int],
+        ordinals: Sequence[int],
+        seed: int,
+        start: tuple[Known, Completion] | None,
+        on_tokens: OnTokens | None,
+    ) -> list[Painted]:
+        """A batch."""
+        sizes = [
+            after - before for before, after in zip(self.starts, self.starts[1:], strict=False)
+        ]
+        scale_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+        def on_scale(scale: int, f_hat: Tensor) -> None:
+            self.stats.passes += 1
+            if on_tokens is not None:
+                on_tokens(sizes[scale] * len(conditions))
+
+        drawn = self.model.generate(
+            conditions,
+            drawing=self.drawing,
+            seed=seed,
+            requests=[
+                request_key("class", label, ordinal)
+                for label, ordinal in zip(conditions, ordinals, strict=True)
+            ],
+            known=None if start is None else start[0],
+            on_scale=on_scale,
+        )
+        self.stats.calls += 1
+        return [
+            Painted(
+                codes=codes,
+                tokens=codes,
+                commits=scale_of,
+                passes=drawn.passes,
+                pixels=image.cpu().clone,
+            )
+            for codes, image in zip(drawn.codes.cpu(), drawn.images, strict=True)
+        ]
+
+    def log_likelihood(
+        self,
+        conditions: Sequence[int],
+        tokens: Tensor,
+        start: tuple[Known, Completion] | None,
+    ) -> list[float]:
+        """Of whole images ``(B, L)``; see `GeneratedImage`.
+
+        Raises:
+            IncompatibleError: A part was given: no scale is then what the model wrote.
+        """
+        if start is not None:
+            raise IncompatibleError.between(
+                "likelihood",
+                "an image of which a part was given",
+                "a next-scale model writes a whole image, and the given part is laid over it",
+                "ask for one of them",
+            )
+        codes = tokens.to(self.model.tokenizer.device)
+        logits = self.model.score(conditions, codes, drawing=self.drawing)
+        heat = [
+            self.drawing.law_of(scale).temperature
+            for scale in range(len(self.starts) - 1)
+            for _ in range(self.starts[scale + 1] - self.starts[scale])
+        ]
+        law = (logits / logits.new_tensor(heat)[:, None]).log_softmax(-1)
+        return law.gather(2, codes[..., None])[..., 0].sum(1).tolist()
+
+
+class RoundCounts(Stats):
+    """A decoder's counters, which also tell of the present call in which pass tokens came."""
+
+    def watch(self, on_tokens: OnTokens | None) -> None:
+        """Begins a call; ``on_tokens`` is told how many tokens each pass adds to the batch."""
+        self._on_tokens = on_tokens
+        self._kept: list[Tensor] = []
+
+    def prefilled(self, counts: Tensor) -> None:
+        """See `Stats.prefilled`."""
+        super().prefilled(counts)
+        self._note(counts)
+
+    def scored(self, counts: Tensor) -> None:
+        """See `Stats.scored`."""
+        super().scored(counts)
+        self._note(counts)
+
+    def _note(self, counts: Tensor) -> None:
+        self._kept.append(counts[:, 3].clone())
+        if self._on_tokens is not None:
+            self._on_tokens(int(counts[:, 3].sum()))
+
+    def passes_of_tokens(self) -> Tensor:
+        """The pass that each token of the call came in, ``(B, length)``; 0: with the prompt.
+
+        Rows of one length.
+        """
+        kept = torch.stack(self._kept, 1).cpu()  # (B, rounds)
+        rounds = torch.arange(kept.shape[1])
+        return torch.stack([rounds.repeat_interleave(row) for row in kept])
+
+
+class _Recorder(LogitsProcessor):
+    """Notes how likely given tokens are, ``(B, length)``, under what comes to it; changes nothing.
+
+    What it is shown is the guided law without forbidden tokens, before it is sharpened and cut.
+    """
+
+    def __init__(self, tokens: Tensor, temperature: float) -> None:
+        # a node behind the image is asked too, and written where nobody reads
+        self._tokens, self._temperature = pad(tokens, (0, 1)), temperature
+        self._found = torch.zeros(self._tokens.shape, device=tokens.device)
+
+    @property
+    def found(self) -> Tensor:
+        """Log-probability of each token."""
+        return self._found[:, :-1]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """``(B, V)`` behind ``input_ids (B, P)``."""
+        index = torch.full_like(input_ids[:, :1], input_ids.shape[1])
+        self._note(scores[:, None], index)
+        return scores
+
+    def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
+        """``(B, N + 1, V)``."""
+        self._note(scores, nodes.prefix_length)
+        return scores
+
+    def _note(self, scores: Tensor, index: Tensor) -> None:
+        index = index.clamp_max(self._tokens.shape[1] - 1)
+        told = self._tokens.gather(1, index)
+        law = (scores.float() / self._temperature).log_softmax(-1)
+        self._found.scatter_(1, index, law.gather(2, told[..., None])[..., 0])
+
+
+def _name(condition: int | str) -> bytes:
+    """As adapters name rows of classes; prompts by their text, which no batch changes."""
+    return b"class %d" % condition if isinstance(condition, int) else condition.encode()
+
+
+def _pixels(adapter: Any, codes: Tensor) -> Tensor:
+    """On the CPU, ``(3, H, W)``; each image on its own, whatever it was drawn with."""
+    return adapter.decode(codes[None].to(adapter.model.device))[0].cpu()

@@ -1,0 +1,402 @@
+"""Trains small transformers over image codes, and measures what their laws are like.
+
+Used by the recipes of the zoo's LlamaGen models. Training stops at the best held-out likelihood;
+the measurements are those that say beforehand which parallel decoding can gain what: entropy of the
+law that is decoded, and how far it reacts to a code some places before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from mmdecode.image_ar.sampling import Sampling, guided
+from mmdecode.models.llamagen import LlamaGenForImageGeneration, padding_mask
+from mmdecode.train.medusa import write_state
+
+BITS = 1 / math.log(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """How long and how fast a model learns.
+
+    Attributes:
+        steps: At most; the learning rate falls over the last two thirds.
+        batch: Images per step.
+        peak_rate: Highest learning rate (AdamW).
+        matrix_rate: That of the matrices of layers, by Muon, which needs fewer steps; 0: they are
+            trained by AdamW like all others.
+        weight_decay: Of matrices.
+        condition_dropout: Share of images whose condition is left out, so that guidance can be.
+        every: Steps between looks at the held-out images.
+        patience: Looks without a better likelihood before it stops.
+        seed: Of everything; a step's batch depends on it and the step alone.
+    """
+
+    steps: int
+    batch: int = 16
+    peak_rate: float = 2e-3
+    matrix_rate: float = 0.0
+    weight_decay: float = 0.05
+    condition_dropout: float = 0.1
+    every: int = 100
+    patience: int = 5
+    seed: int = 0
+
+    def dice(self, step: int) -> torch.Generator:
+        """Source of all draws of a step."""
+        return torch.Generator().manual_seed(self.seed * 2**32 + step)
+
+    def share_at(self, step: int) -> float:
+        """Of the highest learning rate."""
+        left = 1.5 * (1 - step / self.steps)
+        return min(1.0, (step + 1) / 100, left + 0.03)
+
+
+def progress(steps: Sequence[int], what: str) -> Iterable[int]:
+    """The steps, under a bar on the terminal."""
+    return track(steps, description=what, console=Console(stderr=True))
+
+
+def fit(
+    learner: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    held_out: Callable[[], float],
+    keep: Callable[[], None],
+    options: FitOptions,
+    work: Path,
+) -> list[dict[str, float]]:
+    """Trains until the held-out likelihood no longer improves.
+
+    Args:
+        learner: All that learns.
+        loss_at: Mean negative log-likelihood in nats of a step's batch.
+        held_out: The same of held-out images, in bits.
+        keep: Called at each new best.
+        options: How long and how fast.
+        work: Holds state and log, from which training goes on.
+
+    Returns:
+        The log: step, training and held-out bits per code, seconds so far.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    optimizers = optimizers_of(learner, options)
+    state_file, begun = work / "state.pt", 0
+    log: list[dict[str, float]] = []
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        learner.load_state_dict(state["modules"])
+        for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        begun, log = state["step"], state["log"]
+    started = time.monotonic() - (log[-1]["seconds"] if log else 0.0)
+    average = math.nan
+    for step in progress(range(begun, options.steps), work.name):
+        if stalled(log, options.patience):
+            break
+        learner.train()
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["lr"] = group["peak"] * options.share_at(step)
+        loss = loss_at(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        now = float(loss.detach()) * BITS
+        average = now if math.isnan(average) else average + 0.03 * (now - average)
+        done = step + 1
+        if done % options.every == 0 or done == options.steps:
+            learner.eval()
+            with torch.no_grad():
+                found = held_out()
+            best = min((row["held_out"] for row in log), default=math.inf)
+            seconds = time.monotonic() - started
+            log.append({"step": done, "train": average, "held_out": found, "seconds": seconds})
+            if found < best:
+                keep()
+            parts = {
+                "modules": learner.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
+            write_state(state_file, parts | {"step": done, "log": log})
+            lines = [json.dumps({k: round(v, 4) for k, v in row.items()}) for row in log]
+            (work / "log.jsonl").write_text("\n".join(lines) + "\n")
+    return log
+
+
+def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for the matrices of layers if it has a rate."""
+    learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
+    by_muon = {n: p for n, p in learnt.items() if p.ndim == 2 and ".layers." in n}
+    if not options.matrix_rate:
+        by_muon = {}
+    rest = [p for name, p in learnt.items() if name not in by_muon]
+    groups = [
+        {
+            "params": [p for p in rest if (p.ndim > 1) == wide],
+            "weight_decay": options.weight_decay if wide else 0.0,
+            "peak": options.peak_rate,
+        }
+        for wide in (True, False)
+    ]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.95))
+    ]
+    if by_muon:
+        group = {"params": list(by_muon.values()), "peak": options.matrix_rate}
+        found.append(
+            torch.optim.Muon([group], lr=options.matrix_rate, weight_decay=options.weight_decay)
+        )
+    return found
+
+
+def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
+    """Whether the best held-out likelihood lies at least ``patience`` looks back."""
+    values = [row["held_out"] for row in log]
+    return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
+
+
+def dropped(model: LlamaGenForImageGeneration, condition: Tensor, which: Tensor) -> Tensor:
+    """Conditions with those of the images ``which``, bool ``(B,)``, taken away."""
+    shape = (-1, *[1] * (condition.ndim - 1))
+    return torch.where(which.view(shape), model.unconditional(condition), condition)
+
+
+def code_loss(
+    model: LlamaGenForImageGeneration,
+    condition: Tensor,
+    codes: Tensor,
+    slot_mask: Tensor | None = None,
+) -> Tensor:
+    """Mean negative log-likelihood of codes ``(B, n)`` in nats."""
+    logits = model.code_logits(condition, codes, slot_mask)
+    return F.cross_entropy(logits.float().flatten(0, 1), codes.flatten())
+
+
+@torch.no_grad()
+def bits_per_code(
+    model: LlamaGenForImageGeneration,
+    conditions: Tensor,
+    codes: Tensor,
+    slot_mask: Tensor | None = None,
+    batch: int = 32,
+) -> float:
+    """Negative log2-likelihood per code of images ``(n, tokens)``."""
+    total = 0.0
+    for start in range(0, len(codes), batch):
+        part = slice(start, start + batch)
+        mask = None if slot_mask is None else slot_mask[part]
+        loss = code_loss(model, conditions[part], codes[part], mask)
+        total += float(loss) * len(codes[part])
+    return total / len(codes) * BITS
+
+
+def position_entropy(codes: Tensor) -> float:
+    """Mean over positions of the entropy in bits of the code there, images ``(n, tokens)``.
+
+    What a model that knows positions and nothing else would need per code; too small by about
+    ``codes / (1.4 n)`` bits where a position has that many codes.
+    """
+    entropies = []
+    for column in codes.T:
+        share = column.unique(return_counts=True)[1].double() / len(column)
+        entropies.append(float(-(share * share.log2()).sum()))
+    return sum(entropies) / len(entropies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Images drawn from a model.
+
+    Attributes:
+        codes: ``(B, tokens)``.
+        entropy: Of the law that each code was drawn from, in bits, ``(B, tokens)``.
+    """
+
+    codes: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is decoded.
+
+    Attributes:
+        scale: Of guidance; 1 is neutral.
+        sampling: What follows guidance.
+    """
+
+    scale: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Log-probabilities from rows with a condition, then those without, ``(2 B, ..., V)``."""
+        given, nothing = logits.float().chunk(2)
+        return self.sampling.warp(guided(given, nothing, self.scale)).log_softmax(-1)
+
+    def described(self) -> dict[str, Any]:
+        """For cards."""
+        order = list(self.sampling.order)
+        return {"guidance": self.scale, **asdict(self.sampling), "order": order}
+
+
+def entropy_of(law: Tensor) -> Tensor:
+    """In bits, of log-probabilities ``(..., V)``."""
+    return -(law.exp() * law.clamp_min(-1e4)).sum(-1) * BITS
+
+
+@torch.no_grad()
+def draw(
+    model: LlamaGenForImageGeneration,
+    conditions: Tensor,
+    setting: Setting,
+    dice: torch.Generator,
+    slot_mask: Tensor | None = None,
+) -> Drawn:
+    """An image for each condition, code by code with a cache; the plain loop, for measurements."""
+    both = torch.cat([conditions, model.unconditional(conditions)])
+    length = model.config.slots + model.config.image_tokens
+    mask = None if slot_mask is None else padding_mask(slot_mask.repeat(2, 1), length)
+    cache = DynamicCache(config=model.config)
+    inputs = model.embed_condition(both)
+    codes, entropies, start = [], [], 0
+    for _ in range(model.config.image_tokens):
+        end = start + inputs.shape[1]
+        block = None if mask is None else mask[:, :, start:end, :end]
+        hidden = model.model(
+            inputs_embeds=inputs, attention_mask=block, past_key_values=cache
+        ).last_hidden_state
+        law = setting.law(model.lm_head(hidden[:, -1]))
+        codes.append(law.exp().multinomial(1, generator=dice))
+        entropies.append(entropy_of(law))
+        inputs = model.model.embed_tokens(codes[-1].repeat(2, 1))
+        start = end
+    return Drawn(codes=torch.cat(codes, 1), entropy=torch.stack(entropies, 1))
+
+
+@torch.no_grad()
+def reach(
+    model: LlamaGenForImageGeneration,
+    conditions: Tensor,
+    codes: Tensor,
+    setting: Setting,
+    dice: torch.Generator,
+    slot_mask: Tensor | None = None,
+) -> dict[str, float]:
+    """How far the law moves if the code some places before is drawn again.
+
+    In each image one code is drawn again from its own law; the distance is the mean total variation
+    between the laws of a later code before and after. At distance 1 it says what a left neighbour
+    matters, at the grid's width what the one above does.
+
+    Args:
+        model: Which.
+        conditions: One per image.
+        codes: Images drawn from the model under ``setting``, ``(B, tokens)``.
+        setting: How it is decoded.
+        dice: Source of positions and codes.
+        slot_mask: As of `LlamaGenForImageGeneration.code_logits`.
+    """
+    both = torch.cat([conditions, model.unconditional(conditions)])
+    mask = None if slot_mask is None else slot_mask.repeat(2, 1)
+    width = model.config.grid_size
+    distances = (1, 2, 3, width - 1, width, width + 1, 2 * width)
+    rows = torch.arange(len(codes))
+    place = torch.randint(codes.shape[1] - max(distances), rows.shape, generator=dice)
+    before = setting.law(model.code_logits(both, codes.repeat(2, 1), mask))
+    changed = codes.clone()
+    changed[rows, place] = before[rows, place].exp().multinomial(1, generator=dice)[:, 0]
+    after = setting.law(model.code_logits(both, changed.repeat(2, 1), mask))
+    found = {}
+    for k in distances:
+        laws = (law[rows, place + k].exp() for law in (before, after))
+        found[str(k)] = round(float(torch.sub(*laws).abs().sum(-1).mean()) / 2, 4)
+    return found
+
+
+def laws_of(
+    model: LlamaGenForImageGeneration,
+    conditions: Tensor,
+    setting: Setting,
+    slot_mask: Tensor | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Mean entropy of the law along drawn images and its `reach`, without guidance and as meant."""
+    found = {}
+    for name, how in (("plain", Setting()), ("guided", setting)):
+        dice = torch.Generator().manual_seed(0)
+        drawn = draw(model, conditions, how, dice, slot_mask)
+        found[name] = {
+            "law_entropy_bits": round(float(drawn.entropy.mean()), 3),
+            "total_variation_at": reach(model, conditions, drawn.codes, how, dice, slot_mask),
+        }
+    return found
+
+
+def save_half(model: PreTrainedModel, folder: Path) -> None:
+    """Half-precision weights under a config that says float32."""
+    copy.deepcopy(model).half().save_pretrained(folder)
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text()) | {"dtype": "float32"}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+_README = """# zoo:{name}
+
+{what}.
+
+Trained from scratch by `mmdecode train zoo {recipe}`; weights in half precision, config float32.
+
+{facts}
+- Not for: anything but tests and demonstrations. It knows one little world.
+
+Measured: {measured}. All numbers are in `card.json`.
+
+Apache-2.0.
+"""
+
+
+def write_card(
+    folder: Path,
+    *,
+    recipe: str,
+    what: str,
+    measured: str,
+    facts: Sequence[str],
+    numbers: dict[str, Any],
+) -> dict[str, Any]:
+    """Writes ``card.json`` and ``README.md`` of a member of the zoo, and gives the card.
+
+    Args:
+        folder: Of the member.
+        recipe: That rebuilds it.
+        what: One line about it.
+        measured: The most telling numbers in one line.
+        facts: Sentences about its data and how it is meant to be decoded.
+        numbers: All that was measured.
+    """
+    card = {"what": what, "measured": measured} | numbers
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    text = _README.format(
+        name=folder.name,
+        recipe=recipe,
+        what=what,
+        measured=measured,
+        facts="\n".join(f"- {fact}" for fact in facts),
+    )
+    (folder / "README.md").write_text(text)
+    return card

@@ -1,0 +1,421 @@
+"""Recipe of ``zoo:llamagen-scenes``: LlamaGen, three orders of magnitude smaller, from scratch.
+
+What it makes, in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, which learns from
+harder pictures than the others; codes of some ten thousand pictures, once for all that follows; a
+transformer conditioned on the noun of a picture's large thing; a small one of the same kind, which
+drafts for it; and one conditioned on captions, with the text encoder it learns beside it, which is
+frozen from then on.
+
+Each part can be interrupted and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
+from mmdecode.models.vq import VQModel
+from mmdecode.train import image_codes, image_tokenizer
+from mmdecode.train.image_codes import FitOptions, Setting, save_half
+from mmdecode.train.image_tokenizer import TokenizerOptions
+from mmdecode.train.medusa import write_state
+from mmdecode.train.scene_images import (
+    SCATTERED,
+    class_of,
+    draw_picture,
+    pictures,
+    to_pixels,
+)
+from mmdecode.zoo.scene_text import article
+from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS, SIDE, Scene
+
+Part = Literal["class", "small", "caption"]
+NAMES: dict[Part, str] = {
+    "class": "llamagen-scenes",
+    "small": "llamagen-scenes-small",
+    "caption": "llamagen-scenes-caption",
+}
+
+CORPUS_SEED = 2**32  # the tokenizer learns from seeds below it
+SHARD = 2000
+SLOTS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Shape and training of a part's transformer.
+
+    Attributes:
+        width, layers, heads, inner: Of the transformer; ``inner`` is its feed-forward width.
+        fit: How it is trained.
+    """
+
+    width: int = 144
+    layers: int = 8
+    heads: int = 6
+    inner: int = 384
+    fit: FitOptions
+
+
+def _plans() -> dict[Part, Plan]:
+    learnt = FitOptions(steps=6000, batch=8, matrix_rate=0.02, every=200)
+    return {
+        "class": Plan(fit=learnt),
+        "small": Plan(width=96, layers=2, heads=4, inner=256, fit=learnt),
+        "caption": Plan(fit=replace(learnt, steps=4000)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the recipe.
+
+    Attributes:
+        tokenizer: Of the tokenizer's training.
+        pictures: In the corpus of codes.
+        development: Held-out pictures that decide when to stop.
+        test: Others, that are reported.
+        plans: Of each part, in the order of training.
+        text_width, text_layers: Of the text encoder.
+        setting: How the models are meant to be decoded.
+        drawn: Images drawn for the card.
+    """
+
+    tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
+    pictures: int = 40000
+    development: int = 256
+    test: int = 512
+    plans: dict[Part, Plan] = field(default_factory=_plans)
+    text_width: int = 96
+    text_layers: int = 2
+    setting: Setting = field(default_factory=lambda: Setting(scale=2.0))
+    drawn: int = 128
+
+
+# What is said about pictures
+
+
+def caption(scene: Scene, rng: random.Random) -> str:
+    """One sentence, the large thing first; colours are sometimes left out."""
+    named = []
+    for thing in reversed(scene.things):
+        colour = f"{thing.colour} " if rng.random() < 0.85 else ""
+        named.append(article(f"{colour}{thing.name}"))
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return rng.choice(("There is {}.", "I see {}.", "A picture of {}.")).format(listed)
+
+
+def build_text_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word of the captions, lower case, as a tokenizer of transformers."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    words = {word for noun in NOUNS for word in noun.split()}
+    words |= {*COLOURS, *"there is i see a an picture of and , .".split()}
+    vocabulary = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", *sorted(words)])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="right",
+        model_max_length=SLOTS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# Codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Encoded pictures.
+
+    Attributes:
+        codes: In raster order, ``(n, tokens)`` int64.
+        classes: ``(n,)`` int64.
+        seeds: From which the pictures can be drawn again, ``(n,)`` int64.
+    """
+
+    codes: Tensor
+    classes: Tensor
+    seeds: Tensor
+
+
+@torch.no_grad()
+def encode(model: VQModel, seeds: Sequence[int], batch: int = 50) -> Corpus:
+    """The codes of pictures."""
+    codes = []
+    for start in range(0, len(seeds), batch):
+        pixels = to_pixels(pictures(seeds[start : start + batch]))
+        codes.append(model.encode(pixels).flatten(1))
+    classes = [class_of(draw_picture(seed)) for seed in seeds]
+    return Corpus(
+        codes=torch.cat(codes), classes=torch.tensor(classes), seeds=torch.tensor(list(seeds))
+    )
+
+
+def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
+    """The training pictures' codes, in shards that are kept; resumable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for start in image_codes.progress(range(0, options.pictures, SHARD), "encoding"):
+        file = folder / f"{start:07d}.npz"
+        seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + SHARD, options.pictures))
+        if not file.exists():
+            made = encode(model, seeds)
+            partial = file.with_suffix(".tmp.npz")
+            np.savez_compressed(
+                partial, codes=made.codes.numpy().astype(np.uint16), classes=made.classes.numpy()
+            )
+            partial.rename(file)
+        with np.load(file) as stored:
+            codes = torch.from_numpy(stored["codes"].astype(np.int64))
+            classes = torch.from_numpy(stored["classes"])
+        parts.append(Corpus(codes=codes, classes=classes, seeds=torch.tensor(list(seeds))))
+    names = ("codes", "classes", "seeds")
+    return Corpus(**{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
+
+
+# Models
+
+
+def build_transformer(part: Part, options: Options, grid: int) -> LlamaGenForImageGeneration:
+    """The untrained transformer of a part."""
+    plan, captioned = options.plans[part], part == "caption"
+    torch.manual_seed(plan.fit.seed)
+    config = LlamaGenConfig(
+        vocab_size=options.tokenizer.codebook_size,
+        hidden_size=plan.width,
+        intermediate_size=plan.inner,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        grid_size=grid,
+        num_classes=0 if captioned else len(NOUNS),
+        caption_slots=SLOTS if captioned else 0,
+        caption_size=options.text_width if captioned else 0,
+        rope_theta=100.0,  # frequencies that tell 16 places apart, rather than thousands
+        initializer_range=0.03,
+    )
+    return LlamaGenForImageGeneration(config)
+
+
+class CaptionReader(nn.Module):
+    """A tiny text encoder and its tokenizer."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.tokenizer = build_text_tokenizer()
+        width = options.text_width
+        self.encoder = T5EncoderModel(
+            T5Config(
+                vocab_size=len(self.tokenizer),
+                d_model=width,
+                d_kv=width // 6,
+                d_ff=2 * width,
+                num_layers=options.text_layers,
+                num_heads=6,
+                dropout_rate=0.0,
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                tie_word_embeddings=False,
+            )
+        )
+
+    def forward(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Features ``(B, SLOTS, width)`` and what is no padding, both padded on the left."""
+        given = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, return_tensors="pt"
+        )
+        hidden = self.encoder(
+            input_ids=given.input_ids, attention_mask=given.attention_mask
+        ).last_hidden_state
+        return left_padded(hidden, given.attention_mask)
+
+
+class Learner(nn.Module):
+    """All that learns of a part: the transformer, and the reader of captions if it has one."""
+
+    def __init__(self, part: Part, options: Options, grid: int) -> None:
+        super().__init__()
+        self.transformer = build_transformer(part, options, grid)
+        self.transformer.set_attn_implementation("eager")  # faster per step on a CPU
+        self.reader = CaptionReader(options) if part == "caption" else None
+
+    def conditions(self, corpus: Corpus, rows: Tensor, salt: int) -> tuple[Tensor, Tensor | None]:
+        """Classes, or features of captions drawn by ``salt``, and the mask of their slots."""
+        if self.reader is None:
+            return corpus.classes[rows], None
+        texts = [
+            caption(draw_picture(seed), random.Random(f"caption/{seed}/{salt}"))
+            for seed in corpus.seeds[rows].tolist()
+        ]
+        return self.reader(texts)
+
+    def loss(self, corpus: Corpus, options: FitOptions, step: int) -> Tensor:
+        """Mean negative log-likelihood of a step's batch."""
+        dice = options.dice(step)
+        rows = torch.randint(len(corpus.codes), (options.batch,), generator=dice)
+        left_out = torch.rand(options.batch, generator=dice) < options.condition_dropout
+        with torch.autocast("cpu", torch.bfloat16):
+            condition, mask = self.conditions(corpus, rows, step)
+            condition = image_codes.dropped(self.transformer, condition, left_out)
+            return image_codes.code_loss(self.transformer, condition, corpus.codes[rows], mask)
+
+    @torch.no_grad()
+    def bits(self, corpus: Corpus) -> float:
+        """Negative log2-likelihood per code of held-out pictures."""
+        rows = torch.arange(len(corpus.codes))
+        condition, mask = self.conditions(corpus, rows, 0)
+        return image_codes.bits_per_code(self.transformer, condition, corpus.codes, mask)
+
+    def export(self, folder: Path, tokenizer: VQModel | None) -> None:
+        """The part's folder, with whatever decodes its codes and reads its captions."""
+        save_half(self.transformer, folder)
+        if tokenizer is not None:
+            save_half(tokenizer, folder / "vq")
+        if self.reader is not None:
+            save_half(self.reader.encoder, folder / "text_encoder")
+            self.reader.tokenizer.save_pretrained(folder)
+
+
+def held_out(model: VQModel, options: Options) -> tuple[Corpus, Corpus]:
+    """Pictures for development and for the test."""
+    first = HELD_OUT + options.development
+    return (
+        encode(model, range(HELD_OUT, first)),
+        encode(model, range(first, first + options.test)),
+    )
+
+
+def measured(learner: Learner, train: Corpus, test: Corpus, options: Options) -> dict[str, Any]:
+    """The card's numbers of a transformer: likelihood, and what its laws are like."""
+    model = learner.transformer.eval()
+    with torch.no_grad():
+        condition, mask = learner.conditions(
+            test, torch.arange(len(test.codes))[: options.drawn], 0
+        )
+    return {
+        "parameters": model.num_parameters(),
+        "bits_per_code": round(learner.bits(test), 3),
+        "position_entropy_bits": round(image_codes.position_entropy(train.codes), 3),
+        **image_codes.laws_of(model, condition, options.setting, mask),
+    }
+
+
+def train_part(
+    part: Part,
+    tokenizer: VQModel,
+    corpus: Corpus,
+    held: tuple[Corpus, Corpus],
+    options: Options,
+    work: Path,
+    out: Path,
+) -> dict[str, Any]:
+    """Trains a part into its folder below ``out``, with a card of what was measured."""
+    grid = SIDE // tokenizer.config.factor
+    learner = Learner(part, options, grid)
+    own = None if part == "small" else tokenizer
+    folder, fit = out / NAMES[part], options.plans[part].fit
+    best = work / part / "best.pt"
+
+    def keep() -> None:
+        write_state(best, learner.state_dict())
+        learner.export(folder, own)
+
+    log = image_codes.fit(
+        learner,
+        loss_at=partial(learner.loss, corpus, fit),
+        held_out=partial(learner.bits, held[0]),
+        keep=keep,
+        options=fit,
+        work=work / part,
+    )
+    learner.load_state_dict(torch.load(best, weights_only=True))
+    best_at = min(log, key=lambda row: row["held_out"])
+    numbers = {
+        "steps": int(best_at["step"]),
+        "minutes": round(log[-1]["seconds"] / 60, 1),
+        "train_bits_per_code": round(best_at["train"], 3),
+        **measured(learner, corpus, held[1], options),
+        "decoding": options.setting.described(),
+    }
+    if own is not None:
+        pixels = to_pixels(pictures(held[1].seeds.tolist()))
+        numbers["tokenizer"] = image_tokenizer.measure(tokenizer, pixels)
+        numbers["tokenizer"]["parameters"] = tokenizer.num_parameters()
+    return describe(part, numbers, options, folder)
+
+
+_CONDITIONS: dict[Part, str] = {
+    "class": f"one of {len(NOUNS)} nouns, the large thing of a picture",
+    "small": f"one of {len(NOUNS)} nouns, to draft the codes of `zoo:llamagen-scenes`",
+    "caption": f"a caption of up to {SLOTS} words, read by a tiny frozen T5 encoder",
+}
+
+
+def describe(part: Part, numbers: dict[str, Any], options: Options, folder: Path) -> dict[str, Any]:
+    """Card and README of a part."""
+    plan, guided = options.plans[part], numbers["guided"]
+    scale = options.setting.scale
+    facts = [
+        "Data: pictures of `mmdecode/train/scene_images.py`, their digits from real scans (see "
+        f"`data/digits.md`); {options.pictures} were encoded once, {numbers['steps']} steps of "
+        f"{plan.fit.batch} drawn from them.",
+        f"Held out by seed, and for digits by scan: {options.development} pictures decided when to "
+        f"stop, {options.test} others gave the numbers.",
+        f"Meant to be decoded with guidance {scale:g}, where s = 1 is none, temperature "
+        f"{options.setting.sampling.temperature:g}, and without top-k and top-p.",
+    ]
+    if "tokenizer" in numbers:
+        seen = numbers["tokenizer"]
+        facts.append(
+            f"`vq` holds the tokenizer of {seen['parameters'] / 1e6:.2f} M parameters: "
+            f"{100 * seen['codes_used']:.1f} % of its {options.tokenizer.codebook_size} codes "
+            f"occur, {seen['code_entropy_bits']} bits each; pictures come back with "
+            f"{seen['psnr_db']} dB, noise included. It learnt from the harder pictures of the "
+            "layout `SCATTERED`."
+        )
+    return image_codes.write_card(
+        folder,
+        recipe=NAMES["class"],
+        what=f"LlamaGen of {numbers['parameters'] / 1e6:.2f} M parameters, {plan.layers} layers of "
+        f"width {plan.width}: 16 x 16 codes, 64 x 64 pixels, for {_CONDITIONS[part]}",
+        measured=f"{numbers['bits_per_code']} bits per held-out code (positions alone: "
+        f"{numbers['position_entropy_bits']}); the law it decodes by has "
+        f"{guided['law_entropy_bits']} bits at guidance {scale:g}",
+        facts=facts,
+        numbers=numbers,
+    )
+
+
+def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+    """The whole recipe; resumable. ``out`` receives one folder per part."""
+    torch.set_num_threads(1)
+    vq = work / "vq"
+    if not (vq / "config.json").exists():
+        scattered = partial(pictures, layout=SCATTERED)
+        image_tokenizer.train(options.tokenizer, scattered, work / "tokenizer", vq)
+    tokenizer = VQModel.from_pretrained(vq).eval()
+    corpus = build_corpus(tokenizer, options, work / "corpus")
+    held = held_out(tokenizer, options)
+    cards = {
+        NAMES[part]: train_part(part, tokenizer, corpus, held, options, work, out)
+        for part in options.plans
+    }
+    return {"folder": str(out)} | cards

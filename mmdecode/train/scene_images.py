@@ -1,0 +1,125 @@
+"""Pictures and classes that the zoo's image models learn: scenes with one large thing.
+
+The renderer is that of all vision members of the zoo (`mmdecode.zoo.scenes`); here one thing is
+large and gives the class, and noise is low enough that a tokenizer can keep what there is to see.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdecode.zoo.scenes import (
+    COMPANIONS,
+    HELD_OUT,
+    NOUNS,
+    SIDE,
+    Difficulty,
+    Scene,
+    Thing,
+    draw_thing,
+    render,
+    visible_shares,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a picture is like.
+
+    Attributes:
+        main: Sizes and visibility of the large thing, noise and clutter of the picture.
+        sizes: Of the small things.
+        counts: Weights of none, one and two small things.
+        reach: How far the large thing's middle may be from the picture's, in pixels; ``None``: as
+            far as it fits.
+        textured: Whether things have textures, which codes of 4 x 4 pixels hardly keep.
+    """
+
+    main: Difficulty
+    sizes: tuple[int, int]
+    counts: tuple[int, int, int]
+    reach: int | None
+    textured: bool
+
+
+_NOISE: Any = {"noise": (0.01, 0.05), "clutter": 2, "opacity": (0.9, 1.0)}
+PORTRAIT = Layout(
+    main=Difficulty(sizes=(36, 46), **_NOISE),
+    sizes=(14, 20),
+    counts=(6, 3, 1),
+    reach=5,
+    textured=False,
+)
+SCATTERED = Layout(
+    main=Difficulty(sizes=(28, 40), **_NOISE),
+    sizes=(16, 24),
+    counts=(5, 4, 2),
+    reach=None,
+    textured=True,
+)
+SEEN = 0.5  # least visible share of any thing
+
+
+def draw_picture(seed: int, layout: Layout = PORTRAIT) -> Scene:
+    """The picture of a seed: one large thing, which gives the class, and up to two small ones.
+
+    All nouns are equally frequent as the large thing, which is painted last; its companion is often
+    beside it. Seeds from `HELD_OUT` on are never trained on.
+
+    Args:
+        seed: Any non-negative integer.
+        layout: `PORTRAIT` shows the large thing in the middle, as all generators learn it;
+            `SCATTERED` is harder and has textures, for a tokenizer that should keep more.
+    """
+    rng = random.Random(f"picture/{seed}")
+    held_out = seed >= HELD_OUT
+    main = draw_thing(rng, rng.choice(NOUNS), layout.main, held_out=held_out)
+    things = [replace(main, centre=_placed(rng, main, layout.reach))]
+    small = replace(layout.main, sizes=layout.sizes)
+    for _ in range(rng.choices((0, 1, 2), layout.counts)[0]):
+        name = COMPANIONS[main.name] if rng.random() < 0.5 else rng.choice(NOUNS)
+        other = draw_thing(rng, name, small, held_out=held_out)
+        for _ in range(8):
+            tried = [replace(other, centre=_placed(rng, other)), *things]
+            if min(visible_shares(tried)) >= SEEN:
+                things = tried
+                break
+    shares = visible_shares(things)
+    if not layout.textured:
+        things = [replace(thing, texture="plain") for thing in things]
+    return Scene(
+        seed=seed,
+        things=tuple(replace(t, visible=s) for t, s in zip(things, shares, strict=True)),
+        noise=round(rng.uniform(*layout.main.noise), 3),
+        clutter=rng.randint(0, layout.main.clutter),
+    )
+
+
+def _placed(rng: random.Random, thing: Thing, reach: int | None = None) -> tuple[int, int]:
+    """A middle for a thing: anywhere, or within reach of the picture's."""
+    low, high = thing.size // 2, SIDE - (thing.size + 1) // 2
+    if reach is not None:
+        low, high = max(low, SIDE // 2 - reach), min(high, SIDE // 2 + reach)
+    return rng.randint(low, high), rng.randint(low, high)
+
+
+def class_of(scene: Scene) -> int:
+    """Index of its large thing in `NOUNS`."""
+    return NOUNS.index(scene.things[-1].name)
+
+
+def pictures(seeds: Sequence[int], layout: Layout = PORTRAIT) -> np.ndarray:
+    """Rendered, ``(B, SIDE, SIDE, 3)`` uint8."""
+    return np.stack([render(draw_picture(seed, layout)) for seed in seeds])
+
+
+def to_pixels(images: np.ndarray) -> Tensor:
+    """``(B, H, W, 3)`` uint8 to ``(B, 3, H, W)`` from -1 to 1."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1

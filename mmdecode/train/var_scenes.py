@@ -1,0 +1,435 @@
+"""Recipe of ``zoo:var-scenes`` and its small sister: two VARs over one tokenizer, from scratch.
+
+What it makes: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
+two `VarForImageGeneration`, a large one and a small one for CoDe, conditional on the large thing of
+a scene. Pictures are rendered while it trains (`mmdecode.train.scene_images`) and depend on the
+step alone; none occurs twice, so that nothing can be learnt by heart.
+
+The tokenizer begins as an autoencoder without codes; then the codebook is laid over what is left of
+the latents at each scale, and a code that is hardly used moves to where codes are wanted.
+
+Source: Tian et al. 2024, arXiv:2404.02905, for both losses; there is no perceptual net and no
+adversary here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.image_ar.next_scale import VAR, NextScale
+from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
+from mmdecode.models.var import VarConfig, VarForImageGeneration
+from mmdecode.train.image_codes import BITS, FitOptions, entropy_of, fit, save_half
+from mmdecode.train.image_tokenizer import reconstruction_loss
+from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
+from mmdecode.zoo.scenes import HELD_OUT, NOUNS, render
+
+TOKENIZER = "var-scenes-tokenizer"
+RENEWED_EVERY = 20  # steps
+DEAD = 0.03  # of the share a code would have if all were used alike
+COMMITMENT = 0.25  # of the published tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Size of a transformer.
+
+    Attributes:
+        width, layers, heads: Of the transformer.
+        shared_adaln: See `VarConfig`; a third smaller at eight layers.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    shared_adaln: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the recipe.
+
+    Attributes:
+        patch_nums: Side of each scale's grid.
+        codebook_size, codebook_dim, channels, channel_multipliers, norm_groups: Of the tokenizer.
+        plain: Training of the tokenizer before there are codes.
+        coded: Its training with codes.
+        fitting: Training of either transformer.
+        models: Names and sizes of the transformers.
+        held_out: Images for early stopping; as many others for the card.
+    """
+
+    patch_nums: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
+    codebook_size: int = 256
+    codebook_dim: int = 16
+    channels: int = 16
+    channel_multipliers: tuple[int, ...] = (1, 2, 2, 2)
+    norm_groups: int = 8
+    plain: FitOptions = field(
+        default_factory=lambda: FitOptions(steps=300, batch=24, weight_decay=0.0, every=100)
+    )
+    coded: FitOptions = field(
+        default_factory=lambda: FitOptions(steps=2700, batch=24, weight_decay=0.0, every=150)
+    )
+    fitting: FitOptions = field(default_factory=lambda: FitOptions(steps=3600, batch=16, every=200))
+    models: dict[str, ModelShape] = field(
+        default_factory=lambda: {
+            "var-scenes": ModelShape(width=128, layers=8, heads=4, shared_adaln=True),
+            "var-scenes-small": ModelShape(width=64, layers=4, heads=2, shared_adaln=False),
+        }
+    )
+    held_out: int = 384
+
+    def tokenizer(self) -> MultiScaleVQ:
+        """The untrained tokenizer; its convolutions between scales begin as the identity."""
+        torch.manual_seed(self.plain.seed)
+        model = MultiScaleVQ(
+            MultiScaleVQConfig(
+                codebook_size=self.codebook_size,
+                codebook_dim=self.codebook_dim,
+                patch_nums=self.patch_nums,
+                channels=self.channels,
+                channel_multipliers=self.channel_multipliers,
+                residual_blocks=1,
+                norm_groups=self.norm_groups,
+            )
+        )
+        for convolution in model.residual:
+            nn.init.dirac_(convolution.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+        return model
+
+    def transformer(self, shape: ModelShape) -> VarForImageGeneration:
+        """An untrained transformer."""
+        torch.manual_seed(self.fitting.seed)
+        return VarForImageGeneration(
+            VarConfig(
+                vocab_size=self.codebook_size,
+                codebook_dim=self.codebook_dim,
+                patch_nums=self.patch_nums,
+                num_classes=len(NOUNS),
+                hidden_size=shape.width,
+                intermediate_size=4 * shape.width,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                shared_adaln=shape.shared_adaln,
+                tokenizer=f"../{TOKENIZER}",
+                id2label=dict(enumerate(NOUNS)),
+            )
+        )
+
+    def development(self) -> range:
+        """Seeds of the images that say when to stop."""
+        return range(HELD_OUT, HELD_OUT + self.held_out)
+
+    def test(self) -> range:
+        """Seeds of the images that the cards are measured on."""
+        return range(HELD_OUT + 2**20, HELD_OUT + 2**20 + self.held_out)
+
+
+def seeds_of(step: int, options: FitOptions, part: int) -> range:
+    """Pictures of a step; those of two parts of the recipe differ."""
+    first = part * 2**36 + step * options.batch
+    return range(first, first + options.batch)
+
+
+# the tokenizer
+
+
+class TokenizerLearner(nn.Module):
+    """A tokenizer, and how often each code was used of late."""
+
+    share: Tensor
+
+    def __init__(self, tokenizer: MultiScaleVQ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        size = tokenizer.config.codebook_size
+        self.register_buffer("share", torch.full((size,), 1 / size))
+
+    def plain_loss(self, pixels: Tensor) -> Tensor:
+        """Reconstruction without codes."""
+        return reconstruction_loss(self.tokenizer.decode(self.tokenizer.encode(pixels)), pixels)
+
+    def coded_loss(self, pixels: Tensor, dice: torch.Generator, renew: bool) -> Tensor:
+        """Reconstruction from codes, and the distance of latents and sums at every scale.
+
+        Args:
+            pixels: From -1 to 1, ``(B, 3, H, W)``.
+            dice: Source of where renewed codes move.
+            renew: Whether codes that are hardly used move.
+        """
+        latents = self.tokenizer.encode(pixels)
+        found = self.tokenizer.quantize(latents)
+        last = found.running[:, -1]
+        loss = reconstruction_loss(
+            self.tokenizer.decode(latents + (last - latents).detach()), pixels
+        )
+        distance = F.mse_loss(found.running, latents.detach()[:, None].expand_as(found.running))
+        pull = F.mse_loss(latents[:, None].expand_as(found.running), found.running.detach())
+        size = len(self.share)
+        used = torch.bincount(found.codes.flatten(), minlength=size) / found.codes.numel()
+        self.share.lerp_(used, 0.05)
+        if renew:
+            self._renew(latents.detach(), found, dice)
+        return loss + distance + COMMITMENT * pull
+
+    @torch.no_grad()
+    def _renew(self, latents: Tensor, found: Quantized, dice: torch.Generator) -> None:
+        """Moves what is hardly used to what is left of latents at scales drawn at random."""
+        size = len(self.share)
+        dead = (self.share * size < DEAD).nonzero().flatten()
+        wanted = []
+        for scale, side in enumerate(self.tokenizer.config.patch_nums):
+            before = found.running[:, scale - 1] if scale else torch.zeros_like(latents)
+            left = resized(latents - before, side).permute(0, 2, 3, 1).flatten(0, 2)
+            wanted.append(left[torch.randint(len(left), (len(dead),), generator=dice)])
+        scales = torch.randint(len(wanted), (len(dead),), generator=dice)
+        self.tokenizer.codebook.weight[dead] = torch.stack(wanted)[scales, torch.arange(len(dead))]
+        self.share[dead] = 1 / size
+
+
+@torch.no_grad()
+def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator) -> None:
+    """Begins the codebook: an equal share of the codes for what is left at each scale."""
+    sides = tokenizer.config.patch_nums
+    rows = tokenizer.codebook.weight
+    edges = np.linspace(0, len(rows), len(sides) + 1).astype(int)
+    f_hat = torch.zeros_like(latents)
+    for scale, side in enumerate(sides):
+        left = resized(latents - f_hat, side).permute(0, 2, 3, 1).flatten(0, 2)
+        chosen = torch.randint(len(left), (edges[scale + 1] - edges[scale],), generator=dice)
+        rows[edges[scale] : edges[scale + 1]] = left[chosen]
+        rows[edges[scale + 1] :] = rows[0]  # until their turn comes, never nearer than the first
+        codes = tokenizer.nearest(left).view(len(latents), -1)
+        f_hat = tokenizer.add_scale(f_hat, codes, scale)
+
+
+def train_tokenizer(options: Options, work: Path, out: Path) -> MultiScaleVQ:
+    """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
+    learner = TokenizerLearner(options.tokenizer())
+    tokenizer = learner.tokenizer
+    shown = to_pixels(pictures(options.development()))
+
+    def plain(step: int) -> Tensor:
+        return learner.plain_loss(to_pixels(pictures(seeds_of(step, options.plain, 0))))
+
+    fit(
+        learner,
+        plain,
+        lambda: in_parts(learner.plain_loss, shown) * BITS,
+        lambda: None,
+        options.plain,
+        work / "plain",
+    )
+    with torch.no_grad():
+        latents = tokenizer.encode(to_pixels(pictures(seeds_of(0, options.plain, 1))))
+    lay_codebook(tokenizer, latents, options.plain.dice(0))
+
+    def coded(step: int) -> Tensor:
+        pixels = to_pixels(pictures(seeds_of(step, options.coded, 2)))
+        return learner.coded_loss(pixels, options.coded.dice(step), step % RENEWED_EVERY == 0)
+
+    fit(
+        learner,
+        coded,
+        lambda: in_parts(lambda part: reconstruction_loss(tokenizer(part), part), shown) * BITS,
+        lambda: save_half(tokenizer, out),
+        options.coded,
+        work / "coded",
+    )
+    return MultiScaleVQ.from_pretrained(out).eval()
+
+
+@torch.no_grad()
+def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
+    """Mean of a loss over images, a few at a time."""
+    parts = pixels.split(batch)
+    return sum(float(loss(part)) * len(part) for part in parts) / len(pixels)
+
+
+# the transformers
+
+
+@torch.no_grad()
+def encoded(tokenizer: MultiScaleVQ, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Classes ``(n,)`` and codes ``(n, L)`` of pictures."""
+    classes, codes = [], []
+    for start in range(0, len(seeds), 64):
+        scenes = [draw_picture(seed) for seed in seeds[start : start + 64]]
+        pixels = to_pixels(np.stack([render(scene) for scene in scenes]))
+        classes += [class_of(scene) for scene in scenes]
+        codes.append(tokenizer.quantize(tokenizer.encode(pixels)).codes)
+    return torch.tensor(classes), torch.cat(codes)
+
+
+def code_losses(
+    model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
+) -> Tensor:
+    """Negative log-likelihood of every code in nats, ``(B, L)``."""
+    with torch.no_grad():
+        inputs = tokenizer.inputs_of(codes)
+    return F.cross_entropy(model(classes, inputs).mT, codes, reduction="none")
+
+
+@torch.no_grad()
+def mean_losses(
+    model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
+) -> Tensor:
+    """The same in bits, meaned over images, ``(L,)``."""
+    rows = zip(classes.split(32), codes.split(32), strict=True)
+    parts = [code_losses(model, tokenizer, *row) for row in rows]
+    return torch.cat(parts).mean(0) * BITS
+
+
+def train_transformer(
+    name: str, options: Options, tokenizer: MultiScaleVQ, work: Path, out: Path
+) -> VarForImageGeneration:
+    """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
+    model = options.transformer(options.models[name])
+    classes, codes = encoded(tokenizer, options.development())
+    fitting = options.fitting
+
+    def loss_at(step: int) -> Tensor:
+        labels, drawn = encoded(tokenizer, seeds_of(step, fitting, 3))
+        dropped = torch.rand(len(labels), generator=fitting.dice(step)) < fitting.condition_dropout
+        labels = labels.masked_fill(dropped, model.null_class)
+        return code_losses(model, tokenizer, labels, drawn).mean()
+
+    fit(
+        model,
+        loss_at,
+        lambda: float(mean_losses(model, tokenizer, classes, codes).mean()),
+        lambda: save_half(model, out),
+        fitting,
+        work,
+    )
+    return VarForImageGeneration.from_pretrained(out).eval()
+
+
+# cards
+
+
+@torch.no_grad()
+def measure_tokenizer(tokenizer: MultiScaleVQ, pixels: Tensor) -> dict[str, Any]:
+    """What images ``(n, 3, H, W)`` say: use of the codebook, entropy by scale, PSNR in dB."""
+    size, starts = tokenizer.config.codebook_size, tokenizer.starts
+    codes, errors = [], []
+    for part in pixels.split(32):
+        found = tokenizer.quantize(tokenizer.encode(part))
+        shown = tokenizer.decode(found.running[:, -1]).clamp(-1, 1)
+        codes.append(found.codes)
+        errors.append(((shown - part) / 2).square().flatten(1).mean(1))
+    joined = torch.cat(codes)
+    entropies = []
+    for begin, end in pairwise(starts):
+        share = torch.bincount(joined[:, begin:end].flatten(), minlength=size).double()
+        share /= share.sum()
+        entropies.append(round(float(-(share * share.clamp_min(1e-12).log2()).sum()), 3))
+    return {
+        "codes_used": round(len(joined.unique()) / size, 4),
+        "code_entropy_bits_by_scale": entropies,
+        "psnr_db": round(float(-10 * torch.cat(errors).log10().mean()), 2),
+    }
+
+
+@torch.no_grad()
+def measure_transformer(
+    model: VarForImageGeneration, tokenizer: MultiScaleVQ, classes: Tensor, codes: Tensor
+) -> dict[str, Any]:
+    """Held-out bits per code with and without the class, by scale, and entropy when drawn."""
+    starts = tokenizer.starts
+    known = mean_losses(model, tokenizer, classes, codes)
+    nothing = mean_losses(model, tokenizer, torch.full_like(classes, model.null_class), codes)
+    maker = NextScale(model, tokenizer)
+    drawn = maker.generate(classes[:64]).codes
+    law = VAR.law_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
+    return {
+        "bits_per_code": round(float(known.mean()), 4),
+        "bits_per_code_by_scale": [
+            round(float(known[begin:end].mean()), 3) for begin, end in pairwise(starts)
+        ],
+        "bits_per_code_without_class": round(float(nothing.mean()), 4),
+        "entropy_bits_when_drawn": round(float(entropy_of(law).mean()), 3),
+        "guidance": VAR.guidance,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+_README = """# zoo:{name}
+
+{what}.
+
+Trained from scratch by `mmdecode train zoo var-scenes`; weights in half precision, config float32.
+
+- Data: pictures of `mmdecode/train/scene_images.py`, rendered while it trains; none occurs twice.
+- Held out by seed, and for digits by scan; the numbers are of {images} images that training never
+  saw and that did not decide when to stop.
+- Not for: anything but tests and demonstrations. It knows one little world.
+
+Measured: {measured}.
+
+Apache-2.0.
+"""
+
+
+def write_card(folder: Path, what: str, measured: str, numbers: dict[str, Any]) -> None:
+    """``card.json`` and ``README.md`` of a member of the zoo."""
+    card = {"what": what, "measured": measured} | numbers
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    (folder / "README.md").write_text(
+        _README.format(name=folder.name, what=what, measured=measured, images=numbers["images"])
+    )
+
+
+def write_cards(options: Options, out: Path) -> dict[str, Any]:
+    """Measures what lies in ``out`` and writes the cards; all numbers by name."""
+    tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
+    classes, codes = encoded(tokenizer, options.test())
+    found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
+    images = {"images": len(classes)}
+    seen = found[TOKENIZER]
+    grids = ", ".join(map(str, options.patch_nums))
+    write_card(
+        out / TOKENIZER,
+        f"Multi-scale tokenizer of {tokenizer.config.side} x {tokenizer.config.side} pixels: grids "
+        f"of {grids}, {options.codebook_size} codes of {options.codebook_dim} numbers",
+        f"{100 * seen['codes_used']:.1f} % of the codes occur, PSNR {seen['psnr_db']} dB",
+        seen | images,
+    )
+    for name, shape in options.models.items():
+        model = VarForImageGeneration.from_pretrained(out / name).eval()
+        found[name] = seen = measure_transformer(model, tokenizer, classes, codes)
+        write_card(
+            out / name,
+            f"VAR of {seen['parameters'] / 1e6:.2f} M parameters, {shape.layers} layers of width "
+            f"{shape.width}: {codes.shape[1]} codes in {len(options.patch_nums)} scales, for one "
+            f"of {len(NOUNS)} nouns",
+            f"{seen['bits_per_code']} bits per held-out code, without the class "
+            f"{seen['bits_per_code_without_class']}; entropy {seen['entropy_bits_when_drawn']} "
+            f"bits when drawn as VAR was published",
+            seen | images,
+        )
+    return found
+
+
+def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+    """The whole recipe; resumable. ``out`` gets a folder for each member of the zoo."""
+    tokenizer = train_tokenizer(options, work / "tokenizer", out / TOKENIZER)
+    for name in options.models:
+        train_transformer(name, options, tokenizer, work / name, out / name)
+    numbers = write_cards(options, out)
+    for name in numbers:
+        (out / name / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+    weights = sum(file.stat().st_size for file in out.glob("*/model.safetensors"))
+    return {"folder": str(out), "weights_mb": round(weights / 1e6, 2)} | numbers

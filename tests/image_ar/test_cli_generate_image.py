@@ -1,0 +1,320 @@
+"""``mmdecode generate-image`` from end to end, and resuming."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.image_ar import ImageGenerator
+from mmdecode.image_ar.jobs import ImageFolder, codes_in
+
+
+@pytest.fixture
+def run(classes, tmp_path):
+    def call(*words, model=classes, out=None):
+        options = ["--model", model, "--device", "cpu", "--out", out or tmp_path / "out"]
+        return CliRunner().invoke(cli.app, [str(w) for w in ("generate-image", *words, *options)])
+
+    return call
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+# What is drawn
+
+
+def test_images_are_files_that_say_how_they_were_drawn(run, tmp_path, classes):
+    words = ("--class", "Ring", "--class-id", 2, "-n", 2, "--guidance", 2, "--seed", 5)
+    done = run(*words, "--draft", "jacobi:window=8", "--top-k", 9, "--grid", "--likelihood")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "" and "4 drawn, 0 done before, 0 failed; 100 tokens in" in done.stderr
+    assert "law" not in done.stderr
+    out = tmp_path / "out"
+    names = ["ring-0-000", "ring-0-001", "hound-2-000", "hound-2-001"]
+    files = {f"{name}.png" for name in names}
+    assert set(contents(out)) == {*files, "grid.png", "results.jsonl", "run.json"}
+    generator = ImageGenerator.from_pretrained(classes, device="cpu", guidance=2, seed=5, top_k=9)
+    images = generator(["ring", 2], 2, likelihood=True)
+    found = lines(out)
+    assert [line["id"] for line in found] == names
+    for line, image in zip(found, images, strict=True):
+        with Image.open(out / line["file"]) as shown:
+            assert shown.tobytes() == image.image.tobytes()
+            told = shown.text
+        assert line["log_likelihood"] == pytest.approx(image.log_likelihood, abs=1e-3)
+        assert line["law"] == told["law"] == "exact" and line["passes"] < 24
+        assert told["model"] == str(classes) and told["draft"] == "jacobi:window=8"
+        assert (told["seed"], told["ordinal"]) == ("5", str(image.ordinal))
+        assert told["condition"] == str(image.condition) and told["accept"] == "auto"
+        assert json.loads(told["sampling"])["top_k"] == 9 and told["guidance"] == "2.0"
+        assert told["Software"].startswith("mmdecode ")
+        assert torch.equal(codes_in(out / line["file"]), image.codes)
+    with Image.open(out / "grid.png") as page:
+        assert page.size == (22, 22)
+        assert page.crop((12, 0, 22, 10)).tobytes() == images[1].image.tobytes()
+        assert page.crop((0, 12, 10, 22)).tobytes() == images[2].image.tobytes()
+
+
+def test_what_changes_the_law_is_called_so_wherever_it_is_shown(run, tmp_path):
+    done = run("--class", "star", "--mode", "relaxed", "--json")
+    found = json.loads(done.stdout)
+    assert found["law"] == "heuristic" and found["images"][0]["law"] == "heuristic"
+    assert "law: heuristic, not the model's own" in done.stderr
+    with Image.open(tmp_path / "out" / found["images"][0]["file"]) as shown:
+        assert shown.text["law"] == "heuristic" and shown.text["mode"] == "relaxed"
+
+
+def test_json_is_one_object_and_alone_on_stdout(run, tmp_path):
+    done = run("--class-id", 0, "--class-id", 3, "--json")
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["drawn"], found["resumed"], found["failed"]) == (2, 0, 0)
+    assert found["stats"]["tokens"] == 50 and found["images"] == lines(tmp_path / "out")
+
+
+def test_lines_of_a_file_are_classes_or_prompts(run, tmp_path, captions):
+    file = tmp_path / "wanted.txt"
+    file.write_text("\ufeffstar\n\n3\n")
+    assert run("--prompts", file).exit_code == 0
+    assert [line["condition"] for line in lines(tmp_path / "out")] == [1, 3]
+    file.write_text("a red ring\na red ring beside a blue star\nRED star\n")
+    done = run("--prompts", file, "--prompt", "blue", model=captions, out=tmp_path / "texts")
+    assert done.exit_code == 1
+    assert "3 drawn, 0 done before, 1 failed" in done.stderr
+    assert "a caption has 8 tokens, the model reads 6" in done.stderr
+    found = lines(tmp_path / "texts")
+    assert ["error" in line for line in found] == [False, False, True, False]
+    assert found[1]["id"].startswith("a-red-ring-") and found[1]["id"].endswith("-000")
+    assert len({line["id"] for line in found}) == 4
+
+
+# What is completed
+
+
+def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
+    run("--class", "ring", "--mode", "exact")
+    start = tmp_path / "out" / "ring-0-000.png"
+    words = ("--class", "ring", "--start", start)
+    done = run(*words, "--keep-rows", 3, out=tmp_path / "same")
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "same")[0]["completion"] == "continued"
+    again = codes_in(tmp_path / "same" / start.name)
+    assert torch.equal(again, codes_in(start))
+    mask = Image.new("L", (10, 10), 0)
+    mask.paste(255, (4, 4, 8, 8))
+    mask.save(tmp_path / "mask.png")
+    done = run("--class", "star", "--start", start, "--mask", tmp_path / "mask.png")
+    assert isinstance(done.exception, OptionError), "of another run"
+    done = run(
+        "--class", "star", "--start", start, "--mask", tmp_path / "mask.png", out=tmp_path / "other"
+    )
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "other")[0]["completion"] == "locally constrained"
+    filled = codes_in(tmp_path / "other" / "star-1-000.png")
+    anew = filled != again
+    assert anew.any() and not anew[:2].any() and not anew[4:].any() and not anew[:, 4:].any()
+    with Image.open(start) as shown:
+        shown.convert("RGB").save(tmp_path / "plain.png")
+        levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)
+    words = ("--class", "ring", "--start", tmp_path / "plain.png", "--keep-rows", 3)
+    run(*words, out=tmp_path / "read")
+    pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
+    [image] = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
+    assert torch.equal(codes_in(tmp_path / "read" / start.name), image.codes)
+
+
+def test_a_next_scale_model_fills_in(run, tmp_path, scales):
+    done = run("--class", "ring", "-n", 2, model=scales)
+    assert done.exit_code == 0, done.output
+    start = tmp_path / "out" / "ring-0-001.png"
+    words = ("--class", "cup", "--start", start, "--keep-rows", 2)
+    done = run(*words, model=scales, out=tmp_path / "filled")
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "filled")[0]["completion"] == "laid over"
+    assert done.stderr.splitlines()[0].endswith("; laid over")
+    done = run(
+        "--class", "cup", "--refiner", scales, "--drafted", 2, model=scales, out=tmp_path / "two"
+    )
+    assert "law: hybrid of two models, not the model's own" in done.stderr
+
+
+# What is written, and continued
+
+
+def test_an_interrupted_run_is_continued_where_it_stopped(run, tmp_path):
+    words = ("--class", "ring", "--class", "cup", "-n", 3, "--grid")
+    run(*words, out=tmp_path / "whole")
+    whole, out = contents(tmp_path / "whole"), tmp_path / "out"
+    run("--class", "cup", "-n", 2)
+    (out / "cup-3-001.png").unlink()
+    with (out / "results.jsonl").open("ab") as file:
+        file.write(whole["results.jsonl"][:40])  # cut off
+    done = run(*words, "--resume", "--batch", 2)
+    assert done.exit_code == 0, done.output
+    assert "5 drawn, 1 done before, 0 failed" in done.stderr
+    assert contents(out) == whole
+    done = run(*words, "--resume")
+    assert "0 drawn, 6 done before, 0 failed" in done.stderr and contents(out) == whole
+
+
+def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
+    words = ["--class", "ring", "-n", 16, "--batch", 1, "--mode", "exact"]
+    run(*words, out=tmp_path / "whole")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "mmdecode", "generate-image", *words, "--out", out]
+    command += ["--model", classes, "--device", "cpu"]
+    process = subprocess.Popen([str(w) for w in command], stderr=subprocess.DEVNULL)
+    results = out / "results.jsonl"
+    deadline = time.monotonic() + 120
+    while not (results.exists() and results.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = results.read_bytes().count(b"\n")
+    assert 0 < before < 16
+    done = run(*words, "--resume")
+    assert f"{16 - before} drawn, {before} done before, 0 failed" in done.stderr
+    found = {n: data for n, data in contents(out).items() if not n.endswith(".tmp")}
+    assert found == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "continue it with --resume, or choose another --out"),
+        (("--resume", "--seed", 1), "seed was 0, is 1"),
+        (("--resume", "--mode", "exact"), "mode was None, is 'exact'"),
+    ],
+)
+def test_images_of_other_settings_are_not_continued(run, tmp_path, more, message):
+    run("--class", "ring")
+    before = contents(tmp_path / "out")
+    done = run("--class", "ring", *more)
+    assert isinstance(done.exception, OptionError) and message in str(done.exception)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_failure_is_tried_again_and_an_image_outweighs_it(run, tmp_path):
+    out = tmp_path / "out"
+    run("--class", "ring", "-n", 2)
+    drawn = contents(out)
+    failed = {"id": "ring-0-000", "condition": 0, "error": "late"}
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    run("--class", "ring", "-n", 2, "--resume")
+    assert contents(out) == drawn
+    (out / "results.jsonl").write_text(json.dumps(failed) + "\n")
+    done = run("--class", "ring", "-n", 2, "--resume")
+    assert "2 drawn, 0 done before" in done.stderr and contents(out) == drawn
+
+
+def test_what_cannot_be_written_or_read_on_is_said(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("--class", "ring", out=tmp_path / "file")
+    assert isinstance(done.exception, InputError)
+    assert "cannot write to" in str(done.exception) and "another --out" in str(done.exception)
+    folder = ImageFolder(tmp_path / "out", {"a": 1}, False)
+    with pytest.raises(OptionError, match="another run is writing to"):
+        ImageFolder(tmp_path / "out", {"a": 1}, False)
+    folder.close()
+    (tmp_path / "out" / "results.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match="line 1 is of no image; remove the line"):
+        ImageFolder(tmp_path / "out", {"a": 1}, True)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "nothing to draw; give --class, --class-id, --prompt or --prompts"),
+        (("--class", "ring", "-n", 0), "-n 0; expected at least 1 image"),
+        (("--class", "ring", "--mask", "m.png"), "--mask does nothing without --start"),
+        (("--class", "ring", "--start", "s.png"), "give --mask or --keep-rows, and not both"),
+        (("--class", "ring", "--start", "s.png", "--keep-rows", 1), "s.png cannot be read"),
+        (("--class", "ring", "--drafted", 2), "--drafted does nothing without --refiner"),
+        (("--class", "ring", "--mode", "relaxd"), "did you mean 'relaxed'"),
+        (
+            ("--class", "ring", "--mode", "ar", "--draft", "jacobi"),
+            "leave out the draft or the mode",
+        ),
+        (("--class", "ring", "--codes", "9"), "expected ROWSxCOLUMNS"),
+        (("--prompts", "gone.txt"), "gone.txt cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(run, monkeypatch, words, message):
+    def loaded(*args, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(ImageGenerator, "from_pretrained", loaded)
+    assert message in str(run(*words).exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("--class", "rign"), UnknownNameError, "did you mean 'ring'"),
+        (("--class-id", 4), OptionError, "class 4 does not exist; expected 0 to 3"),
+        (("--prompt", "a ring"), OptionError, "this model draws of classes; give --class"),
+        (("--class", "ring", "--draft", "jacobi:window=26"), OptionError, "larger than the image"),
+        (("--class", "ring", "--draft", "jacobi:widow=2"), OptionError, "did you mean 'window'"),
+    ],
+)
+def test_what_the_model_cannot_draw_is_refused(run, tmp_path, words, error, message):
+    done = run(*words)
+    assert isinstance(done.exception, error) and message in str(done.exception)
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_files_to_start_from_are_looked_at(run, tmp_path, captions):
+    run("--class", "ring")
+    start = tmp_path / "out" / "ring-0-000.png"
+    (tmp_path / "no.png").write_text("no image")
+    Image.new("RGB", (9, 9)).save(tmp_path / "small.png")
+    for words, message in (
+        (("--start", start, "--keep-rows", 5), "expected 1 to 4 rows"),
+        (("--start", tmp_path / "no.png", "--keep-rows", 1), "no.png"),
+        (("--start", tmp_path / "small.png", "--keep-rows", 1), "expected (3, 10, 10): resize"),
+        (("--start", start, "--mask", tmp_path / "small.png"), "the mask has shape (9, 9)"),
+        (("--start", start, "--mask", tmp_path / "no.png"), "no.png"),
+    ):
+        done = run("--class", "ring", *words, out=tmp_path / "other")
+        assert message in str(done.exception), words
+    done = run("--class", "ring", model=captions, out=tmp_path / "texts")
+    assert "this model draws of prompts; give --prompt" in str(done.exception)
+
+
+def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "generate_image.md"
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("wanted.txt").write_text("star\n2\n")
+    mask = Image.new("L", (10, 10), 0)
+    mask.paste(255, (2, 2, 6, 6))
+    mask.save("mask.png")
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) == 9
+    for command in commands:
+        words = [*shlex.split(command)[1:], "--model", str(scenes), "--device", "cpu"]
+        done = CliRunner().invoke(cli.app, words)
+        assert done.exit_code == 0, (command, done.output, done.exception)
+    assert len(lines(Path("pictures"))) == 8

@@ -1,0 +1,58 @@
+"""The scripts of ``image_ar/`` run as their page says."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, classes):
+    """Runs a script as if from the command line: its exit code, and what it prints."""
+
+    def call(script, *words):
+        words = [script, *map(str, words), "--model", str(classes), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", words)
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "image_ar" / script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        return code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.mark.recipe
+def test_a_file_becomes_a_folder(run, tmp_path):
+    (tmp_path / "wanted.txt").write_text("ring\n\nstar\n")
+    code, told = run("draw_folder.py", tmp_path / "wanted.txt", tmp_path / "out", "-n", 2)
+    assert code == 0 and [line.split(": ")[1].split(",")[0] for line in told.splitlines()] == [
+        "ring",
+        "ring",
+        "star",
+        "star",
+    ]
+    assert len(list((tmp_path / "out").glob("*.png"))) == 4
+
+
+@pytest.mark.recipe
+def test_modes_are_compared(run):
+    code, told = run("compare_modes.py", "ring", "star", "-n", 3, "--batch", 6, "--guidance", 2)
+    assert code == 0
+    rows = {row[1]: row for row in (re.split(r" *\| *", line) for line in told.splitlines()[2:])}
+    assert list(rows) == ["ar", "exact", "fast", "relaxed"]
+    assert rows["ar"][3] == "1.00" and float(rows["exact"][3]) > 1
+    assert rows["exact"][5] == "6 of 6" and rows["exact"][6] == rows["ar"][6]
+    assert [row[2] for row in rows.values()] == ["exact"] * 3 + ["heuristic"]
+
+
+@pytest.mark.recipe
+def test_pictures_are_completed(run, tmp_path):
+    code, told = run("in_painting.py", "ring", "star", "--out", tmp_path)
+    assert code == 0 and told.endswith("continued as it was: True\n")
+    assert "10 codes given, continued" in told and "16 codes given, locally constrained" in told
