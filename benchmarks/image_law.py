@@ -44,13 +44,15 @@ def stale_law() -> Iterator[None]:
     """Tokens kept behind a rejection keep the law they had before."""
     sound = tails.with_tail
 
-    def stale(outcome: Outcome, proposal: Any, law: Any, noise: Any, ctx: Any) -> Outcome:
-        result = sound(outcome, proposal, law, noise, ctx)
+    def stale(outcome: Outcome, proposal: Any, law: Any, *others: Any) -> Outcome:
+        result = sound(outcome, proposal, law, *others)
         size = proposal.size
         if not size:
             return result
         assert result.tail_tokens is not None and result.tail_law is not None
-        source = outcome.num_accepted[:, None] + 1 + torch.arange(size, device=ctx.device)
+        source = (
+            outcome.num_accepted[:, None] + 1 + torch.arange(size, device=proposal.tokens.device)
+        )
         before = source.clamp_max(size - 1)
         kept = (result.tail_tokens == proposal.tokens.gather(1, before)) & (source < size)
         q = proposal.log_q.gather(1, before[..., None].expand_as(proposal.log_q))

@@ -30,8 +30,8 @@ class GreedyMatch:
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
-        outcome = follow(proposal, law, ctx, best)
-        return finish(outcome, proposal, law, noise, ctx)
+        outcome, choices = follow(proposal, law, ctx, best)
+        return finish(outcome, proposal, law, noise, ctx, choices)
 
 
 class Coupled:
@@ -53,7 +53,8 @@ class Coupled:
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
         choose = keyed(proposal, noise, ctx, Role.TARGET)
-        return finish(follow(proposal, law, ctx, choose), proposal, law, noise, ctx)
+        outcome, choices = follow(proposal, law, ctx, choose)
+        return finish(outcome, proposal, law, noise, ctx, choices)
 
 
 class Membership:
@@ -73,4 +74,5 @@ class Membership:
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
         """See `mmdecode.engine.contracts.Accept`."""
         choose = keyed(proposal, noise, ctx, Role.ACCEPT, trial=ctx.rounds)
-        return finish(follow(proposal, law, ctx, choose), proposal, law, noise, ctx)
+        outcome, _ = follow(proposal, law, ctx, choose)  # by noise that decides this round alone
+        return finish(outcome, proposal, law, noise, ctx)

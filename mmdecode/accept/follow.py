@@ -78,20 +78,28 @@ def keyed(
     return choose
 
 
-def follow(proposal: Proposal, law: LawView, ctx: Context, choose: Choose) -> Outcome:
-    """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
+def follow(
+    proposal: Proposal, law: LawView, ctx: Context, choose: Choose
+) -> tuple[Outcome, Tensor | None]:
+    """Keeps nodes while they are what the law itself chooses; the next choice ends the block.
+
+    Returns:
+        The outcome, and the choices at root and nodes, ``(B, N + 1)``, where all were made.
+    """
     if not law.vectorised:
-        return _follow_lazily(proposal, law, ctx, choose)
+        return _follow_lazily(proposal, law, ctx, choose), None
     if not proposal.size:
         chosen = choose(law.all(), ctx.length.new_zeros((1, 1)))
-        return Outcome(
+        outcome = Outcome(
             path=proposal.tokens, num_accepted=torch.zeros_like(ctx.length), next_token=chosen[:, 0]
         )
+        return outcome, chosen
     parents, depths, _ = proposal.structure()
     choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
     wanted = choices.gather(1, (parents + 1).expand(ctx.batch, -1))
     path, count, end = deepest_path(proposal.tokens == wanted, proposal)
-    return Outcome(path=path, num_accepted=count, next_token=choices.gather(1, end[:, None])[:, 0])
+    decided = choices.gather(1, end[:, None])[:, 0]
+    return Outcome(path=path, num_accepted=count, next_token=decided), choices
 
 
 def _follow_lazily(proposal: Proposal, law: LawView, ctx: Context, choose: Choose) -> Outcome:
@@ -171,13 +179,23 @@ def keep_likely(
 
 
 def finish(
-    outcome: Outcome, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+    outcome: Outcome,
+    proposal: Proposal,
+    law: LawView,
+    noise: Noise,
+    ctx: Context,
+    choices: Tensor | None = None,
 ) -> Outcome:
-    """Silences closed rows, and refills the rest of the window where a Jacobi draft asks for it."""
+    """Silences closed rows, and refills the rest of the window where a Jacobi draft asks for it.
+
+    ``choices``: see `mmdecode.accept.tail.with_tail`.
+    """
     outcome = replace(
         outcome,
         num_accepted=torch.where(ctx.open, outcome.num_accepted, 0),
         next_token=torch.where(ctx.open, outcome.next_token, -1),
         path=outcome.path.masked_fill(~ctx.open[:, None], -1),
     )
-    return outcome if ctx.tail is None else with_tail(outcome, proposal, law, noise, ctx)
+    if ctx.tail is None:
+        return outcome
+    return with_tail(outcome, proposal, law, noise, ctx, choices)

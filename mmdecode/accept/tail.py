@@ -29,23 +29,34 @@ from mmdecode.engine.proposal import Proposal, Tree
 
 
 def with_tail(
-    outcome: Outcome, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+    outcome: Outcome,
+    proposal: Proposal,
+    law: LawView,
+    noise: Noise,
+    ctx: Context,
+    choices: Tensor | None = None,
 ) -> Outcome:
     """The outcome with `Outcome.tail_tokens` and `Outcome.tail_law`.
 
     Processors of unknown type are left out of this law, since they may not run past the first
-    rejection; a draft may have any recorded law.
+    rejection; a draft may have any recorded law. ``choices`` are the law's own at root and nodes,
+    ``(B, N + 1)``, where the rule has drawn them with the noise that decides: the coupled tail.
     """
     rows = law.all() if law.vectorised else law.raw()  # (B, N + 1, V)
     nodes = _first_children(proposal.tree, ctx.device)
     tokens, log_q = proposal.tokens, proposal.log_q
     if nodes is not None:  # the chain of first siblings, M of N nodes
-        rows = rows[:, pad(nodes + 1, (1, 0))]
+        first = pad(nodes + 1, (1, 0))
+        rows = rows[:, first]
+        choices = None if choices is None else choices[:, first]
         tokens = tokens[:, nodes]
         log_q = None if log_q is None else log_q[:, nodes]
     size = tokens.shape[1]
     order = torch.arange(size + 1, device=rows.device)
-    drawn = _drawn(rows, tokens, log_q, ctx.length[:, None] + order, noise, ctx)
+    if choices is not None and (ctx.tail == "coupled" or not ctx.do_sample):
+        drawn = choices
+    else:
+        drawn = _drawn(rows, tokens, log_q, ctx.length[:, None] + order, noise, ctx)
     used = pad(tokens >= 0, (1, 0), value=True)
     source = outcome.num_accepted[:, None] + 1 + order[:size]  # left-align
     real = (source <= size) & ctx.open[:, None]

@@ -189,14 +189,14 @@ class Jacobi:
 
     def _draw(self, ctx: Context, places: Tensor, law: Tensor) -> Tensor:
         """A token from each ``law (B, N, V)``, by noise that suits the kind of proposal."""
-        if self._kind == "coupled":
-            return (law + ctx.noise.gumbel(places, Role.TARGET, law.shape[-1])).argmax(-1)
         trial = None if self.continuation == "shared" else ctx.rounds
-        if not self.start.endswith("_law"):  # uniform: one draw is enough
+        if not self.start.endswith("_law"):  # uniform, where coupling would gain next to nothing
             unit = ctx.noise.uniform(places, Role.DRAFT, trial=trial)
             return self._ids[(unit * len(self._ids)).long()]
         if not ctx.do_sample:
             return law.argmax(-1)
+        if self._kind == "coupled":
+            return (law + ctx.noise.gumbel(places, Role.TARGET, law.shape[-1])).argmax(-1)
         return (law + ctx.noise.gumbel(places, Role.DRAFT, law.shape[-1], trial=trial)).argmax(-1)
 
     def _with_siblings(

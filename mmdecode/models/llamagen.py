@@ -114,26 +114,25 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
 
 
 class GridRotary(nn.Module):
-    """Looks positions up in the table."""
-
-    table: Tensor
+    """Looks positions up in the table, which is in float32 whatever the model is in."""
 
     def __init__(self, config: LlamaGenConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("table", rotary_table(config), persistent=False)
+        self._tables: dict[torch.device, Tensor] = {}
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``(B or 1, 1, Q, head_dim / 2)`` of positions ``(B or 1, Q)``."""
-        cos, sin = self.table[position_ids][:, None].unbind(-1)
-        return cos, sin
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Of positions ``(B or 1, Q)``, complex ``(B or 1, Q, 1, 1, head_dim / 2)``."""
+        device = position_ids.device
+        if device not in self._tables:
+            self._tables[device] = rotary_table(self.config).to(device)
+        return torch.view_as_complex(self._tables[device][position_ids])[:, :, None, None]
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns neighbouring pairs of ``(B, H, Q, D)``, computed in float32."""
-    even, odd = states.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
-    return turned.flatten(-2).to(states.dtype)
+def rotate(states: Tensor, turns: Tensor) -> Tensor:
+    """Turns neighbouring pairs of ``(B, Q, 2, H, D)``, computed in float32."""
+    pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(states.dtype)
 
 
 def eager_attention(
@@ -169,14 +168,15 @@ class LlamaGenAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """What the layer adds, ``(B, Q, hidden)``."""
         split = self.qkv_proj(hidden_states).unflatten(-1, (3, -1, self.config.head_dim))
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        query, key = (rotate(states, *position_embeddings) for states in (query, key))
+        turned = rotate(split[:, :, :2], position_embeddings)  # queries and keys
+        query, key = turned.permute(2, 0, 3, 1, 4)
+        value = split[:, :, 2].transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -278,9 +278,7 @@ class LlamaGenPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, GridRotary):  # not stored, so it is made again
-            init.copy_(module.table, rotary_table(module.config))
-        elif isinstance(module, CaptionCondition):
+        if isinstance(module, CaptionCondition):
             features = module.uncond_embedding.shape[1]
             init.normal_(module.uncond_embedding, std=features**-0.5)
 

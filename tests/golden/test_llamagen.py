@@ -20,6 +20,7 @@ from mmdecode.models.llamagen import (
     LlamaGenForImageGeneration,
     left_padded,
     padding_mask,
+    rotary_table,
 )
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "llamagen"
@@ -104,7 +105,7 @@ def test_captions_are_padded_on_the_left():
 @pytest.mark.parametrize("name", ["c2i", "t2i"])
 def test_rotations_match_bit_for_bit_and_slots_have_none(name):
     model = class_model() if name == "c2i" else caption_model()
-    table = model.model.rotary.table
+    table = rotary_table(model.config)
     assert torch.equal(table, numbers(name)["rope.out.freqs_cis"])
     assert table[: model.config.slots].count_nonzero() == 0
 
@@ -384,7 +385,8 @@ def test_pixels_and_codes_of_another_shape_are_refused():
 
 def test_slots_turned_by_nothing_would_give_other_logits():
     model, io = class_model(), numbers("c2i")
-    table = model.model.rotary.table
+    full_logits(model, io["full.in.cond"], io["full.in.idx"])
+    (table,) = model.model.rotary._tables.values()
     table[0, :, 0] = 1  # the identity
     try:
         wrong = full_logits(model, io["full.in.cond"], io["full.in.idx"])

@@ -132,8 +132,8 @@ def caught(options=None, model=MODEL, accept="rejection", window=4):
 def test_a_kept_token_with_its_old_law_is_caught(monkeypatch):
     sound = tails.with_tail
 
-    def stale(outcome, proposal, law, noise, ctx):
-        result = sound(outcome, proposal, law, noise, ctx)
+    def stale(outcome, proposal, law, noise, ctx, choices):
+        result = sound(outcome, proposal, law, noise, ctx, choices)
         size = proposal.size
         if not size:
             return result
@@ -152,8 +152,8 @@ def test_a_kept_token_with_its_old_law_is_caught(monkeypatch):
 def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     sound = tails.with_tail
 
-    def untested(outcome, proposal, law, noise, ctx):
-        result = sound(outcome, proposal, law, noise, ctx)
+    def untested(outcome, proposal, law, noise, ctx, choices):
+        result = sound(outcome, proposal, law, noise, ctx, choices)
         size = proposal.size
         if not size:
             return result
