@@ -33,8 +33,9 @@ def families():
     for entry in registry.describe("adapters"):
         if not entry.plugin and entry.name != "table":
             cls, _ = registry.resolve("adapters", entry.name)
-            types = cls.model_types
-            names = ", ".join(f"`{name}`" for name in types) or "any other, once checked"
+            written = getattr(cls, "image_types", ())
+            names = ", ".join(f"`{name}`" for name in cls.model_types or written)
+            names = f"{names}, image mode" if written else names or "any other, once checked"
             rows.append([f"`{entry.name}`", entry.summary, names])
     return table(["adapter", "models", "`model_type`"], rows)
 

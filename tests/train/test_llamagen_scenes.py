@@ -95,11 +95,20 @@ def test_the_saved_caption_model_reads_text_as_in_training(made):
     torch.testing.assert_close(again, features, atol=5e-3, rtol=5e-3)  # halves
 
 
-def test_a_finished_recipe_does_nothing_more(made, monkeypatch):
+def test_a_finished_recipe_only_measures_its_best_models_again(made, monkeypatch):
     folder, cards = made
+    encoded = []
+    state_file = folder / "work" / "class" / "state.pt"
+    state = torch.load(state_file, weights_only=True)
+    state["modules"]["transformer.lm_head.weight"].zero_()  # the last model is not the best one
+    torch.save(state, state_file)
     monkeypatch.setattr(llamagen_scenes, "SHARD", 12)
     monkeypatch.setattr(Learner, "loss", lambda *args: pytest.fail("trains again"))
+    monkeypatch.setattr(
+        llamagen_scenes, "encode", lambda *args: encoded.extend(args[1]) or encode(*args)
+    )
     assert run(OPTIONS, folder / "work", folder / "out") == cards
+    assert min(encoded) >= HELD_OUT
 
 
 def test_captions_say_what_is_there_in_words_the_tokenizer_knows():
