@@ -14,6 +14,7 @@ come from, all of them and those that begin a pass. Work goes on where it was in
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,16 @@ def samples(
     return codes, commits.view_as(codes)
 
 
+def settings_of(subject: Subject, arguments: argparse.Namespace) -> str:
+    """A name for all that the samples depend on, the weights included."""
+    digest = hashlib.blake2b(digest_size=6)
+    asked = (arguments.batch, arguments.window, subject.guidance, subject.sampling)
+    digest.update(repr(asked).encode())
+    for weight in subject.adapter.model.state_dict().values():
+        digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _commits(rounds: list[Any], tokens: int) -> torch.Tensor:
     """The pass of each token of a row, from its trace."""
     counts = torch.tensor([one.kept for one in rounds])
@@ -114,6 +125,7 @@ def run(arguments: argparse.Namespace) -> Path:
     """Draws, scores, writes the result file and the page."""
     device = torch.device(arguments.device)
     subject = Subject(arguments.model, device)
+    arguments.work = arguments.work / settings_of(subject, arguments)
     window = f"jacobi:window={arguments.window}"
     cases: dict[str, tuple[Way, Bug]] = {
         "plain": (Way(None), sound),
@@ -127,7 +139,7 @@ def run(arguments: argparse.Namespace) -> Path:
     plain = None
     for name, (way, bug) in cases.items():
         folder = arguments.work / name.replace(" ", "-").replace(":", "").replace(",", "")
-        images = arguments.images
+        images = -(-arguments.images // arguments.batch) * arguments.batch  # whole batches
         codes, commits = samples(subject, way, bug, images, arguments.batch, folder)
         labels = [
             label

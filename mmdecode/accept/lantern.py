@@ -17,6 +17,7 @@ those of the codes as they are decoded (LlamaGen normalises them, its published 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,8 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 
 _BLOCK = 512  # codes whose distances to all others are held at once
-_TABLES: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()  # by adapter
+_SORTED: dict[bytes, dict[int, Tensor]] = {}  # by content: adapters come and go
 
 
 class LANTERN(Relaxed):
@@ -104,9 +106,14 @@ class LANTERN(Relaxed):
         """The neighbours of each code, ``(C, up to k)``."""
         if self.neighbours is not None:
             return self.neighbours[:, : self.k]
-        tables = _TABLES.setdefault(adapter.model, {})
+        tables = _TABLES.setdefault(adapter, {})
         if self.k not in tables:
-            tables[self.k] = nearest(codebook_of(self, adapter), self.k)
+            codes = codebook_of(self, adapter)
+            content = hashlib.blake2b(codes.cpu().numpy().tobytes(), digest_size=8).digest()
+            known = _SORTED.setdefault(content, {})
+            if self.k not in known:
+                known[self.k] = nearest(codes, self.k)
+            tables[self.k] = known[self.k].to(codes.device)
         return tables[self.k]
 
 
@@ -160,7 +167,5 @@ def codes_at(asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
     if layout is None:
         every = torch.arange(vocab, device=device)
         return every, every, torch.ones_like(asked.token, dtype=torch.bool)
-    ids = layout.ids.to(device)
-    code_of = torch.full((vocab,), -1, device=device)
-    code_of = code_of.scatter(0, ids, torch.arange(len(ids), device=device))
+    ids, code_of = layout.ids.to(device), layout.codes_of(vocab, device)
     return ids, code_of, (code_of[asked.token] >= 0) & (layout.forced(asked.place) < 0)

@@ -38,8 +38,8 @@ class Jacobi:
         window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1 is neutral.
         start: Guesses at places that are new to the window. ``random``: uniform over the image's
             codes; ``left`` and ``above``: the neighbour's token; ``left_law`` and ``above_law``: a
-            draw from the law that the neighbour was drawn from. Places without that neighbour, and
-            all places of models without a grid, are random.
+            draw from the law that was last noted of the neighbour. Places without that neighbour,
+            and all places of models without a grid, are random.
         continuation: What becomes of the window behind a rejection, where the rule is a rejection
             test: ``adaptive``, every guess is tested; ``redraw``, as SJD was published; ``shared``,
             drawn with noise that belongs to the place. The coupled rule and greedy decoding guess
@@ -100,17 +100,24 @@ class Jacobi:
                 f"a window of {self.window} tokens is larger than the image, which has "
                 f"{layout.length}: give a window of at most {layout.length}"
             )
-        vocab, size = prefill.logits.shape[-1], ctx.limit + self.window
+        vocab = prefill.logits.shape[-1]
         self._ids = torch.arange(vocab, device=ctx.device)
         if layout is not None:
             self._ids = layout.ids.to(ctx.device)
         self._uniform = torch.full((vocab,), -torch.inf, device=ctx.device)
         self._uniform[self._ids] = 0.0
         self._known = torch.zeros_like(ctx.length)  # first place of each row without a guess
+        size = ctx.limit + self.window
         self._guesses = torch.zeros((ctx.batch, size), dtype=torch.long, device=ctx.device)
         drawn = kind in ("iid", "without_replacement")
         if drawn or self._tree is not None or self.start.endswith("_law"):
-            self._laws = torch.zeros((ctx.batch, size, vocab), device=ctx.device)
+            # the window, and as far back as neighbours lie: a ring, by place modulo its size
+            back = layout.stride if layout is not None and self.start == "above_law" else 1
+            self._laws = self._uniform.repeat(ctx.batch, self.window + back, 1)
+        self._depths, self._ranks = (
+            torch.tensor(part, device=ctx.device)
+            for part in ([len(path) - 1 for path in self._paths], [p[-1] for p in self._paths])
+        )
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Notes what is left of the window, and the law each guess was drawn from."""
@@ -119,7 +126,7 @@ class Jacobi:
         places = ctx.length[:, None] + torch.arange(tail.shape[1], device=ctx.device)
         self._guesses.scatter_(1, places, tail.clamp_min(0))
         if self._laws is not None:
-            self._laws.scatter_(1, places[..., None].expand_as(law), law)
+            self._laws.scatter_(1, self._ring(places).expand_as(law), law)
         self._known.copy_(ctx.length + (tail >= 0).sum(1))
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
@@ -135,7 +142,7 @@ class Jacobi:
             tokens = torch.where(forced >= 0, forced, tokens)
         if self._laws is None:
             return Proposal(tokens=tokens, kind=self._kind)
-        index = places[..., None].expand(-1, -1, self._laws.shape[-1])
+        index = self._ring(places).expand(-1, -1, self._laws.shape[-1])
         laws = torch.where(missing[..., None], start, self._laws.gather(1, index))
         if self._layout is not None and self._layout.has_forced:
             laws = torch.where((forced >= 0)[..., None], one_hot(forced, laws), laws)
@@ -156,6 +163,12 @@ class Jacobi:
         self._layout = None
         self._laws = None
         self._known = self._guesses = self._ids = self._uniform = torch.empty(0)
+        self._depths = self._ranks = torch.empty(0)
+
+    def _ring(self, places: Tensor) -> Tensor:
+        """Where the laws of ``places (B, N)`` are kept, ``(B, N, 1)``."""
+        assert self._laws is not None
+        return (places % self._laws.shape[1])[..., None]
 
     def _begun(self, ctx: Context, places: Tensor) -> tuple[Tensor, Tensor]:
         """Guesses at ``places (B, N)`` by nothing but their neighbours, and their log-laws."""
@@ -166,7 +179,7 @@ class Jacobi:
         found, source = (source >= 0)[..., None], source.clamp_min(0)
         if self.start.endswith("_law"):
             assert self._laws is not None
-            index = source[..., None].expand_as(law)
+            index = self._ring(source).expand_as(law)
             law = torch.where(found, self._laws.gather(1, index), law)
             return self._draw(ctx, places, law), law
         told = ctx.ids.gather(1, source + ctx.prompt_length)
@@ -216,18 +229,14 @@ class Jacobi:
         choices = torch.cat([first, others], -1)
         choices = pad(choices, (0, 0, 0, tokens.shape[1] - self.levels), value=-1)
         choices[:, self.levels :, 0] = tokens[:, self.levels :]
-        depth, rank = (
-            torch.tensor(part, device=ctx.device)
-            for part in ([len(path) - 1 for path in self._paths], [p[-1] for p in self._paths])
-        )
-        nodes = choices[:, depth, rank]
+        nodes = choices[:, self._depths, self._ranks]
         _, _, ancestors = self._tree.tensors(ctx.device)
         lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # behind a sibling that is none
         return Proposal(
             tokens=nodes.masked_fill(lost, -1),
             kind=self._kind,
             tree=self._tree,
-            log_q=laws[:, depth] if self._kind == "without_replacement" else None,
+            log_q=laws[:, self._depths] if self._kind == "without_replacement" else None,
         )
 
 

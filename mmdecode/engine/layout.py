@@ -39,6 +39,9 @@ class Layout:
     _masks: dict[tuple[int, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False
     )
+    _codes: dict[tuple[int, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -99,6 +102,16 @@ class Layout:
             self._masks[vocab, device] = torch.isin(tokens, self.ids.to(device))
         return self._masks[vocab, device]
 
+    def codes_of(self, vocab: int, device: torch.device) -> Tensor:
+        """The code of each token, -1 where it is none, ``(V,)``; made once, as `_is_code`."""
+        if (vocab, device) not in self._codes:
+            ids = self.ids.to(device)
+            codes = torch.full((vocab,), -1, device=device)
+            self._codes[vocab, device] = codes.scatter(
+                0, ids, torch.arange(len(ids), device=device)
+            )
+        return self._codes[vocab, device]
+
     def places(self) -> Tensor:
         """Generated index of every cell, ``(rows, columns)``."""
         first = torch.arange(self.rows)[:, None] * self.stride
@@ -116,9 +129,7 @@ class Layout:
                 f"{self.columns} codes has {self.length}"
             )
         cells = tokens[:, self.places().to(tokens.device).flatten()]
-        ids = self.ids.to(tokens.device)
-        code_of = ids.new_full((int(ids.max()) + 2,), -1)
-        code_of[ids] = torch.arange(len(ids), device=ids.device)
+        code_of = self.codes_of(int(self.ids.max()) + 2, tokens.device)
         codes = code_of[cells.clamp(0, len(code_of) - 1)]
         if bool((codes < 0).any()):
             raise ShapeError("a cell of the image holds a token that is no image code")

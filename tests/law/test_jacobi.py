@@ -36,6 +36,7 @@ VARIANTS = {
     **{f"redraw-{start}": {"start": start, "continuation": "redraw"} for start in STARTS},
     **{f"shared-{start}": {"start": start, "continuation": "shared"} for start in STARTS},
     "tree": {"siblings": 2, "levels": 2},
+    "tree-shared-above_law": {"siblings": 3, "continuation": "shared", "start": "above_law"},
     "tree-redraw": {"siblings": 2, "levels": 1, "continuation": "redraw"},
     "tree-above_law": {"siblings": 3, "levels": 2, "start": "above_law"},
 }
