@@ -72,7 +72,7 @@ def ways(windows: Sequence[int], small: str | None) -> dict[str, Way]:
         }
     middle = windows[len(windows) // 2]
     found |= {
-        f"adaptive {middle}, above": Way(f"jacobi:window={middle},start=above", "rejection"),
+        f"adaptive {middle}, random": Way(f"jacobi:window={middle},start=random", "rejection"),
         f"adaptive {middle}, siblings": Way(
             f"jacobi:window={middle},siblings=3,levels=2", "rejection"
         ),

@@ -60,7 +60,7 @@ class Jacobi:
     def __init__(
         self,
         window: int = 32,
-        start: str = "random",
+        start: str = "above",
         continuation: str = "adaptive",
         siblings: int = 1,
         levels: int = 2,
