@@ -76,6 +76,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -W "ignore::pytest.PytestConfigWarning"
 	PYTHONPATH=. $(PYTHON) benchmarks/step_speed.py
 	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/image_speed.py --device cuda
 
 clean:
 	rm -rf build dist $(OLDEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis

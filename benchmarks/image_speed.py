@@ -217,12 +217,15 @@ def certificate(
     return float(excess.max()), 2 * float((scores[0] - scores[1]).abs().max())
 
 
-def memory(name: str, chosen: dict[str, Way], batch: int, device: torch.device) -> dict[str, float]:
+def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, float]:
     """Peak megabytes over the loaded model, each way in a process of its own."""
     found = {}
     for way in chosen:
-        command = [sys.executable, __file__, "--child", way, "--model", name, "--memory"]
-        command += [str(batch), "--device", str(device)]
+        command = [sys.executable, __file__, "--child", way, "--model", arguments.model]
+        command += ["--memory", str(arguments.batch[0]), "--device", arguments.device]
+        command += ["--small", arguments.small]
+        for window in arguments.window:
+            command += ["--window", str(window)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True)
         found[way] = float(answer.stdout.strip().splitlines()[-1])
     return found
@@ -328,7 +331,7 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     print("identity")
     same = identity(subject, arguments.window[-1], arguments.identical, 8)
     print(f"  {len(same['diverged'])} of {same['images']} differ, certified: {same['certified']}")
-    peaks = memory(arguments.model, chosen, arguments.batch[0], device)
+    peaks = memory(arguments, chosen)
     facts["load_at_end"] = load()
     result = {
         "model": arguments.model,

@@ -52,7 +52,7 @@ class ChameleonImagesAdapter(AmongWordsAdapter):
             )
         levels = len(config.vq_config.channel_multiplier)
         side = config.vq_config.resolution // 2 ** (levels - 1)
-        codes = torch.tensor([found[code] for code in range(len(found))])
+        codes = torch.tensor([found[code] for code in range(len(found))], device=model.device)
         super().__init__(model, codes, side, side)
         opens = (config.vocabulary_map or {}).get(OPENS)
         self._opens = named_id(model, f"id of {OPENS}", opens, "config.vocabulary_map")

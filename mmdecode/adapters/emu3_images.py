@@ -42,7 +42,7 @@ class Emu3ImagesAdapter(AmongWordsAdapter):
         self._words: dict[str, int] = model.config.vocabulary_map or {}
         rows, columns = _only_grid(grid, image_sizes)
         found = model.vocabulary_mapping.img2bpe
-        codes = torch.tensor([found[code] for code in range(len(found))])
+        codes = torch.tensor([found[code] for code in range(len(found))], device=model.device)
         ends = named_id(
             model, "eos_token_id", model.config.text_config.eos_token_id, "config.text_config"
         )

@@ -56,10 +56,10 @@ class ImageGPTAdapter(ImageAdapter):
                 f"this {self.name} has {places} positions, which are no square image; expected the "
                 "square of its side"
             )
-        self.layout = Layout(side, side, torch.arange(self.vocab))
+        self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
         self.clusters = None
         if clusters is not None:
-            self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
+            self.clusters = torch.as_tensor(clusters, dtype=torch.float32, device=model.device)
             if self.clusters.shape != (self.vocab, 3):
                 raise ShapeError(
                     f"clusters have shape {tuple(self.clusters.shape)}; expected ({self.vocab}, 3):"
@@ -134,6 +134,9 @@ class ImageGPTAdapter(ImageAdapter):
 
     def codebook(self) -> Tensor | None:
         """Colours."""
+        if self.clusters is not None:
+            # kept there if the model was moved: a captured round cannot copy between devices
+            self.clusters = self.clusters.to(self.model.device)
         return self.clusters
 
     def pixels(self, codes: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class PromptedAdapter(ImageAdapter):
                 "nothing to draw: give prompt=... with tokenizer=..., or input_ids from the "
                 "model's processor, for image generation"
             )
-        self._check_length(mask)
+        self._check_length("prompt", mask)
         inputs = {"prompt_ids": ids, "prompt_mask": mask}
         ids, mask = self._read(
             "negative_prompt",
@@ -206,6 +206,7 @@ class PromptedAdapter(ImageAdapter):
                 raise OptionError(
                     f"{len(ids)} negative prompts for {rows} images; give one, or one for each"
                 )
+            self._check_length("negative prompt", mask)
             inputs["negative_ids"] = ids.expand(rows, -1)
             inputs["negative_mask"] = mask.expand(rows, -1)
         return inputs
@@ -241,13 +242,13 @@ class PromptedAdapter(ImageAdapter):
         self.check(ids)
         return ids, mask
 
-    def _check_length(self, mask: Tensor) -> None:
+    def _check_length(self, what: str, mask: Tensor) -> None:
         places = self.model.config.get_text_config(decoder=True).max_position_embeddings
         longest = int(mask.sum(1).max())
         if longest + self.layout.length > places:
             raise OptionError(
-                f"a prompt of {longest} tokens and an image of {self.layout.length}; {self.name} "
-                f"has {places} positions: shorten the prompt to {places - self.layout.length}"
+                f"a {what} of {longest} tokens and an image of {self.layout.length}; {self.name} "
+                f"has {places} positions: shorten the {what} to {places - self.layout.length}"
             )
 
     def names(self, inputs: Mapping[str, Any]) -> list[bytes]:

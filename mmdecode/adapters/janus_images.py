@@ -44,7 +44,7 @@ class JanusImagesAdapter(PromptedAdapter):
                 "expected as many: mend its configuration"
             )
         self.vocab = config.vq_config.num_embeddings
-        self.layout = Layout(side, side, torch.arange(self.vocab))
+        self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
         said: Any = model.generation_config
         own = getattr(said, "generation_kwargs", None) or {}
         self._opens = named_id(

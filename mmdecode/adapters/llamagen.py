@@ -45,7 +45,7 @@ class LlamaGenAdapter(ImageAdapter):
         self.config = model.config
         self.preset = CAPTIONS if self.config.caption_slots else CLASSES
         side = self.config.grid_size
-        self.layout = Layout(side, side, torch.arange(self.vocab))
+        self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
         self.max_positions = self.config.slots + self.layout.length
         if vq is not None and vq.config.codebook_size != self.vocab:
             raise IncompatibleError.between(
@@ -55,6 +55,7 @@ class LlamaGenAdapter(ImageAdapter):
                 "give the tokenizer that the model was trained on",
             )
         self.vq = vq
+        self._codes = None if vq is None else vq.codes.detach()
 
     def condition(  # type: ignore[override]
         self,
@@ -149,7 +150,10 @@ class LlamaGenAdapter(ImageAdapter):
         """Rows of length one; of grey levels, the levels."""
         if self.config.grey:
             return torch.linspace(0, 1, self.vocab, device=self.model.device)[:, None]
-        return None if self.vq is None else self.vq.codes.detach()
+        if self._codes is not None:
+            # kept there: the tokenizer may be elsewhere, and a captured round cannot copy
+            self._codes = self._codes.to(self.model.device)
+        return self._codes
 
     def pixels(self, codes: Tensor) -> Tensor:
         """By the tokenizer; grey levels are pixels."""

@@ -44,12 +44,25 @@ def command(
         Path | None,
         typer.Option("--prompts", help="A text file with a prompt or a class on each line."),
     ] = None,
+    negative_prompt: Annotated[
+        str | None,
+        typer.Option(help="A text that guidance leads away from, of models that take prompts."),
+    ] = None,
+    raw_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--raw-prompt",
+            help="Give prompts to the model as they are; Janus reads them in its chat template "
+            "otherwise.",
+        ),
+    ] = False,
     n: Annotated[int, typer.Option("-n", help="Images of each.")] = 1,
     mode: Annotated[
         str | None,
         typer.Option(
             help="ar: token by token; exact: the same pictures in fewer passes; fast: others of "
-            "the same law, by the published test; relaxed: others of another law (heuristic)."
+            "the same law, by the published test; relaxed: others of another law (heuristic); "
+            "zipar:window=8: several rows at once, others of another law (heuristic)."
         ),
     ] = None,
     draft: Annotated[
@@ -176,6 +189,8 @@ def command(
         "refiner": refiner,
         "drafted": drafted,
         "grid": _grid_of(codes),
+        "negative_prompt": negative_prompt,
+        "template": not raw_prompt,
     }
     # what may change an image; the batch does not
     settings = {
@@ -196,7 +211,7 @@ def command(
         tally = _Tally(done_before=len(requests) - len(todo))
         options: dict[str, Any] = {"likelihood": likelihood}
         if start is not None:
-            options |= _started(generator, start, mask, keep_rows)
+            options |= _started(generator, model, start, mask, keep_rows)
         began = time.perf_counter()
         for image in _with_bar(generator, todo, options):
             line = folder.add(image)
@@ -204,7 +219,8 @@ def command(
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish(requests, grid)
-    _report(tally, generator.law, output, json)
+    law = next((line["law"] for line in tally.images), generator.law)  # one start, one law
+    _report(tally, law, output, json)
     if tally.failures:
         raise typer.Exit(1)
 
@@ -224,7 +240,10 @@ def _told(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
     """What PNGs say of how they were drawn, the model's own settings filled in."""
     import mmdecode
 
-    told = ("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype")
+    told = (
+        *("model_id", "mode", "draft", "accept", "refiner", "drafted", "dtype"),
+        *("negative_prompt", "template"),
+    )
     return {
         "Software": f"mmdecode {mmdecode.__version__}",
         **{name.removesuffix("_id"): load[name] for name in told},
@@ -312,7 +331,11 @@ def _digest(path: Path) -> str:
 
 
 def _started(
-    generator: ImageGenerator, start: Path, mask: Path | None, keep_rows: int | None
+    generator: ImageGenerator,
+    model: str,
+    start: Path,
+    mask: Path | None,
+    keep_rows: int | None,
 ) -> dict[str, Any]:
     """The image to complete, and what of it stays, as options of a call.
 
@@ -327,7 +350,7 @@ def _started(
     from mmdecode.vlm.images import read_image
 
     rows, columns = generator.grid
-    image = codes_in(start)
+    image = codes_in(start, model)
     if image is None or tuple(image.shape) != (rows, columns):
         shown = read_image(start)
         levels = torch.tensor(bytearray(shown.tobytes()), dtype=torch.uint8)

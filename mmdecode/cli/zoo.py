@@ -16,7 +16,7 @@ def command(json: JsonFlag = False) -> None:
     for name in zoo_names():
         card = ZOO / name / "card.json"
         facts = json_module.loads(card.read_text()) if card.exists() else {}
-        size = sum(f.stat().st_size for f in (ZOO / name).iterdir())
+        size = sum(f.stat().st_size for f in (ZOO / name).rglob("*") if f.is_file())
         rows.append({"name": f"zoo:{name}", "mib": round(size / 2**20, 1)} | facts)
     if json:
         emit_json(rows)

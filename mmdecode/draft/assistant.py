@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
+from mmdecode.checkpoints import config_of, loading, local_path
 from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import Context, Guide, Needs, Outcome, Scores
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError, InputError, OptionError
 
 
 class Assistant:
@@ -60,30 +61,21 @@ class Assistant:
         self._constants: Any = None  # of the guide
         self._branch: ModelBranches | None = None
         self._kind: Kind = "deterministic"
-        self._follows = False  # loaded by us: goes where the target is
-        self._loaded: dict[str, Any] = {}  # by folder, also for copies of this
+        self._loaded: dict[type, Any] = {}  # by the target's class, also for copies of this
 
     @classmethod
     def from_options(cls, model: Any, length: int = 5) -> Assistant:
         """From a string: ``model`` is a folder or Hub name, or an object from the context.
 
-        What transformers does not know as a model of text is loaded as one of the target's class
-        when decoding begins.
+        What is named is loaded when decoding begins, since the target decides its class and where
+        it goes.
+
+        Raises:
+            InputError: There is no checkpoint of that name.
         """
         if isinstance(model, str):
-            from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
-
-            from mmdecode.checkpoints import config_of, local_path
-
-            path = local_path(model)
-            try:
-                encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
-                auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
-                draft = cls(auto.from_pretrained(path).eval(), length)
-            except ValueError:
-                draft = cls(path, length)
-            draft._follows = True
-            return draft
+            model = local_path(model)
+            _type_of(model)  # refuse before anything is decoded
         return cls(model, length)
 
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
@@ -102,13 +94,11 @@ class Assistant:
 
     def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
         """The branch that drafts, before it has read anything."""
-        model = self.model
+        model, target = self.model, ctx.adapter.model
         if isinstance(model, str):
-            if model not in self._loaded:
-                self._loaded[model] = _of_class(type(ctx.adapter.model), model)
-            model = self._loaded[model]
-        if self._follows:
-            model.to(device=ctx.device, dtype=ctx.adapter.model.dtype)
+            if type(target) not in self._loaded:
+                self._loaded[type(target)] = _loaded(model, target)
+            model = self._loaded[type(target)].to(device=ctx.device, dtype=target.dtype)
         # a model of image tokens knows what it takes to write the same images
         adapter = getattr(ctx.adapter, "beside", registry.adapter_for)(model)
         if adapter.vocab != prefill.logits.shape[-1]:
@@ -187,14 +177,44 @@ class Assistant:
         self._branch = None
 
 
-def _of_class(cls: Any, path: str) -> Any:
-    """The model in a folder, which must be one of the class ``cls``."""
-    found = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
-    if found != cls.config_class.model_type:
-        raise IncompatibleError.between(
-            f"assistant {path!r}",
-            cls.__name__,
-            f"its type is {found!r}, which transformers does not load as a model of text",
-            f"use one of {cls.config_class.model_type}, or give a loaded model",
+def _loaded(path: str, target: Any) -> Any:
+    """The model in a folder: one like the target where it says so, else one of text or speech.
+
+    Raises:
+        IncompatibleError: It is neither.
+        InputError: It cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq
+
+    found = _type_of(path)
+    with loading(path):
+        # the class for text may be another: Emu3's lacks what its whole model's weights are named
+        if isinstance(target, PreTrainedModel) and found == target.config.model_type:
+            return type(target).from_pretrained(path).eval()
+        try:
+            encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
+            auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
+            return auto.from_pretrained(path).eval()
+        except ValueError as error:
+            raise IncompatibleError.between(
+                f"assistant {path!r}",
+                type(target).__name__,
+                f"its type is {found!r}, which transformers does not load as a model of text",
+                "use one of the target's type, or give a loaded model",
+            ) from error
+
+
+def _type_of(path: str) -> str:
+    """What kind of model a checkpoint's configuration says it is.
+
+    Raises:
+        InputError: There is none, or it does not say.
+    """
+    with loading(path):
+        found = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    if found is None:
+        raise InputError(
+            f"{path} has no config.json that names a model_type; give the folder of a checkpoint, "
+            "a Hub id or zoo:NAME"
         )
-    return cls.from_pretrained(path).eval()
+    return str(found)

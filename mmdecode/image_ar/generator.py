@@ -8,10 +8,12 @@ draft, and in any batch.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,10 +32,10 @@ from mmdecode.errors import (
 )
 from mmdecode.image_ar import next_scale
 from mmdecode.image_ar.completion import Completion
-from mmdecode.image_ar.loading import RasterModel, config_of, labels_of, load
-from mmdecode.image_ar.modes import check_mode, decoder_of
+from mmdecode.image_ar.loading import RasterModel, config_of, labels_of, load, said_of
+from mmdecode.image_ar.modes import check_mode, decoder_of, lead_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
-from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, Start
+from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
 from mmdecode.image_ar.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from mmdecode.engine.contracts import Accept, Draft
     from mmdecode.engine.stats import Stats
+    from mmdecode.image_ar.painters import Painted
 
 _SHOWN = 40  # names of classes that an error lists
 
@@ -73,7 +76,8 @@ class GeneratedImage:
         ordinal: Its place among those of its condition.
         seed: Of the noise.
         law: ``exact``: of the model; ``heuristic``: of a relaxed rule, which changes it; ``hybrid
-            of two models``: of CoDe.
+            of two models``: of CoDe; ``locally constrained``: of an exact rule, where given codes
+            ahead, or a part that was laid over, were not told of.
         completion: Of an image of which a part was given: ``continued``, by the model's law behind
             what was given; ``locally constrained`` and ``laid over`` follow no law of the model,
             see `mmdecode.image_ar.completion`.
@@ -143,11 +147,14 @@ class ImageGenerator:
             scale, 1 + t for the published t. ``None``: the model's.
         sampling: ``None``: the model's.
         temperature, top_k, top_p: In the place of the sampling's.
+        negative_prompt: What guidance leads away from, of models that draw of prompts alone.
+        lead: Rows of codes are drawn side by side (ZipAR, heuristic), each so many codes ahead of
+            the next; of raster models without a decoder. ``None``: one code behind the other.
         seed: Of the noise.
         batch: Images drawn at once; none depends on it.
 
     Attributes:
-        law: Of the images, see `GeneratedImage`.
+        law: Of whole images, see `GeneratedImage`.
         classes: Number of classes; 0: the model draws of prompts.
         labels: Names of classes, as far as there are.
         tokens: Of an image.
@@ -167,6 +174,8 @@ class ImageGenerator:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        negative_prompt: str | None = None,
+        lead: int | None = None,
         seed: int = 0,
         batch: int = 8,
     ) -> None:
@@ -176,6 +185,11 @@ class ImageGenerator:
         changed: dict[str, Any] = {n: value for n, value in asked.items() if value is not None}
         self._painter: RasterPainter | NextScalePainter
         if isinstance(model, NextScale):
+            if negative_prompt is not None or lead is not None:
+                raise OptionError(
+                    f"negative_prompt={negative_prompt!r}, lead={lead}; a next-scale model draws "
+                    "of classes, scale by scale: leave both out"
+                )
             if decoder is not None:
                 raise OptionError(
                     "a next-scale model decides a scale at once, so there is nothing to draft; "
@@ -186,10 +200,20 @@ class ImageGenerator:
             labels = labels_of(config, config.num_classes)
             self._painter = NextScalePainter(model, drawing, labels)
         else:
+            if negative_prompt is not None:
+                model = model.away_from(_readable(negative_prompt))
             base = Sampling(**model.preset.sampling) if sampling is None else sampling
-            self._painter = RasterPainter(
-                model, decoder or Decoder(), guidance, replace(base, **changed)
-            )
+            law = replace(base, **changed)
+            if lead is None:
+                self._painter = RasterPainter(model, decoder or Decoder(), guidance, law)
+            elif decoder is None:
+                self._painter = RowPainter(model, lead, guidance, law)
+            else:
+                raise OptionError(f"lead={lead}: rows side by side take no decoder; drop one")
+            if negative_prompt is not None and self._painter.guidance == 1:
+                raise OptionError(
+                    "a negative prompt does nothing without guidance; give guidance above 1"
+                )
         self.seed, self.batch = seed, batch
         self.law, self.classes = self._painter.law, self._painter.classes
         self.labels, self.tokens = self._painter.labels, self._painter.tokens
@@ -214,6 +238,7 @@ class ImageGenerator:
         grid: tuple[int, int] | None = None,
         refiner: str | os.PathLike[str] | None = None,
         drafted: int | None = None,
+        template: bool = True,
         **how: Any,
     ) -> ImageGenerator:
         """Loads a model and builds its decoder.
@@ -223,13 +248,15 @@ class ImageGenerator:
             draft: A draft, or its name with options.
             accept: See `mmdecode.Decoder`.
             mode: A draft and a rule by one name, see `mmdecode.image_ar.modes`: ``ar``, ``exact``,
-                ``fast`` or ``relaxed``, of which the last changes the law.
+                ``fast`` or ``relaxed``, or ``zipar`` with its ``window``; the last two change the
+                law.
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32.
             compile: See `mmdecode.Decoder`.
             grid: Rows and columns of codes, for families whose images have no size of their own.
             refiner: A smaller next-scale model that writes the last scales (CoDe).
             drafted: Scales that the model itself writes then.
+            template: See `mmdecode.image_ar.loading.load`.
             **how: Guidance, sampling and the other arguments of `ImageGenerator`.
 
         Raises:
@@ -256,13 +283,24 @@ class ImageGenerator:
                         f"{option}={value!r} is for models that write in raster order, and {name} "
                         f"writes scale by scale; leave {option} out"
                     )
-            return cls(_next_scale(name, refiner, drafted, device), **how)
+            stages = _next_scale(name, refiner, drafted, device)
+            if _published(stages) is next_scale.VAR:
+                said = said_of(name)
+                if how.get("sampling") is not None:
+                    said = {"guidance": said.get("guidance")}
+                how |= {n: value for n, value in said.items() if how.get(n) is None}
+            return cls(stages, **how)
         if refiner is not None or drafted is not None:
             raise OptionError(
                 f"a refiner is for next-scale models, and {name} writes in raster order; draft "
                 "with draft='assistant:model=...'"
             )
-        model = load(name, device, dtype, grid)
+        model = load(name, device, dtype, grid, template)
+        lead = lead_of(mode)
+        if lead is not None:
+            if compile:
+                raise OptionError(f"mode {mode!r} is a loop of its own; leave out compile")
+            return cls(model, lead=lead, **how)
         decoder = decoder_of(
             mode,
             draft,
@@ -281,8 +319,13 @@ class ImageGenerator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Guidance and sampling as they are, the model's own filled in, as plain values."""
-        return {"guidance": self._painter.guidance, "sampling": asdict(self._painter.sampling)}
+        """Guidance and sampling as they are, the model's own filled in, as plain values.
+
+        The sampling of a next-scale model may be a list, one for each scale.
+        """
+        sampling = self._painter.sampling
+        told = asdict(sampling) if isinstance(sampling, Sampling) else list(map(asdict, sampling))
+        return {"guidance": self._painter.guidance, "sampling": told}
 
     def __call__(
         self,
@@ -307,7 +350,7 @@ class ImageGenerator:
                 true where it stays. The first codes alone are continued exactly; of other masks
                 raster models draw *locally constrained*: a code is not told of given ones behind
                 it. Next-scale models fill masks in scale by scale.
-            on_tokens: Called after each pass with the number of tokens it added to the batch.
+            on_tokens: Called every few passes with the number of tokens they added to the batch.
             likelihood: Whether images get a log-likelihood; it reads them again.
 
         Returns:
@@ -322,16 +365,10 @@ class ImageGenerator:
         """
         found = []
         requests = self.requests(conditions, n)
-        for request in requests:
-            self._painter.check(request.condition)
-        for image in self.images(
-            requests,
-            seed=seed,
-            start=start,
-            known=known,
-            on_tokens=on_tokens,
-            likelihood=likelihood,
-        ):
+        checked = dict.fromkeys(request.condition for request in requests)
+        for condition in checked:
+            self._painter.check(condition)
+        for image in self._images(requests, checked, seed, start, known, on_tokens, likelihood):
             if image.error:
                 raise InputError(image.error)
             found.append(image)
@@ -348,7 +385,7 @@ class ImageGenerator:
         """
         if n < 1:
             raise OptionError(f"n={n}; expected at least 1 image")
-        listed = [conditions] if isinstance(conditions, (int, str)) else list(conditions)
+        listed = _listed(conditions)
         if not listed:
             raise OptionError("nothing to draw; give a class or a prompt")
         seen: Counter[int | str] = Counter()
@@ -378,9 +415,22 @@ class ImageGenerator:
             seed: See a call, as for the others.
             start: An image to complete.
             known: What of it stays.
-            on_tokens: Called after each pass.
+            on_tokens: Called every few passes.
             likelihood: Whether images get one.
         """
+        yield from self._images(requests, {}, seed, start, known, on_tokens, likelihood)
+
+    def _images(
+        self,
+        requests: Sequence[ImageRequest],
+        checked: dict[int | str, MMDecodeError | None],
+        seed: int | None,
+        start: Tensor | None,
+        known: int | Tensor | None,
+        on_tokens: OnTokens | None,
+        likelihood: bool,
+    ) -> Iterator[GeneratedImage]:
+        """See `images`; ``checked``: what is wrong with conditions that were looked at before."""
         if (start is None) != (known is None):
             raise OptionError("start and known belong together; give both, or neither")
         begun = None
@@ -390,9 +440,11 @@ class ImageGenerator:
         for first in range(0, len(requests), self.batch):
             good = []
             for request in requests[first : first + self.batch]:
-                try:
-                    self._painter.check(request.condition)
-                except MMDecodeError as error:
+                condition = request.condition
+                if condition not in checked:
+                    checked[condition] = self._wrong(condition)
+                error = checked[condition]
+                if error is not None:
                     yield self._failed(request, seed, error)
                 else:
                     good.append(request)
@@ -409,40 +461,31 @@ class ImageGenerator:
         """Images of a batch; where memory is short, those of its parts."""
         if not requests:
             return
-        conditions: list[Any] = [request.condition for request in requests]
-        began = time.perf_counter()
-        try:
-            painted = self._painter.paint(
-                conditions,
-                [request.ordinal for request in requests],
-                seed,
-                start,
-                on_tokens,
-            )
-        except torch.OutOfMemoryError:
-            if len(requests) > 1:
-                middle = len(requests) // 2
-                for part in (requests[:middle], requests[middle:]):
-                    yield from self._batch(part, seed, start, on_tokens, likelihood)
-                return
-            yield self._failed(
-                requests[0],
-                seed,
-                InputError(
-                    "there is not enough memory on the device; load the model in half precision, "
-                    "or use a smaller window"
-                ),
-            )
+        drawn = None
+        # what a failed batch holds is let go with the error, before its parts are drawn
+        with contextlib.suppress(torch.OutOfMemoryError):
+            drawn = self._drawn(requests, seed, start, on_tokens, likelihood)
+        if drawn is None and len(requests) > 1:
+            middle = len(requests) // 2
+            for part in (requests[:middle], requests[middle:]):
+                yield from self._batch(part, seed, start, on_tokens, likelihood)
             return
-        seconds = (time.perf_counter() - began) / len(requests)
-        likely: Sequence[float | None] = [None] * len(requests)
-        if likelihood:
-            tokens = torch.stack([one.tokens for one in painted])
-            likely = self._painter.log_likelihood(conditions, tokens, start)
+        if drawn is None:
+            short = InputError(
+                "there is not enough memory on the device; load the model in half precision, or "
+                "use a smaller window"
+            )
+            yield self._failed(requests[0], seed, short)
+            return
+        painted, likely, seconds = drawn
+        completion = None if start is None else start[1]
         for request, one, value in zip(requests, painted, likely, strict=True):
+            asked = self._asked(request, seed)
+            if completion not in (None, "continued") and self.law == "exact":
+                asked["law"] = "locally constrained"
             yield GeneratedImage(
-                **self._asked(request, seed),
-                completion=None if start is None else start[1],
+                **asked,
+                completion=completion,
                 codes=one.codes,
                 tokens=one.tokens,
                 commits=one.commits,
@@ -451,6 +494,33 @@ class ImageGenerator:
                 log_likelihood=value,
                 _pixels=one.pixels,
             )
+
+    def _drawn(
+        self,
+        requests: Sequence[ImageRequest],
+        seed: int,
+        start: Any,
+        on_tokens: OnTokens | None,
+        likelihood: bool,
+    ) -> tuple[list[Painted], Sequence[float | None], float]:
+        """A batch, how likely each of it is, and the seconds that one took."""
+        conditions: list[Any] = [request.condition for request in requests]
+        ordinals = [request.ordinal for request in requests]
+        began = time.perf_counter()
+        painted = self._painter.paint(conditions, ordinals, seed, start, on_tokens)
+        seconds = (time.perf_counter() - began) / len(requests)
+        if not likelihood:
+            return painted, [None] * len(requests), seconds
+        tokens = torch.stack([one.tokens for one in painted])
+        return painted, self._painter.log_likelihood(conditions, tokens, start), seconds
+
+    def _wrong(self, condition: int | str) -> MMDecodeError | None:
+        """Why nothing can be drawn of this."""
+        try:
+            self._painter.check(condition)
+        except MMDecodeError as error:
+            return error
+        return None
 
     def _failed(self, request: ImageRequest, seed: int, error: Exception) -> GeneratedImage:
         return GeneratedImage(
@@ -472,13 +542,16 @@ class ImageGenerator:
         """A class by its number, or a prompt."""
         if not self.classes:
             if isinstance(given, str):
-                return given
+                return _readable(given)
             raise OptionError(f"this model draws of prompts, and {given!r} is none; give a text")
         every = f"expected 0 to {self.classes - 1}"
         if not isinstance(given, str):
-            if not 0 <= given < self.classes:
-                raise OptionError(f"class {given} does not exist; {every}")
-            return int(given)
+            number = _number(given)
+            if number is None:
+                raise OptionError(f"{given!r} is neither number nor name of a class; {every}")
+            if not 0 <= number < self.classes:
+                raise OptionError(f"class {number} does not exist; {every}")
+            return number
         if given.strip().casefold() in self._numbers:
             return self._numbers[given.strip().casefold()]
         if not self.labels:
@@ -499,7 +572,7 @@ def _drawing(
     changed: dict[str, Any],
 ) -> Drawing:
     """How a next-scale model draws, its own way where nothing else is said."""
-    base = next_scale.VAR
+    base = _published(model)
     if not all(stage.model.config.unconditional for stage in model.stages):
         base = replace(base, guidance=0.0)
     if guidance is not None:
@@ -509,8 +582,52 @@ def _drawing(
                 "1 at the first scale up to this at the last"
             )
         base = replace(base, guidance=guidance - 1)
-    law = base.law_of(0) if sampling is None else sampling
-    return replace(base, sampling=replace(law, **changed))
+    law = base.sampling if sampling is None else sampling
+    if isinstance(law, Sampling):
+        return replace(base, sampling=replace(law, **changed))
+    return replace(base, sampling=tuple(replace(one, **changed) for one in law))
+
+
+def _published(model: NextScale) -> Drawing:
+    """How models of this kind were published to draw."""
+    code = next_scale.CODE
+    samplings = code.sampling
+    assert not isinstance(samplings, Sampling), "one for each scale"
+    published = isinstance(model, Collaborative) and model.scales == len(samplings)
+    return code if published else next_scale.VAR
+
+
+def _listed(conditions: Any) -> list[Any]:
+    """Several conditions, or one."""
+    if isinstance(conditions, str) or not isinstance(conditions, Iterable):
+        return [conditions]
+    return [conditions] if getattr(conditions, "ndim", 1) == 0 else list(conditions)
+
+
+def _number(given: Any) -> int | None:
+    """A whole number of Python, NumPy or torch; ``None``: it is another thing."""
+    if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def _readable(text: str) -> str:
+    """The text.
+
+    Raises:
+        OptionError: It is no Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"the prompt {text!r} cannot be written in UTF-8 ({error.reason}); give it as text "
+            "that was decoded rightly"
+        ) from None
+    return text
 
 
 def _next_scale(

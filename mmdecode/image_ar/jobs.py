@@ -43,6 +43,8 @@ RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
 """Of the PNG's texts the one that holds the codes, as JSON."""
+SHOWS = "shows"
+"""Of the PNG's texts the one that tells whether its pixels are still those of the codes."""
 _GAP = 2
 
 
@@ -184,41 +186,63 @@ def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:
         if value is not None:
             info.add_text(name, value if isinstance(value, str) else to_json(value))
     info.add_text(CODES, json.dumps(image.codes.tolist()), zip=True)
+    info.add_text(SHOWS, _digest(image.image))
     return _encoded(image.image, pnginfo=info)
 
 
-def codes_in(path: Path) -> Tensor | None:
-    """The codes that a PNG of ours carries, ``(rows, columns)``; ``None``: it carries none."""
+def codes_in(path: Path, model: str) -> Tensor | None:
+    """The codes that a PNG of ours carries, ``(rows, columns)``.
+
+    Args:
+        path: The file.
+        model: Whose codes they have to be, as it was named when the image was drawn.
+
+    Returns:
+        ``None``: it carries none, or those of another model, or its pixels were changed since.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("images need Pillow", extra="image") from error
     try:
         with Image.open(path) as image:
-            text = getattr(image, "text", {}).get(CODES)
-        codes = None if text is None else torch.tensor(json.loads(text))
+            texts = getattr(image, "text", {})
+            if CODES not in texts or texts.get("model") != model:
+                return None
+            if texts.get(SHOWS) != _digest(image):
+                return None
+        codes = torch.tensor(json.loads(texts[CODES]))
     except (OSError, ValueError):
         return None  # whoever reads the pixels says what is wrong with the file
-    return codes if codes is not None and codes.ndim == 2 else None
+    return codes if codes.ndim == 2 else None
 
 
 def laid_out(rows: Sequence[Sequence[Path]]) -> Image:
     """Images in rows, those that do not exist left white."""
     from PIL import Image
 
-    found = [[Image.open(file) if file.exists() else None for file in row] for row in rows]
-    sizes = [image.size for row in found for image in row if image is not None]
+    sizes = []
+    for file in (file for row in rows for file in row if file.exists()):
+        with Image.open(file) as image:
+            sizes.append(image.size)
     wide, tall = map(max, zip(*sizes, strict=True)) if sizes else (1, 1)
-    columns = max(map(len, found))
+    columns = max(map(len, rows))
     page = Image.new(
-        "RGB", (columns * (wide + _GAP) - _GAP, len(found) * (tall + _GAP) - _GAP), "white"
+        "RGB", (columns * (wide + _GAP) - _GAP, len(rows) * (tall + _GAP) - _GAP), "white"
     )
-    for y, row in enumerate(found):
-        for x, image in enumerate(row):
-            if image is not None:
-                page.paste(image, (x * (wide + _GAP), y * (tall + _GAP)))
-                image.close()
+    for y, row in enumerate(rows):
+        for x, file in enumerate(row):
+            if file.exists():
+                with Image.open(file) as image:
+                    page.paste(image, (x * (wide + _GAP), y * (tall + _GAP)))
     return page
+
+
+def _digest(image: Image) -> str:
+    """Of the pixels."""
+    shown = image.convert("RGB")
+    told = b"%d %d " % shown.size + shown.tobytes()
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
 
 
 def _encoded(image: Image, **options: Any) -> bytes:

@@ -5,7 +5,8 @@ A LlamaGen folder holds its tokenizer under ``vq``; one of captions has its text
 hold a decoder of pixels under ``vq``. Classes have names where ``id2label`` in the configuration
 gives them. ``generation_config.json`` of a LlamaGen may say how it is meant to be sampled, in
 transformers' own words: ``guidance_scale``, ``temperature``, ``top_k`` and ``top_p``; it comes
-before what the family was published with.
+before what the family was published with. So may that of a VAR, ``guidance_scale`` being that of
+the last scale.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from mmdecode.models.vq import VQModel
 if TYPE_CHECKING:
     from mmdecode.adapters.images import ImageAdapter, Preset
 
+_OF_A_CHAT = ("janus",)  # published to draw of a turn of a chat; others have a template for words
+
 
 @dataclass(frozen=True, kw_only=True)
 class RasterModel:
@@ -45,6 +48,8 @@ class RasterModel:
         classes: Their number; 0 where it draws of prompts.
         labels: Names of classes, as far as there are.
         preset: How it is sampled unless somebody says otherwise.
+        steered: Turns a negative prompt into arguments of the adapter's ``condition``; ``None``:
+            the model takes none.
     """
 
     adapter: ImageAdapter
@@ -52,6 +57,21 @@ class RasterModel:
     preset: Preset
     classes: int = 0
     labels: Mapping[int, str] = field(default_factory=dict)
+    steered: Callable[[str], Mapping[str, Any]] | None = None
+
+    def away_from(self, text: str) -> RasterModel:
+        """The same model, whose guidance leads away from a text.
+
+        Raises:
+            OptionError: It takes no such text.
+        """
+        if self.steered is None:
+            raise OptionError(
+                f"negative_prompt={text!r}: {self.adapter.name} has a learned input for no "
+                "condition, and reads no text in its place; leave the negative prompt out"
+            )
+        given, more = self.given, self.steered(text)
+        return replace(self, given=lambda conditions: {**given(conditions), **more})
 
 
 def config_of(model_id: str) -> Any:
@@ -78,6 +98,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     grid: tuple[int, int] | None = None,
+    template: bool = True,
 ) -> RasterModel:
     """A raster model, ready to draw.
 
@@ -86,6 +107,8 @@ def load(
         device: ``None``: CUDA where there is one.
         dtype: ``None``: float32.
         grid: Rows and columns of codes, for families whose images have no size of their own.
+        template: Put prompts into the processor's chat template, where the family was published to
+            draw of a turn of a chat (Janus); ``False``: prompts are complete as they are.
 
     Raises:
         InputError: The checkpoint cannot be loaded, or is not laid out as its type is.
@@ -97,7 +120,7 @@ def load(
         if grid is not None:
             raise OptionError(f"{model_id} draws images of one size; leave out the grid")
         return _llamagen(model_id, device, dtype)
-    return _of_transformers(model_id, device, dtype, grid)
+    return _of_transformers(model_id, device, dtype, grid, template)
 
 
 def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
@@ -140,21 +163,26 @@ def labels_of(config: Any, classes: int) -> dict[int, str]:
     return found
 
 
-def sampled_as(model_id: str, preset: Preset) -> Preset:
-    """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
+def said_of(model_id: str) -> dict[str, Any]:
+    """``guidance`` and sampling, as far as ``generation_config.json`` names them."""
     from transformers import GenerationConfig
 
     try:
         said = GenerationConfig.from_pretrained(local_path(model_id))
     except OSError:
-        return preset
+        return {}
     names = ("temperature", "top_k", "top_p")
-    own = {n: getattr(said, n) for n in names if getattr(said, n) is not None}
-    scale = said.guidance_scale
+    found = {"guidance": said.guidance_scale, **{name: getattr(said, name) for name in names}}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def sampled_as(model_id: str, preset: Preset) -> Preset:
+    """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
+    said = said_of(model_id)
     return replace(
         preset,
-        guidance=preset.guidance if scale is None else float(scale),
-        sampling={**preset.sampling, **own},
+        guidance=float(said.pop("guidance", preset.guidance)),
+        sampling={**preset.sampling, **said},
     )
 
 
@@ -225,6 +253,7 @@ def _of_transformers(
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
     grid: tuple[int, int] | None,
+    template: bool,
 ) -> RasterModel:
     """Families that transformers has: their processor reads prompts, or there are none."""
     import transformers
@@ -240,6 +269,11 @@ def _of_transformers(
         options["clusters"] = _clusters(path)
     if grid is not None:
         options["grid"] = grid
+    elif config.model_type == "emu3":
+        raise OptionError(
+            f"{model_id} draws images of any size; say how many codes, with grid=(rows, columns) "
+            "or --codes ROWSxCOLUMNS, such as 90x90"
+        )
     if config.model_type == "chameleon" and _holds(model_id, "vq"):
         options["vq"] = placed(whole(ChameleonVQDecoder, model_id, "vq"), device)
     with loading(model_id):
@@ -254,10 +288,20 @@ def _of_transformers(
         )
     with loading(model_id):
         processor = transformers.AutoProcessor.from_pretrained(path)
+    of_a_chat = template and config.model_type in _OF_A_CHAT
+    templated = of_a_chat and bool(getattr(processor, "chat_template", None))
+
+    def read(text: str) -> str:
+        if not templated:
+            return text
+        turn = {"role": "user", "content": [{"type": "text", "text": text}]}
+        return processor.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+
     return RasterModel(
         adapter=adapter,
-        given=lambda prompts: {"prompt": list(prompts), "tokenizer": processor},
+        given=lambda prompts: {"prompt": [read(one) for one in prompts], "tokenizer": processor},
         preset=adapter.preset,
+        steered=lambda text: {"negative_prompt": read(text)},
     )
 
 

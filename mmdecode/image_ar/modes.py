@@ -5,6 +5,8 @@
 * ``fast``: a Jacobi window under the rejection rule: another picture of the same law.
 * ``relaxed``: a Jacobi window under LANTERN++, or under Cool-SD where the model shows no codebook:
   another picture, of another law. Heuristic.
+* ``zipar``, or ``zipar:window=8``: several rows of codes at once, see `mmdecode.image_ar.rows`; a
+  loop of its own, without draft and rule. Heuristic.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode import registry
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.errors import OptionError, UnknownNameError, refuse_unknown
 
 if TYPE_CHECKING:
     from mmdecode.adapters.images import ImageAdapter
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 WINDOW = 32
 """Of modes, unless the image is smaller."""
+
+ROWS = "zipar"
+"""The mode that draws rows side by side."""
+_LEAD = 8  # codes, unless somebody says otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +67,14 @@ def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
     """
     if mode is None:
         return
+    if lead_of(mode) is not None:
+        if draft is not None or accept != "auto":
+            raise OptionError(
+                f"mode {mode!r} is a loop of its own; leave out draft and rule, or the mode"
+            )
+        return
     if mode not in MODES:
-        raise UnknownNameError.of("mode", mode, MODES)
+        raise UnknownNameError.of("mode", mode, [*MODES, ROWS])
     if draft is not None and not MODES[mode].drafts:
         raise OptionError(f"mode {mode!r} is without a draft; leave out the draft or the mode")
     if accept != "auto":
@@ -70,6 +82,22 @@ def check_mode(mode: str | None, draft: Any, accept: Any) -> None:
             f"mode {mode!r} has a rule of its own, {MODES[mode].accept!r}; leave out the rule or "
             "the mode"
         )
+
+
+def lead_of(mode: str | None) -> int | None:
+    """Codes that a row has to be ahead of the next one; ``None``: rows are not side by side.
+
+    Raises:
+        OptionError: ``window`` is no number of codes, or an option is another one.
+    """
+    if mode is None or mode.partition(":")[0] != ROWS:
+        return None
+    [(_, options)] = registry.parse("draft", mode)
+    refuse_unknown(options, ["window"])
+    lead = options.get("window", _LEAD)
+    if type(lead) is not int or lead < 1:
+        raise OptionError(f"mode {mode!r}: window={lead!r}; expected 1 code or more")
+    return lead
 
 
 def decoder_of(

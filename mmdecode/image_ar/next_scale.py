@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -118,14 +119,20 @@ class Pictures:
         codes: Of all scales, small ones first, ``(B, L)``. Where a region was known they are what
             the model would have written.
         f_hat: The latents they add up to, the known region in place, ``(B, D, side, side)``.
-        images: Pixels from 0 to 1, ``(B, 3, H, W)`` float32.
         stages: What each model cost.
+        tokenizer: Of the model.
     """
 
     codes: Tensor
     f_hat: Tensor
-    images: Tensor
     stages: tuple[StageReport, ...]
+    tokenizer: MultiScaleVQ = field(repr=False)
+
+    @cached_property
+    def images(self) -> Tensor:
+        """Pixels from 0 to 1, ``(B, 3, H, W)`` float32."""
+        with torch.no_grad():
+            return self.tokenizer.image(self.f_hat)
 
     @property
     def passes(self) -> int:
@@ -298,8 +305,8 @@ class NextScale:
         return Pictures(
             codes=torch.cat(codes, 1),
             f_hat=f_hat,
-            images=tokenizer.image(f_hat),
             stages=tuple(reports),
+            tokenizer=tokenizer,
         )
 
     @torch.no_grad()

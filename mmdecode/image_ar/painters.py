@@ -41,11 +41,13 @@ from mmdecode.image_ar.completion import (
 )
 from mmdecode.image_ar.grammar import Grammar
 from mmdecode.image_ar.loading import RasterModel
-from mmdecode.image_ar.modes import law_of
+from mmdecode.image_ar.modes import ROWS, law_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, Known, NextScale
+from mmdecode.image_ar.rows import ZipAR
 from mmdecode.image_ar.sampling import Sampling
 
 OnTokens = Callable[[int], None]
+_EVERY = 8  # passes between reports of progress, each of which waits for the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,6 @@ class RasterPainter:
             if isinstance(decoder.draft, NoDraft):
                 decoder.draft = Given()
         layout = adapter.layout
-        names = [
-            b"%d %s" % (ordinal, _name(condition))
-            for condition, ordinal in zip(conditions, ordinals, strict=True)
-        ]
         self.stats.watch(on_tokens)
         drawn = raster.generate(
             adapter.model,
@@ -154,10 +152,10 @@ class RasterPainter:
             adapter=adapter,
             sampling=self.sampling,
             seed=seed,
-            request=names,
+            request=_requests(conditions, ordinals),
             **self.model.given(conditions),
         )
-        came = self.stats.passes_of_tokens()
+        came = self.stats.ended()
         passes = came.amax(1).tolist()
         if start is not None:
             came = came.masked_fill(start[0].known.cpu() >= 0, -1)
@@ -199,6 +197,69 @@ class RasterPainter:
         return (recorder.found.cpu() * free).sum(1).tolist()
 
 
+class RowPainter(RasterPainter):
+    """Draws several rows of codes at once, see `mmdecode.image_ar.rows`.
+
+    Args:
+        model: With all that it takes to draw.
+        lead: Codes that a row has to be ahead of the next one.
+        guidance: ``None``: the model's.
+        sampling: What guided logits become.
+
+    Raises:
+        OptionError: ``lead`` or ``guidance`` are out of range.
+        IncompatibleError: The model attends to the latest tokens alone.
+    """
+
+    def __init__(
+        self, model: RasterModel, lead: int, guidance: float | None, sampling: Sampling
+    ) -> None:
+        super().__init__(model, Decoder(), guidance, sampling)
+        self._rows = ZipAR(self.adapter, lead, self.guidance, sampling)
+        self.law = self._rows.law
+
+    def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
+        """Not possible.
+
+        Raises:
+            IncompatibleError: Always.
+        """
+        raise IncompatibleError.between(
+            f"mode {ROWS!r}",
+            "an image of which a part was given",
+            "rows side by side begin at the first code",
+            "use another mode",
+        )
+
+    def paint(
+        self,
+        conditions: Sequence[Any],
+        ordinals: Sequence[int],
+        seed: int,
+        start: tuple[PartlyKnown, Completion] | None,
+        on_tokens: OnTokens | None,
+    ) -> list[Painted]:
+        """A batch."""
+        drawn = self._rows.generate(
+            seed=seed,
+            request=_requests(conditions, ordinals),
+            on_tokens=on_tokens,
+            **self.model.given(conditions),
+        )
+        self.stats.calls += 1
+        self.stats.passes += drawn.passes - 1
+        return [
+            Painted(
+                codes=codes,
+                tokens=tokens,
+                commits=drawn.commits,
+                passes=drawn.passes - 1,
+                pixels=partial(_pixels, self.adapter, codes),
+            )
+            for codes, tokens in zip(drawn.codes.cpu(), drawn.tokens.cpu(), strict=True)
+        ]
+
+
 class NextScalePainter:
     """Draws with a next-scale model: VAR, or CoDe.
 
@@ -212,7 +273,7 @@ class NextScalePainter:
         self, model: NextScale, drawing: Drawing, labels: Mapping[int, str] | None = None
     ) -> None:
         self.model, self.drawing, self.labels = model, drawing, labels or {}
-        self.guidance, self.sampling = 1 + drawing.guidance, drawing.law_of(0)
+        self.guidance, self.sampling = 1 + drawing.guidance, drawing.sampling
         self.classes = model.stages[0].model.config.num_classes
         self.starts = model.tokenizer.starts
         self.tokens = self.starts[-1]
@@ -274,10 +335,16 @@ class NextScalePainter:
                 tokens=codes,
                 commits=scale_of,
                 passes=drawn.passes,
-                pixels=image.cpu().clone,
+                pixels=partial(self._pixels, latents),
             )
-            for codes, image in zip(drawn.codes.cpu(), drawn.images, strict=True)
+            for codes, latents in zip(drawn.codes.cpu(), drawn.f_hat.cpu(), strict=True)
         ]
+
+    @torch.no_grad()
+    def _pixels(self, latents: Tensor) -> Tensor:
+        """On the CPU, ``(3, H, W)``; each image on its own."""
+        tokenizer = self.model.tokenizer
+        return tokenizer.image(latents[None].to(tokenizer.device))[0].cpu()
 
     def log_likelihood(
         self,
@@ -312,9 +379,10 @@ class RoundCounts(Stats):
     """A decoder's counters, which also tell of the present call in which pass tokens came."""
 
     def watch(self, on_tokens: OnTokens | None) -> None:
-        """Begins a call; ``on_tokens`` is told how many tokens each pass adds to the batch."""
+        """Begins a call; ``on_tokens`` is told now and then how many tokens came to the batch."""
         self._on_tokens = on_tokens
         self._kept: list[Tensor] = []
+        self._told = 0  # passes that were reported
 
     def prefilled(self, counts: Tensor) -> None:
         """See `Stats.prefilled`."""
@@ -328,14 +396,23 @@ class RoundCounts(Stats):
 
     def _note(self, counts: Tensor) -> None:
         self._kept.append(counts[:, 3].clone())
-        if self._on_tokens is not None:
-            self._on_tokens(int(counts[:, 3].sum()))
+        if len(self._kept) - self._told == _EVERY:
+            self._tell()
 
-    def passes_of_tokens(self) -> Tensor:
-        """The pass that each token of the call came in, ``(B, length)``; 0: with the prompt.
+    def _tell(self) -> None:
+        news = self._kept[self._told :]
+        if self._on_tokens is not None and news:
+            self._told = len(self._kept)
+            self._on_tokens(int(torch.stack(news).sum()))
 
-        Rows of one length.
+    def ended(self) -> Tensor:
+        """Ends a call.
+
+        Returns:
+            The pass that each token of the call came in, ``(B, length)``; 0: with the prompt. Rows
+            are of one length.
         """
+        self._tell()
         kept = torch.stack(self._kept, 1).cpu()  # (B, rounds)
         rounds = torch.arange(kept.shape[1])
         return torch.stack([rounds.repeat_interleave(row) for row in kept])
@@ -378,6 +455,14 @@ class _Recorder(LogitsProcessor):
 def _name(condition: int | str) -> bytes:
     """As adapters name rows of classes; prompts by their text, which no batch changes."""
     return b"class %d" % condition if isinstance(condition, int) else condition.encode()
+
+
+def _requests(conditions: Sequence[Any], ordinals: Sequence[int]) -> list[bytes]:
+    """Names of the rows for keyed noise."""
+    return [
+        b"%d %s" % (ordinal, _name(condition))
+        for condition, ordinal in zip(conditions, ordinals, strict=True)
+    ]
 
 
 def _pixels(adapter: Any, codes: Tensor) -> Tensor:

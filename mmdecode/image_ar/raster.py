@@ -130,14 +130,14 @@ def generate(
         stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
         generation_config=GenerationConfig(max_length=layout.length, do_sample=do_sample),
         mm_adapter=adapter,
-        mm_request=_ordinals(names) if request is None else request,
+        mm_request=ordinals(names) if request is None else request,
         mm_streamer=streamer,
         **inputs,
     )
     return ImageTokens(tokens=tokens, codes=layout.codes(tokens), adapter=adapter)
 
 
-def _ordinals(names: Sequence[bytes]) -> list[bytes]:
+def ordinals(names: Sequence[bytes]) -> list[bytes]:
     """Each name with how often it came before."""
     seen: Counter[bytes] = Counter()
     found = []

@@ -37,7 +37,7 @@ from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
-from mmdecode.image_ar.raster import ImageTokens, _ordinals
+from mmdecode.image_ar.raster import ImageTokens, ordinals
 from mmdecode.image_ar.sampling import Sampling
 
 
@@ -166,7 +166,7 @@ class ZipAR:
     ) -> Context:
         """The rows of a batch before their first token, as the engine opens them."""
         names = self.adapter.names(inputs)
-        request = _ordinals(names) if request is None else request
+        request = ordinals(names) if request is None else request
         if len(request) != len(names):
             raise OptionError(
                 f"request names {len(request)} images of {len(names)}; give one name for each"

@@ -255,6 +255,14 @@ class Setting:
         return {"guidance": self.scale, **asdict(self.sampling), "order": order}
 
 
+def write_setting(setting: Setting, folder: Path) -> None:
+    """``generation_config.json``: how the model is meant to be decoded."""
+    told = {"guidance_scale": setting.scale} | {
+        name: value for name, value in asdict(setting.sampling).items() if name != "order"
+    }
+    (folder / "generation_config.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
 def entropy_of(law: Tensor) -> Tensor:
     """In bits, of log-probabilities ``(..., V)``."""
     return -(law.exp() * law.clamp_min(-1e4)).sum(-1) * BITS

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.train import image_codes
-from mmdecode.train.image_codes import FitOptions, Setting, save_half
+from mmdecode.train.image_codes import FitOptions, Setting, save_half, write_setting
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo.scenes import digit_scans
 
@@ -131,6 +131,7 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     def keep() -> None:
         write_state(best, model.state_dict())
         save_half(model, out)
+        write_setting(options.setting, out)
 
     log = image_codes.fit(
         model,

@@ -199,7 +199,9 @@ def build_transformer(part: Part, options: Options, grid: int) -> LlamaGenForIma
     """The untrained transformer of a part."""
     plan, captioned = options.plans[part], part == "caption"
     torch.manual_seed(plan.fit.seed)
+    names = {} if captioned else {"id2label": dict(enumerate(NOUNS))}
     config = LlamaGenConfig(
+        **names,
         vocab_size=options.tokenizer.codebook_size,
         hidden_size=plan.width,
         intermediate_size=plan.inner,
@@ -255,6 +257,7 @@ class Learner(nn.Module):
         super().__init__()
         self.transformer = build_transformer(part, options, grid)
         self.transformer.set_attn_implementation("eager")  # faster per step on a CPU
+        self.setting = options.setting
         self.reader = CaptionReader(options) if part == "caption" else None
 
     def conditions(self, corpus: Corpus, rows: Tensor, salt: int) -> tuple[Tensor, Tensor | None]:
@@ -287,6 +290,7 @@ class Learner(nn.Module):
     def export(self, folder: Path, tokenizer: VQModel | None) -> None:
         """The part's folder, with whatever decodes its codes and reads its captions."""
         save_half(self.transformer, folder)
+        image_codes.write_setting(self.setting, folder)
         if tokenizer is not None:
             save_half(tokenizer, folder / "vq")
         if self.reader is not None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from typer.testing import CliRunner
 
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.image_ar import ImageGenerator
-from mmdecode.image_ar.jobs import ImageFolder, codes_in
+from mmdecode.image_ar.jobs import ImageFolder, codes_in, laid_out
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_images_are_files_that_say_how_they_were_drawn(run, tmp_path, classes):
         assert told["condition"] == str(image.condition) and told["accept"] == "auto"
         assert json.loads(told["sampling"])["top_k"] == 9 and told["guidance"] == "2.0"
         assert told["Software"].startswith("mmdecode ")
-        assert torch.equal(codes_in(out / line["file"]), image.codes)
+        assert torch.equal(codes_in(out / line["file"], str(classes)), image.codes)
     with Image.open(out / "grid.png") as page:
         assert page.size == (22, 22)
         assert page.crop((12, 0, 22, 10)).tobytes() == images[1].image.tobytes()
@@ -116,8 +117,8 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
     done = run(*words, "--keep-rows", 3, out=tmp_path / "same")
     assert done.exit_code == 0, done.output
     assert lines(tmp_path / "same")[0]["completion"] == "continued"
-    again = codes_in(tmp_path / "same" / start.name)
-    assert torch.equal(again, codes_in(start))
+    again = codes_in(tmp_path / "same" / start.name, str(classes))
+    assert torch.equal(again, codes_in(start, str(classes)))
     mask = Image.new("L", (10, 10), 0)
     mask.paste(255, (4, 4, 8, 8))
     mask.save(tmp_path / "mask.png")
@@ -127,8 +128,12 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
         "--class", "star", "--start", start, "--mask", tmp_path / "mask.png", out=tmp_path / "other"
     )
     assert done.exit_code == 0, done.output
-    assert lines(tmp_path / "other")[0]["completion"] == "locally constrained"
-    filled = codes_in(tmp_path / "other" / "star-1-000.png")
+    (line,) = lines(tmp_path / "other")
+    assert line["completion"] == line["law"] == "locally constrained"
+    assert "law: locally constrained, not the model's own" in done.stderr
+    with Image.open(tmp_path / "other" / line["file"]) as shown:
+        assert shown.text["law"] == "locally constrained"
+    filled = codes_in(tmp_path / "other" / "star-1-000.png", str(classes))
     anew = filled != again
     assert anew.any() and not anew[:2].any() and not anew[4:].any() and not anew[:, 4:].any()
     with Image.open(start) as shown:
@@ -138,7 +143,59 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
     run(*words, out=tmp_path / "read")
     pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
     [image] = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
-    assert torch.equal(codes_in(tmp_path / "read" / start.name), image.codes)
+    assert torch.equal(codes_in(tmp_path / "read" / start.name, str(classes)), image.codes)
+
+
+def test_codes_of_another_model_or_of_other_pixels_are_not_taken(run, tmp_path, classes, altered):
+    run("--class", "ring")
+    start, other = tmp_path / "out" / "ring-0-000.png", altered(classes)
+    assert codes_in(start, str(classes)) is not None
+    assert codes_in(start, str(other)) is None
+    with Image.open(start) as shown:
+        texts = PngInfo()
+        for name, text in shown.text.items():
+            texts.add_text(name, text)
+        shown.save(tmp_path / "same.png", pnginfo=texts)
+        painted = shown.copy()
+    painted.paste((250, 5, 5), (0, 0, 10, 2))
+    painted.save(tmp_path / "painted.png", pnginfo=texts)
+    assert codes_in(tmp_path / "same.png", str(classes)) is not None
+    assert codes_in(tmp_path / "painted.png", str(classes)) is None
+    words = ("--class", "ring", "--keep-rows", 3, "--start")
+    done = run(*words, tmp_path / "painted.png", out=tmp_path / "on")
+    assert done.exit_code == 0, done.output
+    levels = torch.tensor(bytearray(painted.tobytes()), dtype=torch.uint8)
+    pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
+    [image] = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
+    assert torch.equal(codes_in(tmp_path / "on" / start.name, str(classes)), image.codes)
+
+
+def test_rows_side_by_side_are_called_heuristic(run, tmp_path):
+    done = run("--class", "ring", "--mode", "zipar:window=2")
+    assert done.exit_code == 0, done.output
+    assert "law: heuristic, not the model's own" in done.stderr
+    (line,) = lines(tmp_path / "out")
+    assert line["law"] == "heuristic" and line["passes"] == 12
+
+
+def test_a_page_opens_one_image_at_a_time(tmp_path, monkeypatch):
+    rows = [[tmp_path / f"{row}{column}.png" for column in range(4)] for row in range(4)]
+    for number, file in enumerate(file for row in rows for file in row):
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(file)
+    rows[1][1].unlink()
+    right, opened, most = Image.open, [], []
+
+    def open_image(file):
+        image = right(file)
+        opened.append(image)
+        most.append(sum(one.fp is not None for one in opened))
+        return image
+
+    monkeypatch.setattr(Image, "open", open_image)
+    page = laid_out(rows)
+    assert max(most) == 1
+    assert page.size == (14, 14) and page.getpixel((4, 4)) == (255, 255, 255)
+    assert page.getpixel((13, 9)) == (11, 0, 0)
 
 
 def test_a_next_scale_model_fills_in(run, tmp_path, scales):
@@ -274,6 +331,7 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(run, monkeypatc
     [
         (("--class", "rign"), UnknownNameError, "did you mean 'ring'"),
         (("--class-id", 4), OptionError, "class 4 does not exist; expected 0 to 3"),
+        (("--class", "ring", "--negative-prompt", "x"), OptionError, "reads no text in its place"),
         (("--prompt", "a ring"), OptionError, "this model draws of classes; give --class"),
         (("--class", "ring", "--draft", "jacobi:window=26"), OptionError, "larger than the image"),
         (("--class", "ring", "--draft", "jacobi:widow=2"), OptionError, "did you mean 'window'"),

@@ -1,9 +1,11 @@
 """`ImageGenerator`: seeds, batches, modes, what is given, and what is refused."""
 
 import json
+import weakref
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -24,11 +26,14 @@ from mmdecode.image_ar import ImageGenerator, Sampling, painters
 from mmdecode.image_ar.completion import completion_of, kept_cells, partly_known
 from mmdecode.image_ar.loading import RasterModel, load
 from mmdecode.image_ar.modes import MODES
-from mmdecode.image_ar.next_scale import NextScale
+from mmdecode.image_ar.next_scale import CODE, Collaborative, NextScale
+from mmdecode.image_ar.rows import ZipAR
 from mmdecode.image_ar.sampling import guided
 from mmdecode.models.var import VarForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
+from tests.conformance.test_image_inputs import tokenizer
 from tests.conformance.tiny_images import image_model
+from tests.image_ar.test_next_scale import model_of, tokenizer_of
 
 CELLS = 25
 
@@ -118,14 +123,61 @@ def test_modes_say_what_they_do(classes, mode):
         assert torch.equal(image.pixels(), image.pixels())
 
 
-def test_progress_counts_every_token_of_every_pass(model):
+def test_progress_counts_every_token_and_waits_for_the_device_now_and_then_alone(model):
     counted = []
-    generator = ImageGenerator(model, window("coupled"), batch=3)
-    images = generator([0, 1], 2, on_tokens=counted.append)
-    assert sum(counted) == 4 * generator.tokens and counted[0] == 3
-    assert generator.stats.tokens == sum(counted)
-    commits = torch.stack([image.commits.flatten() for image in images[:3]])
-    assert counted[:4] == [int((commits == number).sum()) for number in range(4)]
+    generator = ImageGenerator(model, batch=3)
+    generator([0, 1], 2, on_tokens=counted.append)
+    assert counted == [24, 24, 24, 3, 8, 8, 8, 1]  # of 25 passes over 3 rows, and over one
+    assert generator.stats.tokens == sum(counted) == 4 * generator.tokens
+
+
+def test_what_a_condition_is_made_of_is_checked_once(model, monkeypatch):
+    generator = ImageGenerator(model, batch=2)
+    seen, check = [], generator._painter.check
+    monkeypatch.setattr(generator._painter, "check", lambda c: (seen.append(c), check(c)))
+    generator([0, 1, 0], 2)
+    assert seen == [0, 1]
+    list(generator.images(generator.requests([2, 0], 3)))
+    assert seen == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("fails", ["paint", "log_likelihood"])
+def test_a_batch_that_does_not_fit_is_let_go_before_its_parts_are_drawn(model, monkeypatch, fails):
+    class Memory:
+        """What a batch holds on the device."""
+
+    generator = ImageGenerator(model, guidance=2.0)
+    expected = [image.codes for image in generator([0, 1, 2])]
+    held, alive = [], []
+    right = getattr(generator._painter, fails)
+
+    def call(conditions, *given):
+        alive.append(sum(one() is not None for one in held))
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        if len(conditions) > 1:
+            raise torch.OutOfMemoryError
+        return right(conditions, *given)
+
+    monkeypatch.setattr(generator._painter, fails, call)
+    images = generator([0, 1, 2], likelihood=True)
+    assert all(torch.equal(i.codes, c) for i, c in zip(images, expected, strict=True))
+    assert alive == [0] * 5
+    monkeypatch.setattr(generator._painter, fails, lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generator(0, likelihood=True)
+
+
+def short_of_memory(*given):
+    raise torch.OutOfMemoryError
+
+
+def test_an_image_that_does_not_fit_fails_alone(model, monkeypatch):
+    generator = ImageGenerator(model)
+    monkeypatch.setattr(generator._painter, "log_likelihood", short_of_memory)
+    failed = list(generator.images(generator.requests([0, 1]), likelihood=True))
+    assert [image.kind for image in failed] == ["InputError"] * 2
+    assert "there is not enough memory" in failed[0].error
 
 
 def test_a_small_model_drafts(classes, draw):
@@ -192,6 +244,8 @@ def test_given_codes_stay_and_their_runs_take_one_pass(model, accept):
         assert torch.equal(image.codes[known], start.codes[known])
         assert not torch.equal(image.codes[~known], start.codes[~known])
         assert image.completion == "locally constrained"
+        exact = generator.law == "exact"
+        assert image.law == ("locally constrained" if exact else "heuristic")
         assert torch.equal(image.commits == -1, known)
     plain = ImageGenerator(model, guidance=2.0)
     for image in plain([1, 3], 3, start=start.codes, known=known):
@@ -288,7 +342,7 @@ def test_a_next_scale_model_is_drawn_through_the_same_door(scales):
     mask = torch.ones(8, 8, dtype=torch.bool)
     mask[:4] = False
     [filled] = generator([1], start=images[0].pixels(), known=mask)
-    assert filled.completion == "laid over"
+    assert filled.completion == "laid over" and filled.law == "locally constrained"
     both = ImageGenerator.from_pretrained(
         scales, device="cpu", guidance=2.5, refiner=scales, drafted=2
     )
@@ -301,7 +355,7 @@ def test_families_of_transformers_are_loaded_with_their_processor(tmp_path, monk
     monkeypatch.setattr(network.generation_config, "_from_model_config", False)
     network.save_pretrained(tmp_path)
     asked = {}
-    processor = SimpleNamespace(tokenizer="words")
+    processor = SimpleNamespace(tokenizer="words", chat_template=None)
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda path: processor)
     model = load(str(tmp_path), "cpu")
     assert model.classes == 0
@@ -312,6 +366,117 @@ def test_families_of_transformers_are_loaded_with_their_processor(tmp_path, monk
     with pytest.raises(OptionError, match="nothing to draw"):
         ImageGenerator(model)(["one"])
     assert asked["given"][:3] == ("prompt", ["one"], processor)
+
+
+@pytest.fixture
+def janus(tmp_path, monkeypatch):
+    """A Janus, and the processor that it comes with."""
+    network = image_model("janus")
+    monkeypatch.setattr(network.generation_config, "_from_model_config", False)
+    network.save_pretrained(tmp_path)
+    processor = SimpleNamespace(
+        tokenizer=tokenizer(),
+        chat_template="yes",
+        apply_chat_template=lambda turns, add_generation_prompt, tokenize: (
+            f"<s>{turns[0]['role'][0]}{turns[0]['content'][0]['text']}"
+            + "a" * add_generation_prompt
+        ),
+    )
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda path: processor)
+    return tmp_path
+
+
+def test_janus_draws_of_a_turn_of_a_chat(janus):
+    chat, raw = load(str(janus), "cpu"), load(str(janus), "cpu", template=False)
+    assert chat.given(["cat"])["prompt"] == ["<s>ucata"]
+    assert raw.given(["cat"])["prompt"] == ["cat"]
+    assert chat.steered("bad") == {"negative_prompt": "<s>ubada"}
+    generators = [
+        ImageGenerator.from_pretrained(janus, device="cpu", template=template, guidance=1)
+        for template in (True, False)
+    ]
+    [chatted], [plain], [written] = (
+        [
+            generators[which]._painter.adapter.condition(
+                **generators[which]._painter.model.given([t])
+            )
+        ]
+        for which, t in ((0, "cat"), (1, "cat"), (1, "<s>ucata"))
+    )
+    assert torch.equal(chatted["prompt_ids"], written["prompt_ids"])
+    assert chatted["prompt_ids"].shape != plain["prompt_ids"].shape
+
+
+def test_guidance_leads_away_from_a_negative_prompt(janus, model, scales):
+    def draw(**options):
+        options = {"device": "cpu", "template": False, "guidance": 4.0} | options
+        return ImageGenerator.from_pretrained(janus, **options)("<s>cat")[0]
+
+    plain, away, other = draw(), draw(negative_prompt="<s>bad"), draw(negative_prompt="<s>dull")
+    assert not torch.equal(plain.codes, away.codes) and not torch.equal(away.codes, other.codes)
+    read = load(str(janus), "cpu", template=False)
+    inputs = read.away_from("<s>bad").given(["<s>cat"])
+    found = mm.generate(
+        read.adapter.model,
+        mode="image",
+        adapter=read.adapter,
+        guidance=4.0,
+        seed=0,
+        request=[b"0 <s>cat"],
+        **inputs,
+    )
+    assert torch.equal(found.codes[0], away.codes)
+    with pytest.raises(OptionError, match="does nothing without guidance"):
+        draw(negative_prompt="<s>bad", guidance=1.0)
+    with pytest.raises(OptionError, match="shorten the negative prompt to"):
+        draw(negative_prompt="<s>" + "bad" * 50)
+    with pytest.raises(OptionError, match="reads no text in its place; leave the negative"):
+        ImageGenerator(model, negative_prompt="bad")
+    with pytest.raises(OptionError, match="leave both out"):
+        ImageGenerator.from_pretrained(scales, device="cpu", negative_prompt="bad")
+
+
+def test_emu3_says_how_to_name_its_grid(tmp_path):
+    image_model("emu3").config.save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"grid=\(rows, columns\) or --codes ROWSxCOLUMNS"):
+        ImageGenerator.from_pretrained(tmp_path, device="cpu")
+
+
+def test_rows_side_by_side_have_a_door(classes, model, scales):
+    def draw(mode, **options):
+        options = {"device": "cpu", "guidance": 2.0} | options
+        return ImageGenerator.from_pretrained(classes, mode=mode, **options)
+
+    generator = draw("zipar:window=2", top_k=9, seed=4)
+    assert generator.law == "heuristic"
+    images = generator([0, 2, 2], likelihood=True)
+    alone = ZipAR(model.adapter, 2, 2.0, Sampling(top_k=9)).generate(classes=[0, 2, 2], seed=4)
+    assert not torch.equal(images[1].codes, images[2].codes)
+    for image in images:
+        assert image.passes == alone.passes - 1 == 12 and image.law == "heuristic"
+        assert torch.equal(image.commits, alone.commits) and image.log_likelihood < 0
+        assert image.image.size == (10, 10)
+    assert generator.stats.passes == 12
+    apart = draw("zipar:window=2", top_k=9, seed=4, batch=1)([2, 2])
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(apart, images[1:], strict=True))
+    whole, plain = draw("zipar:window=5")([1]), draw("ar")([1])
+    assert torch.equal(whole[0].codes, plain[0].codes)
+    assert torch.equal(draw("zipar")([1])[0].codes, plain[0].codes)  # 8 of 5
+    for wrong, message in (
+        ("zipar:window=0", "expected 1 code or more"),
+        ("zipar:widow=2", "did you mean 'window'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            draw(wrong)
+    for options in ({"draft": "jacobi"}, {"accept": "coupled"}, {"compile": True}):
+        with pytest.raises(OptionError, match="a loop of its own; leave out"):
+            draw("zipar", **options)
+    with pytest.raises(IncompatibleError, match="of which a part was given"):
+        generator([0], start=images[0].codes, known=5)
+    with pytest.raises(OptionError, match="take no decoder"):
+        ImageGenerator(model, Decoder(), lead=2)
+    with pytest.raises(OptionError, match="is for models that write in raster order"):
+        ImageGenerator.from_pretrained(scales, device="cpu", mode="zipar")
 
 
 def test_a_model_that_draws_of_nothing_has_one_class(tmp_path):
@@ -344,7 +509,72 @@ def test_a_checkpoint_says_how_it_is_sampled(classes, altered):
     assert plain == told(4.0, Sampling(top_k=2000))
 
 
+def test_a_next_scale_checkpoint_says_how_it_is_sampled(scales, altered):
+    path = altered(scales)
+    said = {"guidance_scale": 3.0, "top_k": 7}
+    (path / "generation_config.json").write_text(json.dumps(said))
+    settings = ImageGenerator.from_pretrained(path, device="cpu").settings
+    assert settings == told(3.0, Sampling(top_k=7, top_p=0.96))
+    given = ImageGenerator.from_pretrained(path, device="cpu", guidance=1.5, top_k=3)
+    assert given.settings == told(1.5, Sampling(top_k=3, top_p=0.96))
+    whole = ImageGenerator.from_pretrained(path, device="cpu", sampling=Sampling())
+    assert whole.settings == told(3.0, Sampling())
+
+
+def test_two_models_of_ten_scales_are_sampled_as_published():
+    sides = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+    codes = tokenizer_of(patch_nums=sides)
+    large, small = (model_of(seed, patch_nums=sides) for seed in (2, 3))
+    generator = ImageGenerator(Collaborative(large, small, codes, 8))
+    published = [asdict(sampling) for sampling in CODE.sampling]
+    assert generator.settings == {"guidance": 2.5, "sampling": published}
+    hot = ImageGenerator(Collaborative(large, small, codes, 8), temperature=2.0)
+    assert [one["temperature"] for one in hot.settings["sampling"]] == [2.0] * 10
+    one = ImageGenerator(NextScale(large, codes)).settings
+    assert one == told(2.5, Sampling(top_k=900, top_p=0.96))
+
+
+def test_pixels_of_a_next_scale_model_are_decoded_where_they_are_asked_for(scales, monkeypatch):
+    generator = ImageGenerator.from_pretrained(scales, device="cpu")
+    tokenizer, decoded = generator._painter.model.tokenizer, []
+    right = tokenizer.image
+    monkeypatch.setattr(
+        tokenizer, "image", lambda latents: (decoded.append(len(latents)), right(latents))[1]
+    )
+    first, _ = generator([0, 1])
+    assert decoded == []
+    assert first.pixels().shape == (3, 8, 8) and decoded == [1]
+
+
 # What is refused
+
+
+@pytest.mark.parametrize("one", [np.int64(2), torch.tensor(2), np.array(2), np.uint8(2), 2])
+def test_numbers_of_classes_may_be_those_of_numpy_and_torch(model, one):
+    generator = ImageGenerator(model)
+    for given in (one, [one]):
+        [request] = generator.requests(given)
+        assert request.condition == 2 and type(request.condition) is int
+    many = (np.array([1, 2]), torch.tensor([1, 2]), range(1, 3))
+    for given in many:
+        assert [request.condition for request in generator.requests(given)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "given", [1.7, True, np.bool_(True), torch.tensor(True), torch.tensor(1.0), None, 2.0]
+)
+def test_what_is_no_number_of_a_class_is_refused(model, given):
+    for conditions in (given, [given]):
+        with pytest.raises(
+            OptionError, match="neither number nor name of a class; expected 0 to 3"
+        ):
+            ImageGenerator(model).requests(conditions)
+
+
+def test_texts_that_are_no_unicode_are_refused(captions):
+    generator = ImageGenerator.from_pretrained(captions, device="cpu")
+    with pytest.raises(OptionError, match="cannot be written in UTF-8"):
+        generator("a \udcff ring")
 
 
 @pytest.mark.parametrize(
