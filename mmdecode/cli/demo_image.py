@@ -169,13 +169,13 @@ def _summary(report: Ways) -> dict[str, Any]:
 
 
 def _show(report: Ways, summary: Mapping[str, Any]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mmdecode.evaluation.image_page import numbers
 
     found = numbers(report)
     about = [name for name in found[report.ways[0].name] if name != "law"]
-    table = Table("", *about)
+    table = Table(Column("", no_wrap=True, min_width=len("(heuristic law)")), *about)
     for way in report.ways:
         cells = [found[way.name][name] for name in about]
         style = None if way.law == "exact" else "yellow"

@@ -94,8 +94,9 @@ class Assistant:
 
     def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
         """The branch that drafts, before it has read anything."""
-        model, target = self.model, ctx.adapter.model
+        model = self.model
         if isinstance(model, str):
+            target = ctx.adapter.model
             if type(target) not in self._loaded:
                 self._loaded[type(target)] = _loaded(model, target)
             model = self._loaded[type(target)].to(device=ctx.device, dtype=target.dtype)

@@ -199,9 +199,9 @@ def one_too_many(patch):
     sound = exact.follow
 
     def generous(proposal, law, ctx, choose):
-        outcome = sound(proposal, law, ctx, choose)
+        outcome, choices = sound(proposal, law, ctx, choose)
         if not proposal.size:
-            return outcome
+            return outcome, choices
         parents, _, _ = proposal.structure()
         count = outcome.num_accepted
         path = torch.nn.functional.pad(outcome.path, (0, 1), value=-1)
@@ -212,7 +212,7 @@ def one_too_many(patch):
         path = path.scatter(1, count[:, None], torch.where(more, node, -1)[:, None])
         row = torch.where(more, node + 1, end + 1)
         token = law.at(row).argmax(-1)
-        return replace(outcome, path=path, num_accepted=count + more, next_token=token)
+        return replace(outcome, path=path, num_accepted=count + more, next_token=token), choices
 
     patch.setattr(exact, "follow", generous)
 

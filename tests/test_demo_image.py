@@ -1,0 +1,89 @@
+"""``mmdecode demo image``: the same seeds drawn in three ways, and the page about them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mmdecode.cli import demo_image
+from mmdecode.cli.app import app
+from mmdecode.evaluation import image_page as page
+from mmdecode.image_ar import ImageGenerator
+from tests.test_demo import checked
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["demo", "image", *map(str, words)], env={"COLUMNS": "120"})
+
+
+def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path):
+    done = run("--limit", 1, "--json", "--output", tmp_path / "demo", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["identical"] and found["pictures"] == ["house"]
+    plain, exact, relaxed = (found["ways"][name] for name in ("ar", "exact", "relaxed"))
+    assert plain["passes"] == [255] and plain["tokens_per_pass"] == 1
+    assert exact["tokens_per_pass"] > 1.5 < relaxed["tokens_per_pass"]
+    assert exact["bits_per_token"] == pytest.approx(plain["bits_per_token"], abs=1e-3)
+    assert exact["law"] == "exact" and relaxed["law"] == "heuristic"
+    shown = Path(found["files"]["report.html"])
+    assert shown == tmp_path / "demo" / "report.html" and str(shown) in done.stderr
+    parser = checked(shown.read_text())
+    assert all(address.startswith("data:") for address in parser.fetched)
+    assert "(heuristic law)" in " ".join(done.stderr.split())
+
+
+def drawn(**changes):
+    fields = {
+        "png": b"png",
+        "codes": [[1, 2, 3], [4, 5, 6]],
+        "commits": [[0, 1, 1], [2, 2, -1]],
+        "passes": 2,
+        "tokens": 6,
+        "seconds": 0.5,
+        "bits": 3.0,
+        "same": True,
+    }
+    return page.Drawn(**fields | changes)
+
+
+def report(*ways):
+    given = ways or (("ar", "exact", drawn(passes=5)), ("exact", "exact", drawn()))
+    made = [page.Way(name=n, about="a <b>", law=law, pictures=[one]) for n, law, one in given]
+    return page.Ways(model="zoo:m", names=["<ring>"], ways=made, conditions={"device": "cpu"})
+
+
+def test_page_is_one_well_formed_file_that_fetches_nothing():
+    text = page.page(report())
+    parser = checked(text)
+    assert all(address.startswith("data:") for address in parser.fetched)
+    assert not re.search(r"https?://|@import|url\(|src=[\"'](?!data:)", text)
+    assert "<ring>" not in text and "<b>1/2.5</b> of the passes" in text
+    other = report(("ar", "exact", drawn()), ("relaxed", "heuristic", drawn(same=False)))
+    text = page.page(other)
+    assert "Picture, drawn in 2 ways" in text and "another picture" in text
+    assert '<span class="tag bad">heuristic law</span>' in text
+
+
+def test_seams_part_codes_of_different_passes_and_no_others():
+    text = page.page(report(("ar", "exact", drawn())))
+    assert re.findall(r'class="seam" d="([^"]*)"', text) == ["M1 0v1M0 1h1M1 1h1M2 1v1M2 1h1"]
+    lights = re.findall(r"--light:(\d+)%", text)
+    assert lights[:4] == ["90", "55", "55", "20"]
+    assert "with the prompt" in text and "row 1, column 2: pass 1" in text and "given" in text
+
+
+def test_numbers_compare_with_plain_decoding():
+    found = page.numbers(report(("ar", "exact", drawn(passes=5, seconds=1.0)), ("x", "y", drawn())))
+    assert found["ar"]["tokens per pass"] == "1.00" and found["x"]["tokens per pass"] == "2.50"
+    assert found["x"]["times plain"] == "2.00" and found["x"]["pictures as plain"] == "1 of 1"
+
+
+def test_what_is_drawn_is_spread_over_the_classes():
+    generator = object.__new__(ImageGenerator)
+    generator.classes = 30
+    assert demo_image._wanted(generator, 4) == [0, 7, 15, 22]
+    generator.classes = 0
+    assert demo_image._wanted(generator, 2) == ["a red ring", "a blue star"]
