@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from pages import table, write_page
-from stopwatch import interleaved, load, machine, warn_if_busy
+from stopwatch import interleaved, load, machine, ratio, warn_if_busy
 
 import mmdecode
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
-from mmdecode.evaluation.statistics import interval, resampled_sums
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
 from mmdecode.zoo.scenes import render
@@ -169,14 +168,13 @@ def call(
 
 def row_of(name: str, own: np.ndarray, base: np.ndarray, tokens: int, same: bool) -> dict[str, Any]:
     """Cost over that of the plain loop, with a paired bootstrap over items."""
-    sums = resampled_sums(np.stack([own, base], 1))
-    low, high = interval(sums[:, 0] / sums[:, 1])
+    over_plain, bounds = ratio(own, base)
     return {
         "way": name,
         "identical": same,
         "ms_per_token": round(1e3 * float(own.sum()) / len(own) / tokens, 3),
-        "over_plain": round(float(own.sum() / base.sum()), 3),
-        "interval": [round(float(low), 3), round(float(high), 3)],
+        "over_plain": over_plain,
+        "interval": bounds,
     }
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,51 +28,14 @@ from image_speed import Subject, Way
 from pages import table, write_page
 from stopwatch import load
 
-import mmdecode.accept.rejection as rejection_rule
-from mmdecode.accept import tail as tails
 from mmdecode.cli.progress import only_our_output
-from mmdecode.engine.contracts import Outcome
 from mmdecode.evaluation.image_means import equivalence, mean_of, welch
 from mmdecode.evaluation.image_runs import forced_logits
 from mmdecode.evaluation.image_samples import likelihood
+from mmdecode.image_ar.painters import RoundCounts
+from mmdecode.testing import mistakes
 
 HERE = Path(__file__).parent
-
-
-@contextmanager
-def stale_law() -> Iterator[None]:
-    """Tokens kept behind a rejection keep the law they had before."""
-    sound = tails.with_tail
-
-    def stale(outcome: Outcome, proposal: Any, law: Any, *others: Any) -> Outcome:
-        result = sound(outcome, proposal, law, *others)
-        size = proposal.size
-        if not size:
-            return result
-        assert result.tail_tokens is not None and result.tail_law is not None
-        source = (
-            outcome.num_accepted[:, None] + 1 + torch.arange(size, device=proposal.tokens.device)
-        )
-        before = source.clamp_max(size - 1)
-        kept = (result.tail_tokens == proposal.tokens.gather(1, before)) & (source < size)
-        q = proposal.log_q.gather(1, before[..., None].expand_as(proposal.log_q))
-        return replace(result, tail_law=torch.where(kept[..., None], q, result.tail_law))
-
-    with mock.patch("mmdecode.accept.follow.with_tail", stale):
-        yield
-
-
-@contextmanager
-def resampled_from_p() -> Iterator[None]:
-    """What replaces a rejected token is drawn from p."""
-    with mock.patch.object(rejection_rule, "residual", lambda p, q: p):
-        yield
-
-
-@contextmanager
-def sound() -> Iterator[None]:
-    """As it is."""
-    yield
 
 
 Bug = Callable[[], Any]
@@ -89,10 +51,11 @@ def samples(
         part = file / f"{item:05d}.npz"
         if not part.exists():
             decoder = subject.decoder(way)
-            decoder.trace = []
+            decoder.stats = counts = RoundCounts()
+            counts.watch(None)
             with bug():
                 codes = subject.draw(decoder, batch, item)
-            commits = torch.stack([_commits(rows, codes[0].numel()) for rows in decoder.trace])
+            commits = counts.ended().to(torch.int16)
             unfinished = part.with_suffix(".tmp.npz")
             np.savez_compressed(
                 unfinished, codes=codes.numpy().astype(np.uint16), commits=commits.numpy()
@@ -115,12 +78,6 @@ def settings_of(subject: Subject, arguments: argparse.Namespace) -> str:
     return digest.hexdigest()
 
 
-def _commits(rounds: list[Any], tokens: int) -> torch.Tensor:
-    """The pass of each token of a row, from its trace."""
-    counts = torch.tensor([one.kept for one in rounds])
-    return torch.arange(len(rounds)).repeat_interleave(counts)[:tokens].to(torch.int16)
-
-
 def run(arguments: argparse.Namespace) -> Path:
     """Draws, scores, writes the result file and the page."""
     device = torch.device(arguments.device)
@@ -128,12 +85,12 @@ def run(arguments: argparse.Namespace) -> Path:
     arguments.work = arguments.work / settings_of(subject, arguments)
     window = f"jacobi:window={arguments.window}"
     cases: dict[str, tuple[Way, Bug]] = {
-        "plain": (Way(None), sound),
-        "plain, other noise": (Way("jacobi:window=1", "rejection"), sound),
-        "adaptive": (Way(window, "rejection"), sound),
-        "redraw": (Way(f"{window},continuation=redraw", "rejection"), sound),
-        "bug: stale law": (Way(window, "rejection"), stale_law),
-        "bug: resampled from p": (Way(window, "rejection"), resampled_from_p),
+        "plain": (Way(None), nullcontext),
+        "plain, other noise": (Way("jacobi:window=1", "rejection"), nullcontext),
+        "adaptive": (Way(window, "rejection"), nullcontext),
+        "redraw": (Way(f"{window},continuation=redraw", "rejection"), nullcontext),
+        "bug: stale law": (Way(window, "rejection"), mistakes.stale_law),
+        "bug: resampled from p": (Way(window, "rejection"), mistakes.resampled_from_p),
     }
     found: dict[str, Any] = {}
     plain = None

@@ -29,13 +29,12 @@ import numpy as np
 import peak_memory
 import torch
 from pages import table, write_page
-from stopwatch import interleaved, load, machine, timed, warn_if_busy
+from stopwatch import interleaved, load, machine, ratio, timed, warn_if_busy
 
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.evaluation.statistics import interval, resampled_sums
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.loading import load as load_model
@@ -147,8 +146,7 @@ def measure(
     rows = []
     for name, decoder in decoders.items():
         own = np.median(seconds[name], 0)
-        sums = resampled_sums(np.stack([base, own], 1))
-        low, high = interval(sums[:, 0] / sums[:, 1])
+        gain, bounds = ratio(base, own)
         pairs = zip(torch.cat(results[name]), torch.cat(results[PLAIN]), strict=True)
         rows.append(
             {
@@ -157,8 +155,8 @@ def measure(
                 "tokens_per_pass": round(decoder.stats.acceptance_length, 3),
                 "ms_per_image": round(1e3 * float(own.mean()) / batch, 2),
                 "ms_with_pixels": round(1e3 * (float(own.mean()) + decoding) / batch, 2),
-                "gain": round(float(base.sum() / own.sum()), 3),
-                "interval": [round(float(low), 3), round(float(high), 3)],
+                "gain": gain,
+                "interval": bounds,
                 "same_pictures": round(
                     float(np.mean([bool(torch.equal(a, b)) for a, b in pairs])), 4
                 ),

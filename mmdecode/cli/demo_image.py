@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.output import console, warnings_shown
+from mmdecode.cli.output import console, print_line, warnings_shown
 from mmdecode.cli.progress import only_our_output
 
 if TYPE_CHECKING:
@@ -129,20 +129,16 @@ def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> l
 
 
 def _conditions(network: Any, settings: Mapping[str, Any], seed: int) -> dict[str, str]:
-    from mmdecode.evaluation.conditions import surroundings
+    from mmdecode.evaluation.conditions import spoken
 
-    found = surroundings(network)
+    found = spoken(network)
     sampling = settings["sampling"]
     return {
         "sampling": f"guidance {settings['guidance']:g}, temperature {sampling['temperature']:g}, "
         f"top-k {sampling['top_k'] or 'off'}, top-p {sampling['top_p']:g}",
-        "device": f"{found['device']}, {found['dtype']}",
-        "threads": f"threads: {found['threads']}",
-        "load": f"load average {found['load_average']}",
+        **{name: found[name] for name in ("device", "threads", "load")},
         "runs": f"one picture at a time, each timed once, pixels left out; seed {seed}",
-        "versions": ", ".join(
-            f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers")
-        ),
+        "versions": found["versions"],
     }
 
 
@@ -184,5 +180,5 @@ def _show(report: Ways, summary: Mapping[str, Any]) -> None:
     for text in report.conditions.values():
         console.print(text, style="dim", markup=False, highlight=False)
     for path in summary["files"].values():
-        console.print(path, style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_line(path, console, "bold")
     console.print(f"done in {summary['seconds']:.0f} s", highlight=False)

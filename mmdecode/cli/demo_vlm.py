@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.output import console, warnings_shown
+from mmdecode.cli.output import console, print_line, warnings_shown
 from mmdecode.cli.progress import only_our_output
 
 if TYPE_CHECKING:
@@ -313,19 +313,15 @@ def _scores(asked: Sequence[Asked], methods: Sequence[str]) -> dict[str, dict[st
 
 
 def _conditions(network: Any, seed: int) -> dict[str, str]:
-    from mmdecode.evaluation.conditions import surroundings
+    from mmdecode.evaluation.conditions import spoken
 
-    found = surroundings(network)
+    found = spoken(network)
     return {
         "images": "images that tempt: what mostly stands beside one of their things is missing",
-        "device": f"{found['device']}, {found['dtype']}",
-        "threads": f"threads: {found['threads']}",
-        "load": f"load average {found['load_average']}",
+        **{name: found[name] for name in ("device", "threads", "load")},
         "runs": f"greedy, one question at a time, each timed once; seed {seed}",
         "captions": f"captions of at most {CAPTION_TOKENS} tokens",
-        "versions": ", ".join(
-            f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers")
-        ),
+        "versions": found["versions"],
     }
 
 
@@ -391,7 +387,7 @@ def _show(report: Answers, summary: Mapping[str, Any]) -> None:
     for text in report.conditions.values():
         console.print(text, style="dim", markup=False, highlight=False)
     for path in summary["files"].values():
-        console.print(path, style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_line(path, console, "bold")
     console.print(f"done in {summary['seconds']:.0f} s", highlight=False)
 
 

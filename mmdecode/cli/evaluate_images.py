@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
+from mmdecode.cli.output import (
+    JsonFlag,
+    console,
+    emit_json,
+    print_line,
+    show_tables,
+    warnings_shown,
+)
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
@@ -307,34 +312,15 @@ def _failures(rows: Sequence[ImageRow]) -> dict[str, int]:
 
 def _show(report: ImageReport) -> None:
     """Tables; Markdown where there is no terminal to lay them out."""
-    from mmdecode.evaluation.layout import markdown
-
-    for rows in report.tables():
-        if not out.is_terminal:
-            _line(markdown(rows))
-            continue
-        table = Table(*map(escape, rows[0]))
-        for row in rows:
-            table.add_row(*map(escape, row.values()))
-        out.print(table)
-    _line(report.about())
-
-
-def _line(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    show_tables(report.tables())
+    print_line(report.about())
 
 
 def _tell(failed: Sequence[ImageRow], files: Sequence[Path]) -> None:
     """Files, and what failed."""
     for path in files:
-        console.print(str(path), style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_line(str(path), console, "bold")
     for row in failed[:SHOWN]:
-        console.print(
-            f"failed ({row.mode}): {row.condition}: {row.error}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(f"failed ({row.mode}): {row.condition}: {row.error}", console, "red")
     if failed:
         console.print(f"{len(failed)} failed; they are left out of the scores", highlight=False)

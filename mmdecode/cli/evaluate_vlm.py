@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype, refuse_without
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
+from mmdecode.cli.output import (
+    JsonFlag,
+    console,
+    emit_json,
+    print_line,
+    show_tables,
+    warnings_shown,
+)
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
@@ -343,8 +348,8 @@ def published(
         emit_json({"problems": problems})
     else:
         for problem in problems:
-            _line(problem)
-        _line(f"{len(problems)} problems" if problems else "nothing is wrong with it")
+            print_line(problem)
+        print_line(f"{len(problems)} problems" if problems else "nothing is wrong with it")
     if problems:
         raise typer.Exit(1)
 
@@ -610,43 +615,24 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
 
 def _show(report: ItemReport[Any], files: list[Path]) -> None:
     """Tables and the surest comparisons; Markdown where there is no terminal to lay them out."""
-    from mmdecode.evaluation.layout import markdown
-
-    for rows in report.tables():
-        if not out.is_terminal:
-            _line(markdown(rows))
-            continue
-        table = Table(*map(escape, rows[0]))
-        for row in rows:
-            table.add_row(*map(escape, row.values()))
-        out.print(table)
-    _line(report.about())
+    show_tables(report.tables())
+    print_line(report.about())
     compared = sorted(report.comparisons, key=lambda found: found.p_holm or found.p)
     for found in compared[:COMPARED]:
-        _line(str(found))
+        print_line(str(found))
     if len(compared) > COMPARED:
         where = f"in {files[1]}" if files else "printed with --json"
-        _line(f"the other {len(compared) - COMPARED} comparisons are {where}")
-
-
-def _line(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(f"the other {len(compared) - COMPARED} comparisons are {where}")
 
 
 def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:
     """Files, and what is to be known before a number is used."""
     for path in files[:4]:
-        console.print(str(path), style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_line(str(path), console, "bold")
     for note in run.settings["notes"]:
-        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(note, console, "yellow")
     for item in failures[:SHOWN]:
-        console.print(
-            f"failed ({item.mode}): {item.id}: {item.error}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(f"failed ({item.mode}): {item.id}: {item.error}", console, "red")
     if failures:
         console.print(f"{len(failures)} failed; they count as wrong", highlight=False)
     if run.settings["limit"]:

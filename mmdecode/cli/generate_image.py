@@ -15,7 +15,7 @@ import typer
 from rich.progress import TextColumn
 
 from mmdecode.cli.flags import Device, Dtype, Resume, refuse_without
-from mmdecode.cli.output import JsonFlag, console, emit_json, warnings_shown
+from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
@@ -396,11 +396,5 @@ def _report(tally: _Tally, law: str, output: Path, as_json: bool) -> None:
         line += f"; {how}"
     console.print(line, highlight=False, soft_wrap=True)
     for failure in tally.failures:
-        console.print(
-            f"failed: {failure['id']}: {failure['error']}",
-            style="red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(str(output), style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"failed: {failure['id']}: {failure['error']}", console, "red")
+    print_line(str(output), console, "bold")

@@ -11,14 +11,14 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-__all__ = ["JsonFlag", "console", "emit_json", "out", "warnings_shown"]
+__all__ = ["JsonFlag", "console", "emit_json", "out", "print_line", "show_tables", "warnings_shown"]
 
 console = Console(stderr=True)
 out = Console()
@@ -43,12 +43,34 @@ def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
     """Shows our warnings as lines for people: each time, or each text once."""
 
     def shown(message: Any, *_: Any) -> None:
-        console.print(f"{message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{message}", console, "yellow")
 
     with warnings.catch_warnings():
         warnings.filterwarnings(how, module=r"mmdecode\.")
         warnings.showwarning = shown  # type: ignore[assignment]
         yield
+
+
+def print_line(text: str, where: Console = out, style: str | None = None) -> None:
+    """One line as it is: no markup, no highlights, no breaks."""
+    where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_tables(tables: Iterable[Sequence[Mapping[str, str]]]) -> None:
+    """Rows by column, table after table; Markdown where there is no terminal to lay them out."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from mmdecode.evaluation.layout import markdown
+
+    for rows in tables:
+        if not out.is_terminal:
+            print_line(markdown(rows))
+            continue
+        table = Table(*map(escape, rows[0]))
+        for row in rows:
+            table.add_row(*map(escape, row.values()))
+        out.print(table)
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ branches as bars, the tokens that a guide changed, and where attention guides lo
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from mmdecode.evaluation.report import asset, head
+from mmdecode.evaluation.report import asset, data_url, head
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.attention_map import AttentionMap
@@ -208,7 +207,7 @@ def _picture(one: Pictured, widest: float) -> str:
     return f"""<article class="clip scene" id="{escape(one.name.replace(" ", "-"))}">
 <header><h3>{escape(one.name)}</h3><span>{escape(one.about)}</span></header>
 <div class="beside"><img class="pixels" width="256" height="256"
-alt="{escape(one.name)}: {escape(one.about)}" src="{_data(one.png)}">
+alt="{escape(one.name)}: {escape(one.about)}" src="{data_url(one.png)}">
 <div class="asked">{asked}</div></div>
 </article>
 """
@@ -327,7 +326,7 @@ def _overlay(
     )
     return (
         f'<figure class="map"><svg viewBox="0 0 {side} {side}" role="img" '
-        f'aria-label="{escape(label)}"><image class="pixels grey" href="{_data(one.png)}" '
+        f'aria-label="{escape(label)}"><image class="pixels grey" href="{data_url(one.png)}" '
         f'width="{side}" height="{side}" preserveAspectRatio="none"/>{cells}</svg>'
         f"<figcaption>{_breakable(name)}: {100 * sum(shares):.1f} % on the image"
         f"<small>{escape(about)}</small></figcaption></figure>"
@@ -351,7 +350,3 @@ def _table(report: Answers) -> str:
         f'<div class="wide"><table class="numbers"><thead><tr>{head}</tr></thead>'
         f'<tbody>{body}</tbody></table></div><div class="wide"><table>{facts}</table></div>'
     )
-
-
-def _data(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

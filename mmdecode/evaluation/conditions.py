@@ -47,6 +47,18 @@ def conditions_of(transcribers: Mapping[str, Transcriber]) -> dict[str, Any]:
     }
 
 
+def spoken(model: Any) -> dict[str, str]:
+    """What a demo's page says of where it ran, by name."""
+    found = surroundings(model)
+    versions = (f"{name} {found[name]}" for name in ("mmdecode", "torch", "transformers"))
+    return {
+        "device": f"{found['device']}, {found['dtype']}",
+        "threads": f"threads: {found['threads']}",
+        "load": f"load average {found['load_average']}",
+        "versions": ", ".join(versions),
+    }
+
+
 def surroundings(model: Any) -> dict[str, Any]:
     """A model, where it runs, and the versions it runs under."""
     import torch

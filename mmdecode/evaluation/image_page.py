@@ -6,12 +6,11 @@ one pass have one shade and no seam between them.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mmdecode.evaluation.report import asset, head
+from mmdecode.evaluation.report import asset, data_url, head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ def _picture(report: Ways, place: int, last: int) -> str:
 def _way(way: Way, one: Drawn, last: int) -> str:
     as_plain = "" if one.same else " \u00b7 another picture"
     return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way)}</figcaption>
-<div class="two"><img alt="drawn by {escape(way.name)}" src="{_data(one.png)}">
+<div class="two"><img alt="drawn by {escape(way.name)}" src="{data_url(one.png)}">
 {_map(one, last)}</div>
 <p>{one.passes} passes \u00b7 {one.rate:.2f} tokens per pass \u00b7
 {one.seconds:.2f} s{as_plain}</p>
@@ -252,7 +251,3 @@ def _table(report: Ways) -> str:
         f'<div class="wide"><table class="numbers"><thead><tr>{top}</tr></thead>'
         f'<tbody>{body}</tbody></table></div><div class="wide"><table>{facts}</table></div>'
     )
-
-
-def _data(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -11,32 +11,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmdecode.accept.follow import finish
-from mmdecode.engine.contracts import Context, LawView, Outcome
-from mmdecode.engine.decoder import Decoder, NoDraft
-from mmdecode.engine.noise import Noise
-from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.image_tables import code_groups
 from mmdecode.evaluation.journal import Journal
 from mmdecode.files import complete_lines
-from mmdecode.image_ar import raster
+from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.modes import MODES, decoder_of
-from mmdecode.image_ar.sampling import Sampling
+from mmdecode.image_ar.painters import reread
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
 """The reference, and the same under another seed."""
 ALIASES = {PLAIN: "ar"}
 """Names of `mmdecode.image_ar.modes.MODES` that a mode may also be given by."""
-BLOCK = 64  # tokens that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,51 +287,10 @@ def forced_logits(
     ids, places = layout.ids.to(device), layout.places().flatten().to(device)
     tokens = layout.forced(torch.arange(layout.length)).to(device).repeat(len(codes), 1)
     tokens[:, places] = ids[codes.flatten(1).to(device)]
-    rule = _Dictation(tokens)
-    raster.generate(
-        adapter.model,
-        decoder=Decoder(draft=_Dictated(tokens), accept=rule, seed=0),
-        adapter=adapter,
-        guidance=guidance,
-        sampling=Sampling(),
-        **model.given(conditions),
-    )
-    return torch.cat(rule.laws, 1)[:, places][..., ids].float()
+    found = torch.empty((len(codes), layout.length + 1, len(ids)), device=device)
 
+    def note(scores: Tensor, index: Tensor) -> None:
+        found.scatter_(1, index[..., None].expand(-1, -1, len(ids)), scores[..., ids].float())
 
-class _Dictated(NoDraft):
-    """Drafts given tokens, ``(B, T)``, `BLOCK` at a time."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def propose(self, ctx: Context, budget: int) -> Proposal:
-        """What comes next in them, but for the last; rows are at one place, since all is kept."""
-        place = int(ctx.length[0])
-        block = self.tokens[:, :-1][:, place : place + min(BLOCK, budget)]
-        if not block.shape[1]:
-            return Proposal.empty(ctx.batch, ctx.device)
-        return Proposal(tokens=block, kind="deterministic")
-
-
-class _Dictation:
-    """A rule that keeps given tokens whatever the law says, and notes the law."""
-
-    law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "heuristic"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    modes = frozenset({"greedy", "sample"})
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-        self.laws: list[Tensor] = []
-
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """All drafted nodes, and the given token after them."""
-        self.laws.append(law.all())
-        place = int(ctx.length[0]) + proposal.size
-        outcome = Outcome(
-            path=torch.arange(proposal.size, device=ctx.device).expand(ctx.batch, -1),
-            num_accepted=torch.full_like(ctx.length, proposal.size),
-            next_token=self.tokens[:, place],
-        )
-        return finish(outcome, proposal, law, noise, ctx)
+    reread(adapter, Guidance(guidance), tokens, note, model.given(conditions))
+    return found[:, places]

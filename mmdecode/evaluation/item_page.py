@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import html
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.evaluation.item_comparison import compared_rows
 from mmdecode.evaluation.items import Item
 from mmdecode.evaluation.layout import document, html_table
+from mmdecode.evaluation.report import data_url
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.item_report import ItemReport
@@ -72,7 +72,7 @@ def picture(name: str, images: ImageSource) -> str:
         return ""
     return (
         f'<img alt="{html.escape(name)}" style="max-width:20em" '
-        f'src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+        f'src="{data_url(data, f"image/{kind}")}">'
     )
 
 

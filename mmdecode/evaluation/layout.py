@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmdecode.evaluation.report import head
+from mmdecode.evaluation.report import data_url, head
 
 Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""
@@ -60,7 +59,7 @@ def document(
     """
     drawn = "".join(
         f'<figure><img alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></figure>'
+        f'src="{data_url(data)}"></figure>'
         for name, data in figures.items()
     )
     facts = "".join(

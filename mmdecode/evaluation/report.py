@@ -356,8 +356,13 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 def player(audio: Path) -> str:
     """A recording to listen to, as HTML that holds it."""
     kind = "audio/" + audio.suffix.lstrip(".").lower()
-    data = base64.b64encode(audio.read_bytes()).decode()
-    return f'<audio controls preload="metadata" src="data:{kind};base64,{data}"></audio>'
+    src = data_url(audio.read_bytes(), kind)
+    return f'<audio controls preload="metadata" src="{src}"></audio>'
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    """An address that holds what it points to."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def marked(steps: Sequence[Step]) -> str:

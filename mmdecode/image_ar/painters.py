@@ -27,7 +27,6 @@ from mmdecode.engine.law import Nodes
 from mmdecode.engine.noise import request_key
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
-from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.completion import (
     Completion,
@@ -100,17 +99,7 @@ class RasterPainter:
         self.decoder = copy.copy(decoder)
         self.decoder.stats = self.stats = RoundCounts()
         self.classes, self.labels = model.classes, model.labels
-        if decoder.guide is None:
-            scale = model.preset.guidance if guidance is None else guidance
-            guide: Any = Guidance(scale)
-            self.decoder.guide = guide
-        elif guidance is not None:
-            raise IncompatibleError.between(
-                f"guidance={guidance!r}",
-                f"guide {type(decoder.guide).__name__}",
-                "both want to set the law",
-                "drop one of them",
-            )
+        self.decoder.guide = raster.guide_of(decoder, guidance, model.preset.guidance)
         self.guidance: float | None = getattr(self.decoder.guide, "scale", None)
         self.sampling = sampling
         self.tokens = self.adapter.layout.length
@@ -180,21 +169,16 @@ class RasterPainter:
     ) -> list[float]:
         """Of whole images ``(B, layout.length)``; see `GeneratedImage`."""
         layout, tokens = self.adapter.layout, tokens.to(self.adapter.model.device)
-        reread = copy.copy(self.adapter)
-        reread.layout = told = holding(layout, tokens)
-        recorder = _Recorder(tokens, self.sampling.temperature)
-        inputs = reread.condition(**self.model.given(conditions))
+        told, temperature = pad(tokens, (0, 1)), self.sampling.temperature
+        found = torch.zeros(told.shape, device=tokens.device)
+
+        def note(scores: Tensor, index: Tensor) -> None:
+            law = (scores.float() / temperature).log_softmax(-1)
+            found.scatter_(1, index, law.gather(2, told.gather(1, index)[..., None])[..., 0])
+
+        reread(self.adapter, self.decoder.guide, tokens, note, self.model.given(conditions))
         free = (start[0] if start else layout).forced(torch.arange(layout.length)).cpu() < 0
-        Decoder(draft=Given(), guide=self.decoder.guide, seed=0)(
-            reread.model,
-            torch.empty((len(tokens), 0), dtype=torch.long, device=reread.model.device),
-            logits_processor=LogitsProcessorList([Grammar(layout), recorder, Grammar(told)]),
-            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
-            generation_config=GenerationConfig(max_length=layout.length, do_sample=True),
-            mm_adapter=reread,
-            **inputs,
-        )
-        return (recorder.found.cpu() * free).sum(1).tolist()
+        return (found[:, :-1].cpu() * free).sum(1).tolist()
 
 
 class RowPainter(RasterPainter):
@@ -418,38 +402,52 @@ class RoundCounts(Stats):
         return torch.stack([rounds.repeat_interleave(row) for row in kept])
 
 
-class _Recorder(LogitsProcessor):
-    """Notes how likely given tokens are, ``(B, length)``, under what comes to it; changes nothing.
+Note = Callable[[Tensor, Tensor], None]
+"""Is told guided logits ``(B, n, V)`` without forbidden tokens, before they are sharpened and cut,
+and the places that they decide, ``(B, n)``; the last place is one behind the image."""
 
-    What it is shown is the guided law without forbidden tokens, before it is sharpened and cut.
+
+def reread(adapter: Any, guide: Any, tokens: Tensor, note: Note, given: Mapping[str, Any]) -> None:
+    """Reads images again, each token behind the ones before it, and says what their laws were.
+
+    Args:
+        adapter: Of the model.
+        guide: The guide, or ``None``.
+        tokens: As generated, forced ones included, ``(B, layout.length)``.
+        note: Told of every place once.
+        given: What the images are drawn of, as the adapter's ``condition`` takes it.
     """
+    layout, device = adapter.layout, adapter.model.device
+    holder = copy.copy(adapter)
+    holder.layout = told = holding(layout, tokens)
+    Decoder(draft=Given(), guide=guide, seed=0)(
+        holder.model,
+        torch.empty((len(tokens), 0), dtype=torch.long, device=device),
+        logits_processor=LogitsProcessorList(
+            [Grammar(layout), _Noted(note, layout.length), Grammar(told)]
+        ),
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
+        generation_config=GenerationConfig(max_length=layout.length, do_sample=True),
+        mm_adapter=holder,
+        **holder.condition(**given),
+    )
 
-    def __init__(self, tokens: Tensor, temperature: float) -> None:
-        # a node behind the image is asked too, and written where nobody reads
-        self._tokens, self._temperature = pad(tokens, (0, 1)), temperature
-        self._found = torch.zeros(self._tokens.shape, device=tokens.device)
 
-    @property
-    def found(self) -> Tensor:
-        """Log-probability of each token."""
-        return self._found[:, :-1]
+class _Noted(LogitsProcessor):
+    """Hands on what comes to it, and changes nothing."""
+
+    def __init__(self, note: Note, length: int) -> None:
+        self._note, self._length = note, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """``(B, V)`` behind ``input_ids (B, P)``."""
-        index = torch.full_like(input_ids[:, :1], input_ids.shape[1])
-        self._note(scores[:, None], index)
+        self._note(scores[:, None], torch.full_like(input_ids[:, :1], input_ids.shape[1]))
         return scores
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """``(B, N + 1, V)``."""
-        self._note(scores, nodes.prefix_length)
+        """``(B, N + 1, V)``; a node behind the image is asked too."""
+        self._note(scores, nodes.prefix_length.clamp_max(self._length))
         return scores
-
-    def _note(self, scores: Tensor, index: Tensor) -> None:
-        index = index.clamp_max(self._tokens.shape[1] - 1)
-        told = self._tokens.gather(1, index)
-        law = (scores.float() / self._temperature).log_softmax(-1)
-        self._found.scatter_(1, index, law.gather(2, told[..., None])[..., 0])
 
 
 def _name(condition: int | str) -> bytes:

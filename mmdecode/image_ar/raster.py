@@ -98,18 +98,7 @@ def generate(
         adapter = registry.image_adapter_for(model, **options)
     refuse_unknown(given, list(inspect.signature(adapter.condition).parameters))
     inputs = adapter.condition(**given)
-    if decoder.guide is not None and guidance is not None:
-        raise IncompatibleError.between(
-            f"guidance={guidance!r}",
-            f"guide {type(decoder.guide).__name__}",
-            "both want to set the law",
-            "drop one of them",
-        )
-    guide: Any = decoder.guide
-    if guide is None:
-        scale = adapter.preset.guidance if guidance is None else guidance
-        guide = scale if isinstance(scale, Guidance) else Guidance(scale)
-    decoder.guide = guide
+    decoder.guide = guide = guide_of(decoder, guidance, adapter.preset.guidance)
     warp = Warp(sampling or Sampling(**adapter.preset.sampling))
     if type(decoder.draft) is Assistant:
         guided = isinstance(guide, Guidance) and not guide.neutral
@@ -135,6 +124,25 @@ def generate(
         **inputs,
     )
     return ImageTokens(tokens=tokens, codes=layout.codes(tokens), adapter=adapter)
+
+
+def guide_of(decoder: Decoder, guidance: float | Guidance | None, published: float) -> Any:
+    """The decoder's guide, else one of the strength asked for, else of the published one.
+
+    Raises:
+        IncompatibleError: The decoder has a guide, and ``guidance`` was asked for beside it.
+    """
+    if decoder.guide is None:
+        scale = published if guidance is None else guidance
+        return scale if isinstance(scale, Guidance) else Guidance(scale)
+    if guidance is not None:
+        raise IncompatibleError.between(
+            f"guidance={guidance!r}",
+            f"guide {type(decoder.guide).__name__}",
+            "both want to set the law",
+            "drop one of them",
+        )
+    return decoder.guide
 
 
 def ordinals(names: Sequence[bytes]) -> list[bytes]:

@@ -17,12 +17,11 @@ import re
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
-from mmdecode.errors import InputError, ShapeError
-from mmdecode.models.vqgan import Decoder
+from mmdecode.errors import InputError
+from mmdecode.models.vqgan import CodeDecoder, Decoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +51,7 @@ class ChameleonVQConfig(PreTrainedConfig):
     attends: bool = False
 
 
-class ChameleonVQDecoder(PreTrainedModel):
+class ChameleonVQDecoder(CodeDecoder):
     """Codes to images."""
 
     config_class = ChameleonVQConfig
@@ -73,29 +72,10 @@ class ChameleonVQDecoder(PreTrainedModel):
             self.decoder.conv_blocks[0].attn = nn.ModuleList()
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """As torch does: transformers' narrow normal starves a convolutional network."""
-        if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
-            module.reset_parameters()
-
     @property
     def codes(self) -> Tensor:
         """The codebook as it is decoded, ``(C, D)``."""
         return self.embedding.weight
-
-    def decode_codes(self, codes: Tensor) -> Tensor:
-        """Images of codes ``(B, h, w)``, nominally from -1 to 1, not clamped.
-
-        Raises:
-            ShapeError: ``codes`` has no height and width.
-        """
-        if codes.ndim != 3:
-            raise ShapeError(
-                f"codes have shape {tuple(codes.shape)}; expected (batch, height, width): "
-                "reshape them to the grid"
-            )
-        latents = F.embedding(codes, self.codes).permute(0, 3, 1, 2)
-        return self.decoder(self.post_quant_conv(latents))
 
     def forward(self, codes: Tensor) -> Tensor:
         """See `decode_codes`."""

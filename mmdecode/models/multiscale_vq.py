@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, ShapeError
-from mmdecode.models.vqgan import Decoder, Encoder, split_joint_projection
+from mmdecode.models.vqgan import ConvolutionalModel, Decoder, Encoder, split_joint_projection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +108,7 @@ class Quantized:
     running: Tensor
 
 
-class MultiScaleVQ(PreTrainedModel):
+class MultiScaleVQ(ConvolutionalModel):
     """Images to codes of all scales and back."""
 
     config_class = MultiScaleVQConfig
@@ -127,11 +127,6 @@ class MultiScaleVQ(PreTrainedModel):
             nn.Conv2d(width, width, 3, padding=1) for _ in range(config.residual_convolutions)
         )
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """As torch does: transformers' narrow normal starves a convolutional network."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # type: ignore[operator]
 
     @property
     def starts(self) -> tuple[int, ...]:

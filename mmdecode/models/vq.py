@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, ShapeError
-from mmdecode.models.vqgan import GROUPS, Decoder, Encoder
+from mmdecode.models.vqgan import GROUPS, CodeDecoder, Decoder, Encoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ class Quantizer(nn.Module):
         self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
 
 
-class VQModel(PreTrainedModel):
+class VQModel(CodeDecoder):
     """Images to codes and back."""
 
     config_class = VQConfig
@@ -86,11 +86,6 @@ class VQModel(PreTrainedModel):
         self.quant_conv = nn.Conv2d(config.latent_channels, config.codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.latent_channels, 1)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """As torch does: transformers' narrow normal starves a convolutional network."""
-        if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
-            module.reset_parameters()
 
     @property
     def codes(self) -> Tensor:
@@ -119,27 +114,6 @@ class VQModel(PreTrainedModel):
         latents = F.normalize(self.latents(pixels), dim=1)
         # all of length one, so the nearest has the largest product
         return torch.einsum("bdhw,vd->bhwv", latents, self.codes).argmax(-1)
-
-    def lookup(self, codes: Tensor) -> Tensor:
-        """Rows of the codebook for codes ``(B, h, w)``, ``(B, D, h, w)``.
-
-        Raises:
-            ShapeError: ``codes`` has no height and width.
-        """
-        if codes.ndim != 3:
-            raise ShapeError(
-                f"codes have shape {tuple(codes.shape)}; expected (batch, height, width): "
-                "reshape them to the grid"
-            )
-        return F.embedding(codes, self.codes).permute(0, 3, 1, 2)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images of rows ``(B, D, h, w)``, nominally from -1 to 1, not clamped."""
-        return self.decoder(self.post_quant_conv(latents))
-
-    def decode_codes(self, codes: Tensor) -> Tensor:
-        """Images of codes ``(B, h, w)``: `lookup`, then `decode`."""
-        return self.decode(self.lookup(codes))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Reconstructed images."""

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from mmdecode.errors import ShapeError
 
 GROUPS = 32  # of every published checkpoint
 
@@ -198,6 +201,48 @@ class Decoder(nn.Module):
         for block in (*self.mid, *self.conv_blocks):
             x = block(x)
         return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class ConvolutionalModel(PreTrainedModel):
+    """A tokenizer of the family: begins as torch begins its parts."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As torch does: transformers' narrow normal starves a convolutional network."""
+        if isinstance(module, (nn.Conv2d, nn.GroupNorm, nn.Embedding)):
+            module.reset_parameters()
+
+
+class CodeDecoder(ConvolutionalModel):
+    """Codes to images, by one codebook.
+
+    A subclass has the modules ``decoder`` and ``post_quant_conv``, and says what codes stand for.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """The codebook as it is decoded, ``(C, D)``."""
+        raise NotImplementedError
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        """Rows of the codebook for codes ``(B, h, w)``, ``(B, D, h, w)``.
+
+        Raises:
+            ShapeError: ``codes`` has no height and width.
+        """
+        if codes.ndim != 3:
+            raise ShapeError(
+                f"codes have shape {tuple(codes.shape)}; expected (batch, height, width): "
+                "reshape them to the grid"
+            )
+        return F.embedding(codes, self.codes).permute(0, 3, 1, 2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images of rows ``(B, D, h, w)``, nominally from -1 to 1, not clamped."""
+        return self.decoder(self.post_quant_conv(latents))
+
+    def decode_codes(self, codes: Tensor) -> Tensor:
+        """Images of codes ``(B, h, w)``: `lookup`, then `decode`."""
+        return self.decode(self.lookup(codes))
 
 
 def split_joint_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:

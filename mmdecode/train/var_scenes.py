@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from mmdecode.image_ar.next_scale import VAR, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
 from mmdecode.models.var import VarConfig, VarForImageGeneration
-from mmdecode.train.image_codes import BITS, FitOptions, entropy_of, fit, save_half
+from mmdecode.train.image_codes import BITS, FitOptions, entropy_of, fit, save_half, write_card
 from mmdecode.train.image_tokenizer import reconstruction_loss
 from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, render
@@ -366,59 +367,40 @@ def measure_transformer(
     }
 
 
-_README = """# zoo:{name}
-
-{what}.
-
-Trained from scratch by `mmdecode train zoo var-scenes`; weights in half precision, config float32.
-
-- Data: pictures of `mmdecode/train/scene_images.py`, rendered while it trains; none occurs twice.
-- Held out by seed, and for digits by scan; the numbers are of {images} images that training never
-  saw and that did not decide when to stop.
-- Not for: anything but tests and demonstrations. It knows one little world.
-
-Measured: {measured}.
-
-Apache-2.0.
-"""
-
-
-def write_card(folder: Path, what: str, measured: str, numbers: dict[str, Any]) -> None:
-    """``card.json`` and ``README.md`` of a member of the zoo."""
-    card = {"what": what, "measured": measured} | numbers
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
-    (folder / "README.md").write_text(
-        _README.format(name=folder.name, what=what, measured=measured, images=numbers["images"])
-    )
-
-
 def write_cards(options: Options, out: Path) -> dict[str, Any]:
     """Measures what lies in ``out`` and writes the cards; all numbers by name."""
     tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
     classes, codes = encoded(tokenizer, options.test())
     found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
     images = {"images": len(classes)}
+    facts = [
+        "Data: pictures of `mmdecode/train/scene_images.py`, rendered while it trains; none occurs "
+        "twice.",
+        f"Held out by seed, and for digits by scan; the numbers are of {len(classes)} images that "
+        "training never saw and that did not decide when to stop.",
+    ]
+    card = partial(write_card, recipe="var-scenes", facts=facts)
     seen = found[TOKENIZER]
     grids = ", ".join(map(str, options.patch_nums))
-    write_card(
+    card(
         out / TOKENIZER,
-        f"Multi-scale tokenizer of {tokenizer.config.side} x {tokenizer.config.side} pixels: grids "
-        f"of {grids}, {options.codebook_size} codes of {options.codebook_dim} numbers",
-        f"{100 * seen['codes_used']:.1f} % of the codes occur, PSNR {seen['psnr_db']} dB",
-        seen | images,
+        what=f"Multi-scale tokenizer of {tokenizer.config.side} x {tokenizer.config.side} pixels: "
+        f"grids of {grids}, {options.codebook_size} codes of {options.codebook_dim} numbers",
+        measured=f"{100 * seen['codes_used']:.1f} % of the codes occur, PSNR {seen['psnr_db']} dB",
+        numbers=seen | images,
     )
     for name, shape in options.models.items():
         model = VarForImageGeneration.from_pretrained(out / name).eval()
         found[name] = seen = measure_transformer(model, tokenizer, classes, codes)
-        write_card(
+        card(
             out / name,
-            f"VAR of {seen['parameters'] / 1e6:.2f} M parameters, {shape.layers} layers of width "
-            f"{shape.width}: {codes.shape[1]} codes in {len(options.patch_nums)} scales, for one "
-            f"of {len(NOUNS)} nouns",
-            f"{seen['bits_per_code']} bits per held-out code, without the class "
+            what=f"VAR of {seen['parameters'] / 1e6:.2f} M parameters, {shape.layers} layers of "
+            f"width {shape.width}: {codes.shape[1]} codes in {len(options.patch_nums)} scales, "
+            f"for one of {len(NOUNS)} nouns",
+            measured=f"{seen['bits_per_code']} bits per held-out code, without the class "
             f"{seen['bits_per_code_without_class']}; entropy {seen['entropy_bits_when_drawn']} "
             f"bits when drawn as VAR was published",
-            seen | images,
+            numbers=seen | images,
         )
     return found
 

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from mmdecode import crashes
-from mmdecode.checkpoints import zoo_names
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.journal import Journal
@@ -288,7 +287,6 @@ def test_the_zoo_has_questions_for_each_task():
             assert questions.image(questions.items[0].image).read().size == (64, 64)
 
 
-@pytest.mark.skipif("llava-scenes" not in zoo_names(), reason="it is not trained yet")
 def test_the_zoo_model_runs_on_the_zoo(tmp_path):
     done = run(
         "pope", "--model", "zoo:llava-scenes", "--data", "zoo", "--guide", "vcd", "--greedy",

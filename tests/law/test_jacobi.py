@@ -16,6 +16,7 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError
 from mmdecode.image_ar.grammar import Grammar
+from mmdecode.testing import mistakes
 from mmdecode.testing.checks import (
     PROMPTS,
     SEED,
@@ -131,23 +132,9 @@ def caught(options=None, model=MODEL, accept="rejection", window=4):
         assert_distribution(make, model, law_of(model))
 
 
-def test_a_kept_token_with_its_old_law_is_caught(monkeypatch):
-    sound = tails.with_tail
-
-    def stale(outcome, proposal, law, noise, ctx, choices):
-        result = sound(outcome, proposal, law, noise, ctx, choices)
-        size = proposal.size
-        if not size:
-            return result
-        source = outcome.num_accepted[:, None] + 1 + torch.arange(size)
-        before = source.clamp_max(size - 1)
-        old = proposal.tokens.gather(1, before)
-        kept = (result.tail_tokens == old) & (source < size)
-        q = proposal.log_q.gather(1, before[..., None].expand_as(proposal.log_q))
-        return replace(result, tail_law=torch.where(kept[..., None], q, result.tail_law))
-
-    monkeypatch.setattr("mmdecode.accept.follow.with_tail", stale)
-    caught()
+def test_a_kept_token_with_its_old_law_is_caught():
+    with mistakes.stale_law():
+        caught()
 
 
 @pytest.mark.parametrize("record", ["new", "old"])
@@ -176,9 +163,9 @@ def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     caught()
 
 
-def test_redrawing_from_the_law_in_place_of_the_residual_is_caught(monkeypatch):
-    monkeypatch.setattr(rejection_rule, "residual", lambda p, q: p)
-    caught({"continuation": "redraw"})
+def test_redrawing_from_the_law_in_place_of_the_residual_is_caught():
+    with mistakes.resampled_from_p():
+        caught({"continuation": "redraw"})
 
 
 def test_redrawing_a_tail_from_the_law_in_place_of_the_residual_is_caught(monkeypatch):
