@@ -9,6 +9,8 @@ import typer
 
 from mmdecode.cli.output import JsonFlag, console, emit_json
 
+ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
+
 app = typer.Typer(no_args_is_help=True, help="Train heads or zoo models.")
 
 
@@ -108,12 +110,20 @@ def zoo(
     base: Annotated[
         str, typer.Option(help="The Whisper of heads and aligner.")
     ] = "zoo:whisper-synth",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda with longer training, for llamagen and var.")
+    ] = "cpu",
     json: JsonFlag = False,
 ) -> None:
     """Rebuild a member of the zoo; those that speak need espeak-ng. Run again to resume."""
-    from mmdecode.errors import UnknownNameError
+    from mmdecode.errors import OptionError, UnknownNameError
     from mmdecode.train import whisper_synth
 
+    if device != "cpu" and name not in ON_CUDA:
+        raise OptionError(
+            f"--device {device} for {name}, which learns on the CPU; leave it out, or rebuild one "
+            f"that can learn elsewhere: {', '.join(ON_CUDA)}"
+        )
     if name == "whisper-synth":
         out = out or work / "model"
         result = whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
@@ -155,17 +165,19 @@ def zoo(
         from mmdecode.train import llamagen_scenes
 
         out = out or work / "models"
-        result = llamagen_scenes.run(llamagen_scenes.Options(), work, out)
+        plan = llamagen_scenes.Options() if device == "cpu" else llamagen_scenes.on_cuda()
+        result = llamagen_scenes.run(plan, work, out)
     elif name == "llamagen-digits":
         from mmdecode.train import llamagen_digits
 
         out = out or work / "model"
-        result = llamagen_digits.run(llamagen_digits.Options(), work, out)
+        result = llamagen_digits.run(llamagen_digits.Options(device=device), work, out)
     elif name == "var-scenes":
         from mmdecode.train import var_scenes
 
         out = out or work / "models"
-        result = var_scenes.run(var_scenes.Options(), work, out)
+        shapes = var_scenes.Options() if device == "cpu" else var_scenes.on_cuda()
+        result = var_scenes.run(shapes, work, out)
     elif name == "scene-classifier":
         from mmdecode.train import scene_classifier
 

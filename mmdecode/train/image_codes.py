@@ -98,7 +98,7 @@ def fit(
     state_file, begun = work / "state.pt", 0
     log: list[dict[str, float]] = []
     if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
+        state = torch.load(state_file, map_location="cpu", weights_only=True)
         learner.load_state_dict(state["modules"])
         for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
@@ -198,10 +198,11 @@ def bits_per_code(
 ) -> float:
     """Negative log2-likelihood per code of images ``(n, tokens)``."""
     total = 0.0
+    device = model.device
     for start in range(0, len(codes), batch):
         part = slice(start, start + batch)
-        mask = None if slot_mask is None else slot_mask[part]
-        loss = code_loss(model, conditions[part], codes[part], mask)
+        mask = None if slot_mask is None else slot_mask[part].to(device)
+        loss = code_loss(model, conditions[part].to(device), codes[part].to(device), mask)
         total += float(loss) * len(codes[part])
     return total / len(codes) * BITS
 

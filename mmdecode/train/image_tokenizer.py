@@ -82,7 +82,7 @@ class Codebook:
         self.rows.requires_grad_(False)
         self.decay = decay
         self.sums = self.rows.clone()
-        self.counts = torch.ones(len(self.rows))
+        self.counts = torch.ones_like(self.rows[:, 0])
 
     def begin(self, latents: Tensor, dice: torch.Generator) -> None:
         """k-means on the sphere over latents ``(n, D)`` of length one."""
@@ -95,7 +95,7 @@ class Codebook:
             empty = (counts == 0).nonzero().flatten()
             sums[empty] = latents[torch.randperm(len(latents), generator=dice)[: len(empty)]]
             centres = F.normalize(sums, dim=-1)
-        self.counts = torch.full((size,), float(len(latents) / size))
+        self.counts.fill_(len(latents) / size)
         self.sums = centres * self.counts[:, None]
         self.rows.copy_(centres)
 

@@ -37,6 +37,7 @@ class Options:
         fit: How it is trained.
         setting: How the model is meant to be decoded.
         drawn: Images drawn for the card.
+        device: On which it learns.
     """
 
     width: int = 112
@@ -51,6 +52,7 @@ class Options:
     )
     setting: Setting = field(default_factory=lambda: Setting(scale=1.5, sampling=Sampling()))
     drawn: int = 200
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +119,17 @@ def loss_at(
     dice = fit.dice(step)
     rows = torch.randint(len(training.codes), (fit.batch,), generator=dice)
     left_out = torch.rand(fit.batch, generator=dice) < fit.condition_dropout
-    classes = image_codes.dropped(model, training.classes[rows], left_out)
+    classes = training.classes[rows].to(model.device)
+    classes = image_codes.dropped(model, classes, left_out.to(model.device))
     codes = shift(training.codes[rows], options.shifted, dice)
-    return image_codes.code_loss(model, classes, codes)
+    return image_codes.code_loss(model, classes, codes.to(model.device))
 
 
 def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable."""
     torch.set_num_threads(1)
     training, development, test = split()
-    model, best = build(options), work / "best.pt"
+    model, best = build(options).to(options.device), work / "best.pt"
 
     def keep() -> None:
         write_state(best, model.state_dict())
@@ -141,8 +144,8 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         options=options.fit,
         work=work,
     )
-    model.load_state_dict(torch.load(best, weights_only=True))
-    model.eval()
+    model = model.cpu().eval()
+    model.load_state_dict(torch.load(best, map_location="cpu", weights_only=True))
     best_at = min(log, key=lambda row: row["held_out"])
     bits = {
         name: round(image_codes.bits_per_code(model, part.classes, part.codes), 3)

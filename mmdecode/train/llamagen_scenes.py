@@ -26,14 +26,15 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
 from mmdecode.train import image_codes, image_tokenizer
+from mmdecode.train.ahead import Ahead
 from mmdecode.train.image_codes import FitOptions, Setting, save_half
 from mmdecode.train.image_tokenizer import TokenizerOptions
 from mmdecode.train.medusa import write_state
 from mmdecode.train.scene_images import (
     SCATTERED,
-    class_of,
     draw_picture,
     pictures,
+    shown,
     to_pixels,
 )
 from mmdecode.zoo.scene_text import article
@@ -46,6 +47,7 @@ NAMES: dict[Part, str] = {
     "caption": "llamagen-scenes-caption",
 }
 
+STEPS_ON_CUDA: dict[Part, int] = {"class": 12000, "small": 12000, "caption": 8000}
 CORPUS_SEED = 2**32  # the tokenizer learns from seeds below it
 SHARD = 2000
 SLOTS = 24
@@ -89,6 +91,8 @@ class Options:
         text_width, text_layers: Of the text encoder.
         setting: How the models are meant to be decoded.
         drawn: Images drawn for the card.
+        device: On which transformers learn; the tokenizer learns on the CPU.
+        workers: Processes that prepare what steps need; 0: none.
     """
 
     tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
@@ -100,6 +104,17 @@ class Options:
     text_layers: int = 2
     setting: Setting = field(default_factory=lambda: Setting(scale=2.0))
     drawn: int = 128
+    device: str = "cpu"
+    workers: int = 0
+
+
+def on_cuda() -> Options:
+    """The same parts, learning for as long as a GPU can in ten minutes; the zoo's are these."""
+    plans = {
+        part: replace(plan, fit=replace(plan.fit, steps=STEPS_ON_CUDA[part], batch=64, every=500))
+        for part, plan in _plans().items()
+    }
+    return Options(pictures=160000, plans=plans, device="cuda", workers=4)
 
 
 # What is said about pictures
@@ -158,13 +173,16 @@ class Corpus:
 
 
 @torch.no_grad()
-def encode(model: VQModel, seeds: Sequence[int], batch: int = 50) -> Corpus:
-    """The codes of pictures."""
-    codes = []
-    for start in range(0, len(seeds), batch):
-        pixels = to_pixels(pictures(seeds[start : start + batch]))
-        codes.append(model.encode(pixels).flatten(1))
-    classes = [class_of(draw_picture(seed)) for seed in seeds]
+def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: int = 0) -> Corpus:
+    """The codes of pictures, which ``workers`` processes render."""
+    parts = -(-len(seeds) // batch)
+    coming = Ahead(lambda part: shown(seeds[part * batch : (part + 1) * batch]), parts, workers)
+    codes: list[Tensor] = []
+    classes: list[int] = []
+    for part in range(parts):
+        labels, images = coming(part)
+        classes += labels
+        codes.append(model.encode(to_pixels(images).to(model.device)).flatten(1).cpu())
     return Corpus(
         codes=torch.cat(codes), classes=torch.tensor(classes), seeds=torch.tensor(list(seeds))
     )
@@ -178,7 +196,7 @@ def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
         file = folder / f"{start:07d}.npz"
         seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + SHARD, options.pictures))
         if not file.exists():
-            made = encode(model, seeds)
+            made = encode(model, seeds, workers=options.workers)
             partial = file.with_suffix(".tmp.npz")
             np.savez_compressed(
                 partial, codes=made.codes.numpy().astype(np.uint16), classes=made.classes.numpy()
@@ -244,10 +262,26 @@ class CaptionReader(nn.Module):
         given = self.tokenizer(
             list(texts), padding="max_length", truncation=True, return_tensors="pt"
         )
+        given = given.to(self.encoder.device)
         hidden = self.encoder(
             input_ids=given.input_ids, attention_mask=given.attention_mask
         ).last_hidden_state
         return left_padded(hidden, given.attention_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a step learns from.
+
+    Attributes:
+        codes: ``(B, tokens)`` int64.
+        told: Classes ``(B,)`` or captions.
+        left_out: Whose condition is left out, bool ``(B,)``.
+    """
+
+    codes: Tensor
+    told: Tensor | list[str]
+    left_out: Tensor
 
 
 class Learner(nn.Module):
@@ -256,35 +290,47 @@ class Learner(nn.Module):
     def __init__(self, part: Part, options: Options, grid: int) -> None:
         super().__init__()
         self.transformer = build_transformer(part, options, grid)
-        self.transformer.set_attn_implementation("eager")  # faster per step on a CPU
+        if options.device == "cpu":
+            self.transformer.set_attn_implementation("eager")  # faster per step there
         self.setting = options.setting
         self.reader = CaptionReader(options) if part == "caption" else None
 
-    def conditions(self, corpus: Corpus, rows: Tensor, salt: int) -> tuple[Tensor, Tensor | None]:
-        """Classes, or features of captions drawn by ``salt``, and the mask of their slots."""
+    def told(self, corpus: Corpus, rows: Tensor, salt: int) -> Tensor | list[str]:
+        """What is said about pictures: classes, or captions drawn by ``salt``."""
         if self.reader is None:
-            return corpus.classes[rows], None
-        texts = [
+            return corpus.classes[rows]
+        return [
             caption(draw_picture(seed), random.Random(f"caption/{seed}/{salt}"))
             for seed in corpus.seeds[rows].tolist()
         ]
-        return self.reader(texts)
 
-    def loss(self, corpus: Corpus, options: FitOptions, step: int) -> Tensor:
-        """Mean negative log-likelihood of a step's batch."""
+    def conditions(self, told: Tensor | list[str]) -> tuple[Tensor, Tensor | None]:
+        """Classes, or features of captions, and the mask of their slots."""
+        if isinstance(told, Tensor):
+            return told.to(self.transformer.device), None
+        assert self.reader is not None
+        return self.reader(told)
+
+    def batch_at(self, corpus: Corpus, options: FitOptions, step: int) -> Batch:
+        """What a step learns from."""
         dice = options.dice(step)
         rows = torch.randint(len(corpus.codes), (options.batch,), generator=dice)
         left_out = torch.rand(options.batch, generator=dice) < options.condition_dropout
-        with torch.autocast("cpu", torch.bfloat16):
-            condition, mask = self.conditions(corpus, rows, step)
-            condition = image_codes.dropped(self.transformer, condition, left_out)
-            return image_codes.code_loss(self.transformer, condition, corpus.codes[rows], mask)
+        told = self.told(corpus, rows, step)
+        return Batch(codes=corpus.codes[rows], told=told, left_out=left_out)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean negative log-likelihood of a batch."""
+        device = self.transformer.device
+        with torch.autocast(device.type, torch.bfloat16):
+            condition, mask = self.conditions(batch.told)
+            condition = image_codes.dropped(self.transformer, condition, batch.left_out.to(device))
+            return image_codes.code_loss(self.transformer, condition, batch.codes.to(device), mask)
 
     @torch.no_grad()
     def bits(self, corpus: Corpus) -> float:
         """Negative log2-likelihood per code of held-out pictures."""
-        rows = torch.arange(len(corpus.codes))
-        condition, mask = self.conditions(corpus, rows, 0)
+        condition, mask = self.conditions(self.told(corpus, torch.arange(len(corpus.codes)), 0))
         return image_codes.bits_per_code(self.transformer, condition, corpus.codes, mask)
 
     def export(self, folder: Path, tokenizer: VQModel | None) -> None:
@@ -311,9 +357,8 @@ def measured(learner: Learner, train: Corpus, test: Corpus, options: Options) ->
     """The card's numbers of a transformer: likelihood, and what its laws are like."""
     model = learner.transformer.eval()
     with torch.no_grad():
-        condition, mask = learner.conditions(
-            test, torch.arange(len(test.codes))[: options.drawn], 0
-        )
+        told = learner.told(test, torch.arange(len(test.codes))[: options.drawn], 0)
+        condition, mask = learner.conditions(told)
     return {
         "parameters": model.num_parameters(),
         "bits_per_code": round(learner.bits(test), 3),
@@ -333,7 +378,7 @@ def train_part(
 ) -> dict[str, Any]:
     """Trains a part into its folder below ``out``, with a card of what was measured."""
     grid = SIDE // tokenizer.config.factor
-    learner = Learner(part, options, grid)
+    learner = Learner(part, options, grid).to(options.device)
     own = None if part == "small" else tokenizer
     folder, fit = out / NAMES[part], options.plans[part].fit
     best = work / part / "best.pt"
@@ -342,15 +387,17 @@ def train_part(
         write_state(best, learner.state_dict())
         learner.export(folder, own)
 
+    coming = Ahead(partial(learner.batch_at, corpus, fit), fit.steps, options.workers)
     log = image_codes.fit(
         learner,
-        loss_at=partial(learner.loss, corpus, fit),
+        loss_at=lambda step: learner.loss(coming(step)),
         held_out=partial(learner.bits, held[0]),
         keep=keep,
         options=fit,
         work=work / part,
     )
-    learner.load_state_dict(torch.load(best, weights_only=True))
+    learner = learner.cpu()
+    learner.load_state_dict(torch.load(best, map_location="cpu", weights_only=True))
     best_at = min(log, key=lambda row: row["held_out"])
     numbers = {
         "steps": int(best_at["step"]),
@@ -415,9 +462,10 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     if not (vq / "config.json").exists():
         scattered = partial(pictures, layout=SCATTERED)
         image_tokenizer.train(options.tokenizer, scattered, work / "tokenizer", vq)
-    tokenizer = VQModel.from_pretrained(vq).eval()
+    tokenizer = VQModel.from_pretrained(vq).eval().to(options.device)
     corpus = build_corpus(tokenizer, options, work / "corpus")
     held = held_out(tokenizer, options)
+    tokenizer = tokenizer.cpu()
     cards = {
         NAMES[part]: train_part(part, tokenizer, corpus, held, options, work, out)
         for part in options.plans

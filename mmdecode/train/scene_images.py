@@ -117,7 +117,13 @@ def class_of(scene: Scene) -> int:
 
 def pictures(seeds: Sequence[int], layout: Layout = PORTRAIT) -> np.ndarray:
     """Rendered, ``(B, SIDE, SIDE, 3)`` uint8."""
-    return np.stack([render(draw_picture(seed, layout)) for seed in seeds])
+    return shown(seeds, layout)[1]
+
+
+def shown(seeds: Sequence[int], layout: Layout = PORTRAIT) -> tuple[list[int], np.ndarray]:
+    """Classes and rendered pictures, ``(B, SIDE, SIDE, 3)`` uint8."""
+    scenes = [draw_picture(seed, layout) for seed in seeds]
+    return [class_of(scene) for scene in scenes], np.stack([render(scene) for scene in scenes])
 
 
 def to_pixels(images: np.ndarray) -> Tensor:

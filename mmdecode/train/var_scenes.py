@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +30,11 @@ from torch.nn import functional as F
 from mmdecode.image_ar.next_scale import VAR, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
 from mmdecode.models.var import VarConfig, VarForImageGeneration
+from mmdecode.train.ahead import Ahead
 from mmdecode.train.image_codes import BITS, FitOptions, entropy_of, fit, save_half, write_card
 from mmdecode.train.image_tokenizer import reconstruction_loss
-from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
-from mmdecode.zoo.scenes import HELD_OUT, NOUNS, render
+from mmdecode.train.scene_images import pictures, shown, to_pixels
+from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 TOKENIZER = "var-scenes-tokenizer"
 RENEWED_EVERY = 20  # steps
@@ -68,6 +69,8 @@ class Options:
         fitting: Training of either transformer.
         models: Names and sizes of the transformers.
         held_out: Images for early stopping; as many others for the card.
+        device: On which they learn.
+        workers: Processes that render; 0: none.
     """
 
     patch_nums: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
@@ -90,6 +93,8 @@ class Options:
         }
     )
     held_out: int = 384
+    device: str = "cpu"
+    workers: int = 0
 
     def tokenizer(self) -> MultiScaleVQ:
         """The untrained tokenizer; its convolutions between scales begin as the identity."""
@@ -136,6 +141,18 @@ class Options:
     def test(self) -> range:
         """Seeds of the images that the cards are measured on."""
         return range(HELD_OUT + 2**20, HELD_OUT + 2**20 + self.held_out)
+
+
+def on_cuda() -> Options:
+    """The same models, learning for as long as a GPU can in ten minutes; the zoo's are these."""
+    plain = FitOptions(steps=400, batch=32, weight_decay=0.0, every=200)
+    return Options(
+        plain=plain,
+        coded=replace(plain, steps=6000, every=500),
+        fitting=FitOptions(steps=12000, batch=64, every=500),
+        device="cuda",
+        workers=6,
+    )
 
 
 def seeds_of(step: int, options: FitOptions, part: int) -> range:
@@ -218,33 +235,41 @@ def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator
 
 def train_tokenizer(options: Options, work: Path, out: Path) -> MultiScaleVQ:
     """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
-    learner = TokenizerLearner(options.tokenizer())
+    learner = TokenizerLearner(options.tokenizer()).to(options.device)
     tokenizer = learner.tokenizer
-    shown = to_pixels(pictures(options.development()))
+    seen = to_pixels(pictures(options.development())).to(options.device)
+
+    def rendered(fitting: FitOptions, part: int) -> Ahead[np.ndarray]:
+        return Ahead(
+            lambda step: pictures(seeds_of(step, fitting, part)), fitting.steps, options.workers
+        )
+
+    blank, coming = rendered(options.plain, 0), rendered(options.coded, 2)
 
     def plain(step: int) -> Tensor:
-        return learner.plain_loss(to_pixels(pictures(seeds_of(step, options.plain, 0))))
+        return learner.plain_loss(to_pixels(blank(step)).to(options.device))
 
     fit(
         learner,
         plain,
-        lambda: in_parts(learner.plain_loss, shown) * BITS,
+        lambda: in_parts(learner.plain_loss, seen) * BITS,
         lambda: None,
         options.plain,
         work / "plain",
     )
     with torch.no_grad():
-        latents = tokenizer.encode(to_pixels(pictures(seeds_of(0, options.plain, 1))))
+        first = to_pixels(pictures(seeds_of(0, options.plain, 1)))
+        latents = tokenizer.encode(first.to(options.device))
     lay_codebook(tokenizer, latents, options.plain.dice(0))
 
     def coded(step: int) -> Tensor:
-        pixels = to_pixels(pictures(seeds_of(step, options.coded, 2)))
+        pixels = to_pixels(coming(step)).to(options.device)
         return learner.coded_loss(pixels, options.coded.dice(step), step % RENEWED_EVERY == 0)
 
     fit(
         learner,
         coded,
-        lambda: in_parts(lambda part: reconstruction_loss(tokenizer(part), part), shown) * BITS,
+        lambda: in_parts(lambda part: reconstruction_loss(tokenizer(part), part), seen) * BITS,
         lambda: save_half(tokenizer, out),
         options.coded,
         work / "coded",
@@ -263,15 +288,14 @@ def in_parts(loss: Any, pixels: Tensor, batch: int = 32) -> float:
 
 
 @torch.no_grad()
-def encoded(tokenizer: MultiScaleVQ, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Classes ``(n,)`` and codes ``(n, L)`` of pictures."""
-    classes, codes = [], []
-    for start in range(0, len(seeds), 64):
-        scenes = [draw_picture(seed) for seed in seeds[start : start + 64]]
-        pixels = to_pixels(np.stack([render(scene) for scene in scenes]))
-        classes += [class_of(scene) for scene in scenes]
-        codes.append(tokenizer.quantize(tokenizer.encode(pixels)).codes)
-    return torch.tensor(classes), torch.cat(codes)
+def encoded(
+    tokenizer: MultiScaleVQ, classes: Sequence[int], images: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Classes ``(n,)`` and codes ``(n, L)`` of pictures, where the tokenizer is."""
+    device = tokenizer.device
+    parts = to_pixels(images).split(64)
+    codes = [tokenizer.quantize(tokenizer.encode(part.to(device))).codes for part in parts]
+    return torch.tensor(classes, device=device), torch.cat(codes)
 
 
 def code_losses(
@@ -297,14 +321,16 @@ def train_transformer(
     name: str, options: Options, tokenizer: MultiScaleVQ, work: Path, out: Path
 ) -> VarForImageGeneration:
     """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
-    model = options.transformer(options.models[name])
-    classes, codes = encoded(tokenizer, options.development())
+    model = options.transformer(options.models[name]).to(options.device)
+    tokenizer = tokenizer.to(options.device)
+    classes, codes = encoded(tokenizer, *shown(options.development()))
     fitting = options.fitting
+    coming = Ahead(lambda step: shown(seeds_of(step, fitting, 3)), fitting.steps, options.workers)
 
     def loss_at(step: int) -> Tensor:
-        labels, drawn = encoded(tokenizer, seeds_of(step, fitting, 3))
+        labels, drawn = encoded(tokenizer, *coming(step))
         dropped = torch.rand(len(labels), generator=fitting.dice(step)) < fitting.condition_dropout
-        labels = labels.masked_fill(dropped, model.null_class)
+        labels = labels.masked_fill(dropped.to(labels.device), model.null_class)
         return code_losses(model, tokenizer, labels, drawn).mean()
 
     fit(
@@ -370,7 +396,7 @@ def measure_transformer(
 def write_cards(options: Options, out: Path) -> dict[str, Any]:
     """Measures what lies in ``out`` and writes the cards; all numbers by name."""
     tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
-    classes, codes = encoded(tokenizer, options.test())
+    classes, codes = encoded(tokenizer, *shown(options.test()))
     found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
     images = {"images": len(classes)}
     facts = [

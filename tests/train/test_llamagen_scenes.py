@@ -104,9 +104,12 @@ def test_a_finished_recipe_only_measures_its_best_models_again(made, monkeypatch
     torch.save(state, state_file)
     monkeypatch.setattr(llamagen_scenes, "SHARD", 12)
     monkeypatch.setattr(Learner, "loss", lambda *args: pytest.fail("trains again"))
-    monkeypatch.setattr(
-        llamagen_scenes, "encode", lambda *args: encoded.extend(args[1]) or encode(*args)
-    )
+
+    def watched(model, seeds, **how):
+        encoded.extend(seeds)
+        return encode(model, seeds, **how)
+
+    monkeypatch.setattr(llamagen_scenes, "encode", watched)
     assert run(OPTIONS, folder / "work", folder / "out") == cards
     assert min(encoded) >= HELD_OUT
 

@@ -11,7 +11,7 @@ from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ
 from mmdecode.train import image_codes, var_scenes
 from mmdecode.train.image_codes import BITS, FitOptions
-from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
+from mmdecode.train.scene_images import class_of, draw_picture, pictures, shown, to_pixels
 from mmdecode.train.var_scenes import (
     TOKENIZER,
     ModelShape,
@@ -168,7 +168,7 @@ def test_bits_are_those_of_each_codes_own_law(made):
     folder, _ = made
     maker = NextScale.from_pretrained(folder / "out" / "var-scenes", "cpu")
     model, tokenizer = maker.stages[0].model, maker.tokenizer
-    classes, codes = encoded(tokenizer, range(HELD_OUT, HELD_OUT + 3))
+    classes, codes = encoded(tokenizer, *shown(range(HELD_OUT, HELD_OUT + 3)))
     law = maker.score(classes, codes, drawing=Drawing()).log_softmax(-1)
     expected = -law.gather(2, codes[..., None])[..., 0]
     with torch.no_grad():

@@ -1,0 +1,61 @@
+"""What each step of a training needs, made by other processes while earlier steps still run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from torch.utils.data import DataLoader, Dataset
+
+T = TypeVar("T")
+
+
+class _Made(Dataset[T]):
+    """What a function makes of an index."""
+
+    def __init__(self, make: Callable[[int], T], steps: int) -> None:
+        self.make = make
+        self.steps = steps
+
+    def __getitem__(self, step: int) -> T:
+        return self.make(step)
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def _as_made(made: T) -> T:
+    """No tensors of what is none."""
+    return made
+
+
+class Ahead(Generic[T]):
+    """``make(step)`` for steps that are asked for in rising order, from any step on.
+
+    Args:
+        make: What a step needs; must depend on the step alone.
+        steps: How many there are.
+        workers: Processes; 0 makes each when it is asked for.
+    """
+
+    def __init__(self, make: Callable[[int], T], steps: int, workers: int = 0) -> None:
+        self.made = _Made(make, steps)
+        self.workers = workers
+        self._next = -1
+        self._coming: Iterator[T] = iter(())
+
+    def __call__(self, step: int) -> T:
+        """What ``step`` needs."""
+        if step != self._next:
+            rest = range(step, len(self.made))
+            loader = DataLoader(
+                self.made,
+                batch_size=None,
+                sampler=rest,
+                num_workers=self.workers,
+                collate_fn=_as_made,
+                multiprocessing_context="fork" if self.workers else None,
+            )
+            self._coming = iter(loader)
+        self._next = step + 1
+        return next(self._coming)
