@@ -92,12 +92,16 @@ def run(arguments: argparse.Namespace) -> Path:
         "bug: stale law": (Way(window, "rejection"), mistakes.stale_law),
         "bug: resampled from p": (Way(window, "rejection"), mistakes.resampled_from_p),
     }
+    if arguments.draw:
+        cases = {name: cases[name] for name in arguments.draw}
     found: dict[str, Any] = {}
     plain = None
     for name, (way, bug) in cases.items():
         folder = arguments.work / name.replace(" ", "-").replace(":", "").replace(",", "")
         images = -(-arguments.images // arguments.batch) * arguments.batch  # whole batches
         codes, commits = samples(subject, way, bug, images, arguments.batch, folder)
+        if arguments.draw:
+            continue
         labels = [
             label
             for item in range(images // arguments.batch)
@@ -107,7 +111,7 @@ def run(arguments: argparse.Namespace) -> Path:
         def laws(part: slice, codes: Any = codes, labels: Any = labels) -> torch.Tensor:
             return forced_logits(subject.model, labels[part], codes[part], subject.guidance)
 
-        scored = likelihood(laws, codes, subject.sampling, commits=commits, batch=40)
+        scored = likelihood(laws, codes, subject.sampling, commits=commits, batch=arguments.batch)
         mean = mean_of(scored.per_image, labels)
         plain = plain or mean
         found[name] = {
@@ -120,6 +124,8 @@ def run(arguments: argparse.Namespace) -> Path:
             "p_first": scored.first.p if scored.first else None,
         }
         print(name, json.dumps(found[name], default=str), flush=True)
+    if arguments.draw:
+        return arguments.work
     result = {"model": arguments.model, "window": arguments.window, "load": load(), "rows": found}
     path = arguments.out / f"image-law-{torch.__version__.partition('+')[0]}.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
@@ -159,6 +165,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--work", type=Path, default=Path("outputs/image-law"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--draw", action="append", help="only draw this way's images, beside other processes"
+    )
     parser.add_argument("--page", type=Path, help="a Markdown page to put the table into")
     arguments = parser.parse_args()
     only_our_output()

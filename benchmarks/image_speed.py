@@ -89,8 +89,9 @@ def ways(windows: Sequence[int], small: str | None) -> dict[str, Way]:
 class Subject:
     """A model with its card's settings."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, compiled: bool = False) -> None:
         self.name = name
+        self.compiled = compiled
         self.model: RasterModel = load_model(name, device)
         self.adapter = self.model.adapter
         self.sampling = Sampling(**self.model.preset.sampling)
@@ -101,7 +102,7 @@ class Subject:
         draft: Any = way.draft
         if draft is not None:
             draft = registry.create("draft", draft, target=self.adapter.model, model_id=self.name)
-        return Decoder(draft, accept=way.accept)
+        return Decoder(draft, accept=way.accept, compile=self.compiled)
 
     def labels(self, batch: int, item: int) -> list[int]:
         """Classes of a batch."""
@@ -221,7 +222,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
     for way in chosen:
         command = [sys.executable, __file__, "--child", way, "--model", arguments.model]
         command += ["--memory", str(arguments.batch[0]), "--device", arguments.device]
-        command += ["--small", arguments.small]
+        command += ["--small", arguments.small, *(["--compile"] if arguments.compile else [])]
         for window in arguments.window:
             command += ["--window", str(window)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -232,7 +233,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
 def child(arguments: argparse.Namespace, chosen: dict[str, Way]) -> None:
     """Prints one way's peak."""
     device = torch.device(arguments.device)
-    subject = Subject(arguments.model, device)
+    subject = Subject(arguments.model, device, arguments.compile)
     decoder = subject.decoder(chosen[arguments.child])
     subject.draw(subject.decoder(Way(None)), 1, 0)
     before = peak_memory.now(device)
@@ -317,7 +318,7 @@ def short(result: dict[str, Any]) -> str:
 def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     """Measures, writes the result file and the page."""
     device = torch.device(arguments.device)
-    subject = Subject(arguments.model, device)
+    subject = Subject(arguments.model, device, arguments.compile)
     facts = machine(device, "float32") | {"threads": torch.get_num_threads()}
     print(facts)
     warn_if_busy(facts)
@@ -329,19 +330,21 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     print("identity")
     same = identity(subject, arguments.window[-1], arguments.identical, 8)
     print(f"  {len(same['diverged'])} of {same['images']} differ, certified: {same['certified']}")
-    peaks = memory(arguments, chosen)
+    peaks = memory(arguments, chosen) if arguments.peaks else {}
     facts["load_at_end"] = load()
     result = {
         "model": arguments.model,
         "guidance": subject.guidance,
         "sampling": str(subject.sampling),
         "machine": facts,
+        "compiled": arguments.compile,
         "cases": cases,
         "identity": same,
         "memory": peaks,
         "memory_at": arguments.batch[0],
     }
-    name = f"images-{device.type}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
+    form = f"{device.type}{'-compiled' if arguments.compile else ''}"
+    name = f"images-{form}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
     path = arguments.out / name
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
@@ -364,6 +367,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, action="append", help="default: 8, 16 and 32")
     parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
     parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--peaks", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action="store_true", help="every way, see `Decoder`")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
     parser.add_argument("--readme", type=Path, help="a page for the short table")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -81,7 +81,7 @@ class Replayed(Generic[T]):
     def __call__(self, proposal: Proposal) -> T:
         """As the function, for the same proposal."""
         if self.longest != self.ctx.longest:  # rows only grow: the old graphs are done with
-            self.graphs, self.longest = {}, self.ctx.longest
+            self.graphs, self.longest, self.pool = {}, self.ctx.longest, None  # it went with them
         key = (proposal.size, proposal.tree)
         if self.broken or key not in self.graphs:
             self.graphs[key] = None  # the first round warms up what capturing must not meet cold

@@ -95,7 +95,7 @@ def likelihood(
         codes: As the laws count them, ``(n, rows, columns)`` in raster order.
         sampling: How they were meant to be drawn.
         commits: The pass in which each token was committed, of the same shape.
-        groups: Of every code, ``(V,)``, see
+        groups: Of every code, ``(V,)``, where the logits are, see
             `mmdecode.evaluation.image_tables.code_groups`: asks for pairs too.
         batch: Images at once.
 
@@ -114,7 +114,8 @@ def likelihood(
     first = _TokenTally(groups, columns)
     for start in range(0, count, batch):
         part = slice(start, start + batch)
-        logits, tokens = laws(part).float(), flat[part]
+        logits = laws(part).float()
+        tokens = flat[part].to(logits.device)
         if logits.shape[:2] != tokens.shape:
             raise ShapeError(
                 f"logits of {tuple(logits.shape[:2])} tokens for codes of {tuple(tokens.shape)}"
@@ -125,7 +126,7 @@ def likelihood(
         found.append(-chosen.double().sum(1))
         outside.append(cut.double().mean(1))
         every.add(law, tokens, torch.ones_like(cut))
-        first.add(law, tokens, begun[part])
+        first.add(law, tokens, begun[part].to(law.device))
     return Likelihood(
         per_image=torch.cat(found).cpu().numpy(),
         tokens=rows * columns,
@@ -158,7 +159,7 @@ class _TokenTally:
         step = max(1, _AT_ONCE // law.shape[-1])
         for laws, chosen in zip(law[which].split(step), tokens[which].split(step), strict=True):
             ranks, excess, variance = surprise(laws, chosen)
-            self.ranks.append(ranks)
+            self.ranks.append(ranks.cpu())
             self.excess += excess
             self.variance += variance
         if self.groups is None:

@@ -47,7 +47,7 @@ NAMES: dict[Part, str] = {
     "caption": "llamagen-scenes-caption",
 }
 
-STEPS_ON_CUDA: dict[Part, int] = {"class": 12000, "small": 12000, "caption": 8000}
+STEPS_ON_CUDA: dict[Part, int] = {"class": 5000, "small": 5000, "caption": 5000}
 CORPUS_SEED = 2**32  # the tokenizer learns from seeds below it
 SHARD = 2000
 SLOTS = 24
@@ -102,7 +102,7 @@ class Options:
     plans: dict[Part, Plan] = field(default_factory=_plans)
     text_width: int = 96
     text_layers: int = 2
-    setting: Setting = field(default_factory=lambda: Setting(scale=2.0))
+    setting: Setting = field(default_factory=lambda: Setting(scale=3.0))
     drawn: int = 128
     device: str = "cpu"
     workers: int = 0
@@ -114,7 +114,7 @@ def on_cuda() -> Options:
         part: replace(plan, fit=replace(plan.fit, steps=STEPS_ON_CUDA[part], batch=64, every=500))
         for part, plan in _plans().items()
     }
-    return Options(pictures=160000, plans=plans, device="cuda", workers=4)
+    return Options(pictures=80000, plans=plans, device="cuda", workers=4)
 
 
 # What is said about pictures

@@ -149,7 +149,7 @@ def on_cuda() -> Options:
     return Options(
         plain=plain,
         coded=replace(plain, steps=6000, every=500),
-        fitting=FitOptions(steps=12000, batch=64, every=500),
+        fitting=FitOptions(steps=5000, batch=64, every=500),
         device="cuda",
         workers=6,
     )
