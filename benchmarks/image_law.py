@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from image_speed import Subject, Way
 from pages import table, write_page
-from stopwatch import load
+from stopwatch import machine
 
 from mmdecode.cli.progress import only_our_output
 from mmdecode.evaluation.image_means import equivalence, mean_of, welch
@@ -126,8 +126,16 @@ def run(arguments: argparse.Namespace) -> Path:
         print(name, json.dumps(found[name], default=str), flush=True)
     if arguments.draw:
         return arguments.work
-    result = {"model": arguments.model, "window": arguments.window, "load": load(), "rows": found}
-    path = arguments.out / f"image-law-{torch.__version__.partition('+')[0]}.json"
+    result = {
+        "model": arguments.model,
+        "guidance": subject.guidance,
+        "sampling": str(subject.sampling),
+        "window": arguments.window,
+        "machine": machine(device, "float32"),
+        "rows": found,
+    }
+    torch_version = torch.__version__.partition("+")[0]
+    path = arguments.out / f"image-law-{device.type}-torch{torch_version}.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     if arguments.page:
         write_page(arguments.page, tables(result, path.name), "law")
@@ -152,7 +160,12 @@ def tables(result: dict[str, Any], name: str) -> str:
         )
     header = ["way", "images", "nats/token", "90 % interval against plain", "within 1 %"]
     header += ["p of tokens", "p of tokens that begin a pass"]
-    return table(header, rows) + f"\n\nWindow {result['window']}; `benchmarks/results/{name}`."
+    facts = result["machine"]
+    return (
+        f"{table(header, rows)}\n\nWindow {result['window']}, guidance {result['guidance']:g}, "
+        f"{facts['device']}, {facts['dtype']}, torch {facts['torch']}, {facts['date']}; "
+        f"`benchmarks/results/{name}`."
+    )
 
 
 def main() -> None:

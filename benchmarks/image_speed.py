@@ -327,11 +327,11 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
         print(f"batch {batch}")
         items = max(2, arguments.images // batch)
         cases.append(measure(subject, chosen, batch, items, arguments.repeats, device))
+    facts["load_at_end"] = load()  # nothing below is timed
     print("identity")
     same = identity(subject, arguments.window[-1], arguments.identical, 8)
     print(f"  {len(same['diverged'])} of {same['images']} differ, certified: {same['certified']}")
     peaks = memory(arguments, chosen) if arguments.peaks else {}
-    facts["load_at_end"] = load()
     result = {
         "model": arguments.model,
         "guidance": subject.guidance,

@@ -258,7 +258,7 @@ class Setting:
 
 def write_setting(setting: Setting, folder: Path) -> None:
     """``generation_config.json``: how the model is meant to be decoded."""
-    told = {"guidance_scale": setting.scale} | {
+    told = {"do_sample": True, "guidance_scale": setting.scale} | {
         name: value for name, value in asdict(setting.sampling).items() if name != "order"
     }
     (folder / "generation_config.json").write_text(json.dumps(told, indent=2) + "\n")

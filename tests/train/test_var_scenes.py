@@ -198,10 +198,30 @@ def test_a_share_of_the_classes_is_left_out(made, tmp_path, monkeypatch, share):
     assert not torch.equal(seen[0], seen[1]) or share == 1
 
 
-def test_the_command_runs_the_recipe(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("device", "batch"), [("cpu", 16), ("cuda", 64)])
+def test_the_command_runs_the_recipe(tmp_path, monkeypatch, device, batch):
     asked = []
-    monkeypatch.setattr(var_scenes, "run", lambda *given: asked.append(given[1:]) or {"folder": ""})
-    command = ["train", "zoo", "var-scenes", "--work", str(tmp_path), "--json"]
+    monkeypatch.setattr(var_scenes, "run", lambda *given: asked.append(given) or {"folder": ""})
+    command = ["train", "zoo", "var-scenes", "--work", str(tmp_path), "--device", device, "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert asked == [(tmp_path, tmp_path / "models")]
+    [(options, *folders)] = asked
+    assert folders == [tmp_path, tmp_path / "models"]
+    assert (options.device, options.fitting.batch) == (device, batch)
+
+
+def test_a_recipe_of_the_cpu_alone_refuses_another_device(tmp_path):
+    command = ["train", "zoo", "joined-words", "--work", str(tmp_path), "--device", "cuda"]
+    result = CliRunner().invoke(app, command)
+    assert "--device cuda for joined-words, which learns on the CPU" in str(result.exception)
+
+
+def test_steps_do_not_depend_on_who_renders(made, tmp_path):
+    tokenizer = NextScale.from_pretrained(made[0] / "out" / "var-scenes", "cpu").tokenizer
+    losses = []
+    for workers in (0, 2):
+        options = replace(OPTIONS, workers=workers)
+        work = tmp_path / str(workers)
+        train_transformer("var-scenes-small", options, tokenizer, work, work / "out")
+        losses.append((work / "log.jsonl").read_text().split("seconds")[0])
+    assert losses[0] == losses[1]
