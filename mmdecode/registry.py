@@ -1,4 +1,4 @@
-"""Names of drafters, rules, guides and adapters, and how a string becomes an object.
+"""Names of drafters, rules, guides, correctors, adapters, and how a string becomes an object.
 
 A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
 here imports torch: a method's module is imported when the method is asked for.
@@ -8,7 +8,7 @@ Outsiders register theirs with an entry point, no change here needed:
     [project.entry-points."mmdecode.draft"]
     mydraft = "mypackage.draft:MyDraft"
 
-The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide`` and
+The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide``, ``mmdecode.correct`` and
 ``mmdecode.adapters``. A plug-in class may carry ``summary``, ``law`` and ``source`` as class
 attributes; ``mmdecode methods`` shows them.
 """
@@ -55,7 +55,7 @@ __all__ = [
     "resolve_all",
 ]
 
-KINDS = ("draft", "accept", "guide", "adapters")
+KINDS = ("draft", "accept", "guide", "correct", "adapters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,6 +416,41 @@ _BUILTIN = (
         target="mmdecode.guide.causalmm:CausalMM",
         summary="away from counterfactual attention in the encoder or the language model",
         source="Zhou et al. 2024",
+    ),
+    Entry(
+        kind="guide",
+        name="whisper_cd",
+        target="mmdecode.guide.whisper_cd:WhisperCD",
+        summary="away from what Whisper writes of noise, silence and a shifted recording",
+        source="Whisper-CD 2026; the gate for silence is ours",
+    ),
+    Entry(
+        kind="correct",
+        name="uadf",
+        target="mmdecode.asr.correcting:UADFCorrection",
+        summary="a language model corrects, the audio weighs in where it is unsure",
+        source="Chen et al. 2024; unlike tokenizers by text are ours",
+    ),
+    Entry(
+        kind="correct",
+        name="static",
+        target="mmdecode.asr.correcting:StaticCorrection",
+        summary="a language model corrects, the audio weighs in with a fixed weight",
+        source="late fusion, the baseline of Chen et al. 2024",
+    ),
+    Entry(
+        kind="correct",
+        name="shallow",
+        target="mmdecode.asr.correcting:ShallowCorrection",
+        summary="a language model corrects, log-probabilities of the audio are added",
+        source="shallow fusion, Gulcehre et al. 2015, with the roles exchanged",
+    ),
+    Entry(
+        kind="correct",
+        name="llm",
+        target="mmdecode.asr.correcting:LanguageModelCorrection",
+        summary="a language model corrects and hears nothing",
+        source="Chen et al. 2023 (HyPoradise)",
     ),
     Entry(
         kind="adapters",

@@ -1,15 +1,18 @@
 """Tables of items, a row each, as they are read and written.
 
 A ``.csv`` or ``.tsv`` has a header; a ``.trn``, ``.ref`` or ``.hyp`` has NIST's lines, ``some words
-(id)``; anything else is JSON lines or one JSON list.
+(id)``; anything else is JSON lines, one JSON list, or one JSON object over several lines. A further
+``.gz`` says that it is packed.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,20 +27,27 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: The file cannot be read or is no table.
     """
+    packed = path.suffix.lower() == ".gz"
+    kind = (path.with_suffix("") if packed else path).suffix.lower()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig") as file:
+            text = file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read as a manifest: it is no whole gzip") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
-    if path.suffix.lower() in (".csv", ".tsv"):
-        yield from _table(path, text)
-    elif path.suffix.lower() in (".trn", ".ref", ".hyp"):
+    if kind in (".csv", ".tsv"):
+        yield from _table(path, text, kind)
+    elif kind in (".trn", ".ref", ".hyp"):
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield number, _transcript(line, f"{path}, line {number}")
     elif text.lstrip().startswith("["):
         for number, row in enumerate(_parse(text, str(path)), 1):
             yield number, _mapping(row, f"{path}, item {number}")
+    elif text.startswith("{\n"):
+        yield 1, _mapping(_parse(text, str(path)), str(path))
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
@@ -51,9 +61,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(lines))
 
 
-def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = io.StringIO(text, newline="")
-    if path.suffix.lower() == ".tsv":  # a quotation mark there is part of the text
+    if kind == ".tsv":  # a quotation mark there is part of the text
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         reader = csv.DictReader(lines)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
-from mmdecode.adapters import whisper_step
+from mmdecode.adapters import audio_views, whisper_step
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
-from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.setup import token_ids
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -20,15 +22,41 @@ if TYPE_CHECKING:
 
 
 class WhisperAdapter(EncoderDecoderAdapter):
-    """Audio is never padding: its windows are of one length."""
+    """Audio is never padding: its windows are of one length. Its views: `audio_views`."""
 
     model_types = ("whisper",)
     source_is_padded = False
+    hears_audio = True
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
         super().__init__(model, model.config.decoder_layers)
         self.max_positions = model.config.max_target_positions
         self._lean = whisper_step.usable(self._decoder)
+
+    @property
+    def end(self) -> int:
+        """Ends a text; all ids below it are text, all above it are not."""
+        return token_ids(self.model.generation_config.eos_token_id)[0]
+
+    @property
+    def no_timestamps(self) -> int:
+        """Asks for no times, as the last token of a prompt; timestamps are all ids above it."""
+        return int(
+            getattr(self.model.generation_config, "no_timestamps_token_id", None) or self.end
+        )
+
+    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+        """As of any encoder-decoder; of view ``audio`` with the states of the changed recording."""
+        if spec.view != "audio":
+            return super().prompt(ctx, spec)
+        clean = super().prompt(ctx, replace(spec, view=None, view_options={}))
+        states = audio_views.changed(ctx, spec, self._encode, clean.inputs["source"])
+        return replace(clean, inputs={**clean.inputs, "source": states})
+
+    def _encode(self, features: Tensor) -> Tensor:
+        encoder = self.model.get_encoder()
+        kind = encoder.conv1.weight
+        return encoder(features.to(kind.device, kind.dtype)).last_hidden_state
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """As of any encoder-decoder; the lean step's layers are read when they are asked for."""

@@ -4,6 +4,7 @@ START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.long_form`
 recording that is still going on.
 """
 
+from mmdecode.asr.correction import Correction, Corrector, EditGuard
 from mmdecode.asr.n_best import Hypothesis
 from mmdecode.asr.options import FALLBACK, TranscribeOptions
 from mmdecode.asr.streaming import Stream, Update
@@ -11,6 +12,9 @@ from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
 
 __all__ = [
     "FALLBACK",
+    "Correction",
+    "Corrector",
+    "EditGuard",
     "Failure",
     "Hypothesis",
     "Segment",

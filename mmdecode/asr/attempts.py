@@ -22,6 +22,9 @@ from mmdecode.asr.loops import first_round_end
 from mmdecode.asr.prompts import Prompts, processors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmdecode.asr.features import Heard
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.engine.decoder import Decoder
 
@@ -75,6 +78,7 @@ class Attempts:
         temperature: float,
         names: list[str],
         sources: list[list[int]],
+        heard: Sequence[Heard] = (),
     ) -> list[Result]:
         """One judged attempt at each window.
 
@@ -85,6 +89,7 @@ class Attempts:
             temperature: 0 is greedy.
             names: What noise is keyed by.
             sources: What a draft may copy from.
+            heard: The windows as waveforms, for a guide that changes them.
         """
         options, width = self.options, prompt.shape[1]
         no_speech: list[float | None] = [None] * len(prompt)
@@ -107,6 +112,9 @@ class Attempts:
             output_scores=scored,
             return_dict_in_generate=scored,
         )
+        raw: dict[str, Any] = {"input_features": features, "source_ids": sources}
+        if heard:
+            raw["audio"] = heard
         output = self.decoder(
             self.model,
             prompt,
@@ -114,7 +122,7 @@ class Attempts:
             stopping_criteria=StoppingCriteriaList(),
             generation_config=config,
             encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-            mm_inputs={"input_features": features, "source_ids": sources},
+            mm_inputs=raw,
             mm_request=names,
         )
         sequences = (output.sequences if scored else output)[:, width:].tolist()

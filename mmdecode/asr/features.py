@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr.audio import blocks
+from mmdecode.asr.audio import blocks, source_of
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -56,8 +57,12 @@ class Mel:
         """log10 mel energies of frames ``first`` to ``first + count``, ``(mels, count)``."""
         start = first * self.hop - self.size // 2
         samples = tape.read(start, start + (count - 1) * self.hop + self.size)
+        return self.energies(torch.from_numpy(samples))
+
+    def energies(self, samples: Tensor) -> Tensor:
+        """log10 mel energies of every whole frame of some samples, ``(mels, count)``."""
         spectrum = torch.stft(
-            torch.from_numpy(samples),
+            samples,
             self.size,
             self.hop,
             window=self._hann,
@@ -65,6 +70,16 @@ class Mel:
             return_complex=True,
         )
         return (self.filters @ (spectrum.abs() ** 2)).clamp(min=1e-10).log10()
+
+    def features(self, energies: Tensor, peak: float) -> Tensor:
+        """What the model is given of a window, filled up with zeros, ``(mels, window frames)``.
+
+        Args:
+            energies: ``(mels, count)``.
+            peak: The loudest of the recording; what is eight decades below is clipped.
+        """
+        padding = self.window_frames - energies.shape[1]
+        return torch.nn.functional.pad((energies.clamp(min=peak - 8.0) + 4.0) / 4.0, (0, padding))
 
     def maximum(self, tape: Tape) -> float:
         """The loudest value of a whole recording."""
@@ -162,11 +177,19 @@ class Speech:
 
     def window(self, seek: int) -> Tensor:
         """Features from frame ``seek`` on, ``(mels, window_frames)``; ``seek`` never goes back."""
-        size, mel = self.mel.window_frames, self.mel
-        left = self.frames - seek + self._behind // mel.hop
-        count = min(size, left)
-        energies = mel.frames(self._tape, seek, count).clamp(min=self.peak - 8.0)
-        return torch.nn.functional.pad((energies + 4.0) / 4.0, (0, size - count))
+        return self.mel.features(self.mel.frames(self._tape, seek, self._count(seek)), self.peak)
+
+    def heard(self, seek: int) -> Heard:
+        """The waveform of `window` from frame ``seek`` on; ``seek`` never goes back."""
+        mel = self.mel
+        start = seek * mel.hop - mel.size // 2
+        samples = self._tape.read(start, start + (self._count(seek) - 1) * mel.hop + mel.size)
+        return Heard(torch.from_numpy(samples), mel, self.peak)
+
+    def _count(self, seek: int) -> int:
+        """Frames of a window that are not padded with zeros."""
+        left = self.frames - seek + self._behind // self.mel.hop
+        return min(self.mel.window_frames, left)
 
     def samples(self, seek: int) -> np.ndarray:
         """What is heard from frame ``seek`` on, no padding; right after `window` of that frame."""
@@ -176,8 +199,53 @@ class Speech:
         start = seek * mel.hop - mel.size // 2
         return self._tape.read(start, start + mel.size // 2 + count)[mel.size // 2 :]
 
+    def tape(self) -> Tape:
+        """The recording once more, from its beginning, without padding."""
+        return Tape(self._replay())
+
     def _silence(self) -> list[np.ndarray]:
         return [np.zeros(self._behind, np.float32)] if self._behind else []
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A window as a waveform that can be changed; see `mmdecode.adapters.audio_views`.
+
+    Attributes:
+        samples: ``(T,)``, with half a frame of what stands before and behind the window.
+        mel: The model's features.
+        peak: The loudest value of the recording.
+        certain: Whether who hands it over knows that the model reads this window.
+    """
+
+    samples: Tensor
+    mel: Mel
+    peak: float
+    certain: bool = True
+
+    def features(self, samples: Tensor) -> Tensor:
+        """What the model is given of other samples at this place, ``(mels, window frames)``."""
+        return self.mel.features(self.mel.energies(samples), self.peak)
+
+
+def heard(samples: np.ndarray, extractor: Any) -> Heard:
+    """The waveform of a recording of one window, for ``mm_inputs["audio"]`` of a call.
+
+    Args:
+        samples: Mono, at the extractor's rate.
+        extractor: A ``WhisperFeatureExtractor``, the one that made the call's features.
+
+    Raises:
+        InputError: The recording is longer than a window, or cannot be trusted.
+    """
+    mel = Mel(extractor, int(extractor.nb_max_frames))
+    speech = Speech(source_of((samples, mel.rate), mel.rate), mel, "silence")
+    if speech.frames > mel.window_frames:
+        raise InputError(
+            f"the recording has {speech.duration_s:g} s; expected at most one window: cut it, or "
+            "use mmdecode.asr.Transcriber"
+        )
+    return replace(speech.heard(0), certain=False)
 
 
 class _Meter:

@@ -35,7 +35,7 @@ from mmdecode.asr.alignment import Spoken, Timer
 from mmdecode.asr.attempts import Attempts, Result
 from mmdecode.asr.chunks import join
 from mmdecode.asr.cuts import split_segments, unfinished, without_loop
-from mmdecode.asr.features import Mel, Speech
+from mmdecode.asr.features import Heard, Mel, Speech
 from mmdecode.asr.hallucinations import Place, Verdict
 from mmdecode.asr.n_best import Alternatives
 from mmdecode.asr.voice import Timeline, VoiceActivity
@@ -120,7 +120,8 @@ class Window:
         number: Which of its windows, from 0.
         seek: Its first frame.
         count: Frames of the recording in it.
-        samples: What it was made of, where that is asked for.
+        samples: What it was made of, where words are timed by it.
+        heard: The same as a guide may change it, where one does.
     """
 
     job: Job
@@ -128,6 +129,7 @@ class Window:
     seek: int
     count: int
     samples: np.ndarray | None = None
+    heard: Heard | None = None
 
 
 class LongForm:
@@ -174,6 +176,8 @@ class LongForm:
         self.attempts = Attempts(model, decoder, options, self.prompts)
         self.alternatives = Alternatives(self.attempts) if options.n_best else None
         self.voice = VoiceActivity(options) if options.vad else None
+        branches = getattr(getattr(decoder, "guide", None), "branches", ())
+        self.hears = any(spec.view == "audio" for spec in branches)
         self.overlap = self._overlap()
         self.timer: Timer | None = None
         if options.word_timestamps:
@@ -271,7 +275,8 @@ class LongForm:
             mel = job.speech.window(job.seek)
             reads = self.timer is not None and self.timer.reads_samples
             samples = job.speech.samples(job.seek) if reads else None
-            window = Window(job, job.windows, job.seek, count, samples)
+            heard = job.speech.heard(job.seek) if self.hears else None
+            window = Window(job, job.windows, job.seek, count, samples, heard)
             job.windows += 1
             if chunked:  # what a last window would hold alone is less than the overlap
                 last = job.seek + self.mel.window_frames >= job.frames
@@ -288,7 +293,9 @@ class LongForm:
         if self.alternatives is not None:
             for rows, prompt in _by_length(ids, range(len(windows)), audio.device):
                 names = [self._request(windows[row], "n-best") for row in rows]
-                found = self.alternatives(prompt, audio[rows], features[rows], names)
+                found = self.alternatives(
+                    prompt, audio[rows], features[rows], names, _heard(windows, rows)
+                )
                 for row, tries in zip(rows, found, strict=True):
                     results[row].n_best = tries
         if self.timer is not None:
@@ -312,6 +319,7 @@ class LongForm:
                     temperature,
                     [self._request(windows[row], attempt) for row in rows],
                     [sources[row] for row in rows],
+                    _heard(windows, rows),
                 )
                 results.update(zip(rows, found, strict=True))
             for row in pending:
@@ -465,6 +473,11 @@ def _check_plain(decoder: Decoder) -> None:
             "beams= is given with a draft or a guide, and beams are searched by transformers, "
             "without either; leave these out, or set beams=1"
         )
+
+
+def _heard(windows: Sequence[Window], rows: Iterable[int]) -> list[Heard]:
+    """Waveforms of some windows; none where nobody asked for them."""
+    return [heard for row in rows if (heard := windows[row].heard) is not None]
 
 
 def _by_length(

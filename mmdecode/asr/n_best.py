@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mmdecode.asr.attempts import Attempts
 from mmdecode.asr.beams import Scored
+from mmdecode.asr.features import Heard
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
 
@@ -85,7 +86,12 @@ class Alternatives:
             )
 
     def __call__(
-        self, prompt: Tensor, audio: Tensor, features: Tensor, names: list[str]
+        self,
+        prompt: Tensor,
+        audio: Tensor,
+        features: Tensor,
+        names: list[str],
+        heard: Sequence[Heard] = (),
     ) -> list[list[Scored]]:
         """As many tries at each window as are asked for, equal ones included.
 
@@ -94,6 +100,7 @@ class Alternatives:
             audio: Encoder states, ``(B, T, H)``.
             features: ``(B, mels, window frames)``.
             names: What noise is keyed by.
+            heard: See `Attempts`.
         """
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)
@@ -107,6 +114,7 @@ class Alternatives:
             1.0,
             [f"{name}/{number}" for name in names for number in range(self.count)],
             [[]] * (len(names) * self.count),
+            [one for one in heard for _ in range(self.count)],
         )
         scored = [(result.tokens, result.avg_logprob or 0.0) for result in drawn]
         return [scored[row : row + self.count] for row in range(0, len(scored), self.count)]

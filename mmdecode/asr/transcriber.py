@@ -19,10 +19,11 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, in_order, timed_words
 from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import InputError, UnsupportedModelError, refuse_unknown
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
+    from mmdecode.asr.correcting import DecidedWord, ListCorrection, WindowCorrector
     from mmdecode.engine.contracts import Accept, Draft, Guide
     from mmdecode.engine.stats import Stats
 
@@ -40,6 +41,8 @@ class Segment:
         no_speech_prob: Of its window; ``None``: no threshold asked for it.
         looped: Whether its window ended in a loop, see `mmdecode.asr.loops`.
         words: Its words; ``None``: nothing asked for them.
+        decided: The words of a corrected text, and who decided each; ``None``: not corrected. The
+            tokens stay those of the recogniser.
     """
 
     start_s: float
@@ -51,6 +54,7 @@ class Segment:
     no_speech_prob: float | None = None
     looped: bool = False
     words: list[Word] | None = None
+    decided: list[DecidedWord] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,10 @@ class Transcript:
         duration_s: Length of the recording.
         tokens: Ids of all segments, timestamps included.
         stats: ``windows``, ``attempts`` (repeats at other temperatures included), ``looped``
-            windows and ``tokens``.
+            windows and ``tokens``; of a corrected one also windows ``edited``, and ``refused``
+            where the correction was no transcript.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
+        uncorrected: What the recogniser alone says; ``None``: nothing was corrected.
     """
 
     source: str
@@ -79,6 +85,7 @@ class Transcript:
     tokens: list[int] = field(repr=False)
     stats: dict[str, int]
     n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
+    uncorrected: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +113,13 @@ class Transcriber:
         processor: Its ``WhisperProcessor``.
         decoder: How windows are decoded; ``None``: without a draft.
         options: Settings; ``None``: the defaults.
+        correct: What corrects each window, or its name with options, see
+            `mmdecode.asr.correcting`; ``None``: nothing.
 
     Raises:
         UnsupportedModelError: The model is no Whisper.
-        OptionError: The model does not offer what the options ask for.
+        OptionError: The model does not offer what the options ask for, or words are to be timed
+            and corrected.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class Transcriber:
         processor: Any,
         decoder: Decoder | None = None,
         options: TranscribeOptions | None = None,
+        correct: ListCorrection | str | None = None,
     ) -> None:
         if getattr(model.config, "model_type", None) != "whisper":
             raise UnsupportedModelError(
@@ -135,6 +146,9 @@ class Transcriber:
             processor.tokenizer,
         )
         self._special = frozenset(processor.tokenizer.all_special_ids)
+        self._corrector: WindowCorrector | None = None
+        if correct is not None:
+            self._corrector = self._correcting(correct)
 
     @classmethod
     def from_pretrained(
@@ -146,6 +160,7 @@ class Transcriber:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         seed: int = 0,
+        correct: ListCorrection | str | None = None,
         **options: Any,
     ) -> Transcriber:
         """Loads a model and builds its decoder.
@@ -158,6 +173,7 @@ class Transcriber:
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32.
             seed: Of the noise that sampling uses.
+            correct: What corrects each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
             **options: Fields of `TranscribeOptions`.
 
         Raises:
@@ -171,7 +187,7 @@ class Transcriber:
             draft = registry.create("draft", draft, **at_hand)
         if isinstance(guide, str):
             guide = registry.create("guide", guide, **at_hand)
-        return cls(model, processor, Decoder(draft, guide, accept, seed), settings)
+        return cls(model, processor, Decoder(draft, guide, accept, seed), settings, correct)
 
     @property
     def sampling_rate(self) -> int:
@@ -228,7 +244,8 @@ class Transcriber:
         opened = [source for _, source in sources]
         for done in self._loop.run(opened, progress):
             if isinstance(done, Job):
-                yield self._transcript(done, places[done.index])
+                transcript = self._transcript(done, places[done.index])
+                yield self._corrector(done, transcript) if self._corrector else transcript
             else:
                 place, problem = done
                 yield Failure(
@@ -274,6 +291,24 @@ class Transcriber:
             if self.options.n_best
             else None,
         )
+
+    def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
+        """What corrects the transcripts of this recogniser."""
+        from mmdecode.asr.correcting import WindowCorrector
+        from mmdecode.asr.fusion import Recogniser
+
+        if self.options.word_timestamps:
+            raise OptionError(
+                "correct changes words, and word_timestamps times those of the recogniser; leave "
+                "one of them out"
+            )
+        method: ListCorrection
+        if isinstance(correct, str):
+            recogniser = Recogniser(model=self.model, tokenizer=self.processor.tokenizer)
+            method = registry.create("correct", correct, recogniser=recogniser)
+        else:
+            method = correct
+        return WindowCorrector(method, self._loop, self.processor)
 
     def _words(self, job: Job) -> Sequence[list[Word] | None]:
         """By segment."""

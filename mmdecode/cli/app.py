@@ -36,7 +36,7 @@ COMMANDS = {
     "generate-image": "Draw images of classes or prompts.",
     "stream": "Transcribe while the audio still comes.",
     "evaluate": "Score models on speech or on images, or transcripts made elsewhere.",
-    "train": "Train heads or zoo models.",
+    "train": "Train heads, correctors or zoo models.",
     "audit": "Prove that drafting leaves the output of your model as it is.",
     "bench": "Measure speed against plain decoding.",
     "zoo": "List the tiny models that ship with the package.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli import evaluate_images, evaluate_vlm
+from mmdecode.cli import evaluate_images, evaluate_n_best, evaluate_silence, evaluate_vlm
 from mmdecode.cli.flags import (
     Device,
     Dtype,
@@ -19,7 +19,7 @@ from mmdecode.cli.flags import (
     Timestamps,
     refuse_without,
 )
-from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, show_tables
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.samples import Sample
 
-ABOUT = "Score models on speech (wer) or on images (the others), or transcripts made elsewhere."
+ABOUT = "Score models on speech or on images, or transcripts made elsewhere."
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=ABOUT)
 PLAIN = "plain"
 """Name of the mode without a draft."""
@@ -39,7 +39,7 @@ MODEL_OPTIONS = (
 
 @app.callback()
 def _tasks() -> None:
-    """Score models on speech (wer) or on images (the others), or transcripts made elsewhere."""
+    """Score models on speech or on images, or transcripts made elsewhere."""
 
 
 @app.command()
@@ -99,6 +99,27 @@ def wer(
     margin: Annotated[
         float, typer.Option(min=0, help="Loss in WER, in points, that would still do.")
     ] = 0.1,
+    points: Annotated[
+        str | None,
+        typer.Option(
+            help="Points of interest of PIER: tags (<tag ...> spans in references) or a script, "
+            "such as latin; default: tags, where there are some."
+        ),
+    ] = None,
+    split_hyphens: Annotated[
+        bool, typer.Option("--split-hyphens", help="For PIER, hyphens separate words.")
+    ] = False,
+    hallucinations: Annotated[
+        bool,
+        typer.Option(
+            "--hallucinations",
+            help="Also count words where nothing was said, runs of insertions, and loops.",
+        ),
+    ] = False,
+    punctuation: Annotated[
+        bool,
+        typer.Option("--punctuation", help="Also score , . ? ! and case where words are aligned."),
+    ] = False,
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Folder for samples, tables, figures and page.")
@@ -124,7 +145,7 @@ def wer(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Word error rate with intervals, speed, and paired comparisons of modes.
+    """Word error rate with intervals, speed, and paired comparisons of modes; PIER and more.
 
     Raw texts go to --out as they come (samples.jsonl), so that scoring can be repeated without the
     model. A recording that fails counts as missed, word for word, and makes the exit code 1.
@@ -136,11 +157,15 @@ def wer(
       mmdecode evaluate wer --rescore run --normalizer leaderboard
 
       mmdecode evaluate wer --manifest test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
+
+      mmdecode evaluate wer --rescore run --points latin --hallucinations --punctuation
     """
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.journal import is_taken
     from mmdecode.evaluation.normalisers import normaliser_of
+    from mmdecode.evaluation.pier import refuse_points
     from mmdecode.evaluation.runs import SAMPLES
+    from mmdecode.evaluation.wer import default_scorer
     from mmdecode.evaluation.word_report import WERReport
     from mmdecode.files import claimed
 
@@ -163,6 +188,8 @@ def wer(
     if manifest is None:
         refuse_without("--manifest", ["group"], context)
     normalise = normaliser_of(normalizer)
+    if points:
+        refuse_points(points, scorer or default_scorer(normalizer))
     filtered = normalizer == "leaderboard" if only_scored is None else only_scored
     samples: list[Sample] = []
     conditions: dict[str, Any] = {}
@@ -213,6 +240,10 @@ def wer(
             margin=margin / 100,
             resamples=resamples,
             seed=seed,
+            points=points,
+            split_hyphens=split_hyphens,
+            made_up=hallucinations,
+            punctuation=punctuation,
             conditions=conditions,
         )
         if folder and own and (folder / "summary.json").exists():
@@ -250,7 +281,12 @@ def wer(
         raise typer.Exit(1)
 
 
-for _command in (*evaluate_vlm.COMMANDS, *evaluate_images.COMMANDS):
+for _command in (
+    *evaluate_silence.COMMANDS,
+    *evaluate_n_best.COMMANDS,
+    *evaluate_vlm.COMMANDS,
+    *evaluate_images.COMMANDS,
+):
     app.command()(_command)
 
 
@@ -259,10 +295,11 @@ def _entries(manifest: Path, limit: int | None, normalise: Any) -> list[Entry]:
     from mmdecode.asr.manifest import read_manifest
     from mmdecode.errors import InputError
     from mmdecode.evaluation.normalisers import is_scored
+    from mmdecode.evaluation.pier import untagged
 
     entries = read_manifest(manifest, None if normalise else limit, text=True)
     if normalise:
-        entries = [e for e in entries if is_scored(e.text or "", normalise)][:limit]
+        entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
         if not entries:
             raise InputError(f"no reference of {manifest} has words; give --all-references")
     return entries
@@ -382,6 +419,8 @@ def _show(report: Any) -> None:
     for column in columns:
         table.add_row(column, *(row[column] for row in rows))
     out.print(table)
+    if marks := report.mark_rows():
+        show_tables([marks])
     out.print(report.about(), markup=False, highlight=False)
     for found in report.comparisons:
         out.print(str(found), markup=False, highlight=False)

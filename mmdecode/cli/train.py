@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json
 
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
-app = typer.Typer(no_args_is_help=True, help="Train heads or zoo models.")
+app = typer.Typer(no_args_is_help=True, help="Train heads, correctors or zoo models.")
 
 
 @app.command()
@@ -89,13 +89,68 @@ def alignment_heads(
 
 
 @app.command()
+def corrector(
+    data: Annotated[
+        list[Path],
+        typer.Option(help="N-best lists with references; repeat for several files.", exists=True),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the result; state lies in it too.")],
+    model: Annotated[
+        str | None, typer.Option(help="Causal or seq2seq model: folder or Hub id.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="'lora', 'full', or 'scratch', which needs no model.")
+    ] = "lora",
+    template: Annotated[
+        str | None, typer.Option(help="n_best, 1_best, flanec or a text with {best}, {others}.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="Hypotheses shown, at most.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Lists a step.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    rank: Annotated[int, typer.Option(help="Of the adapters of LoRA.")] = 16,
+    targets: Annotated[
+        str, typer.Option(help="Layers with adapters: attention or all-linear.")
+    ] = "attention",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Train a corrector of N-best lists; a fifth of them is left for the test. Resumes."""
+    from dataclasses import replace
+
+    from mmdecode.asr.n_best_lists import read_lists
+    from mmdecode.train import corrector as recipe
+
+    usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.Options(method=method)
+    asked: dict[str, Any] = {"template": template, "count": count}
+    pace: dict[str, Any] = {"steps": steps, "batch": batch, "peak_rate": rate, "seed": seed}
+    options = replace(
+        usual,
+        prompts=replace(usual.prompts, **{k: v for k, v in asked.items() if v is not None}),
+        rank=rank,
+        targets=targets,
+        fit=replace(usual.fit, **{k: v for k, v in pace.items() if v is not None}),
+    )
+    lists = [one for file in data for one in read_lists(file)]
+    card = recipe.train_from_lists(model, lists, out, options, device)
+    found = card["development_decoded"]
+    console.print(
+        f"corrector in [bold]{out}[/bold]; of {found['lists']} held-out lists the best hypothesis "
+        f"has a WER of {found['wer_best']:.2%}, corrected {found['wer_corrected']:.2%}"
+    )
+    if json:
+        emit_json(card)
+
+
+@app.command()
 def zoo(
     name: Annotated[
         str,
         typer.Argument(
-            help="whisper-synth, whisper-synth-medusa, aligner, speech-test, joined-words, "
-            "llava-scenes, scenes-test, llamagen-scenes, llamagen-digits, var-scenes or "
-            "scene-classifier."
+            help="whisper-synth, whisper-synth-medusa, aligner, lm-synth, speech-test, "
+            "joined-words, llava-scenes, scenes-test, llamagen-scenes, llamagen-digits, "
+            "var-scenes or scene-classifier."
         ),
     ],
     work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
@@ -137,6 +192,11 @@ def zoo(
         out = out or work / "aligner"
         aligner.run(local_path(base), out, aligner.AlignerOptions())
         result = {"folder": str(out)}
+    elif name == "lm-synth":
+        from mmdecode.train import lm_synth
+
+        out = out or work / "model"
+        result = lm_synth.run(lm_synth.Options(), work, out)
     elif name == "joined-words":
         from mmdecode.zoo.joined_words import build_joined_words
 
@@ -185,8 +245,8 @@ def zoo(
         result = scene_classifier.run(scene_classifier.Options(), work, out)
     else:
         known = (
-            "whisper-synth whisper-synth-medusa aligner speech-test joined-words llava-scenes "
-            "scenes-test llamagen-scenes llamagen-digits var-scenes scene-classifier"
+            "whisper-synth whisper-synth-medusa aligner lm-synth speech-test joined-words "
+            "llava-scenes scenes-test llamagen-scenes llamagen-digits var-scenes scene-classifier"
         ).split()
         raise UnknownNameError.of("zoo recipe", name, known)
     console.print(f"result in [bold]{out}[/bold]")

@@ -70,6 +70,13 @@ def command(
     accept: Annotated[
         str, typer.Option(help="The acceptance rule; auto keeps the text as without a draft.")
     ] = "auto",
+    correct: Annotated[
+        str | None,
+        typer.Option(
+            help="What corrects the text, as uadf:model=zoo:lm-synth; see 'mmdecode methods "
+            "correct'."
+        ),
+    ] = None,
     out_dir: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for the results; without it the text is printed."),
@@ -275,6 +282,8 @@ def command(
         "seed": seed,
     }
     del settings["batch_size"]
+    if correct is not None:
+        settings["correct"] = correct
     layout = Layout(
         max_line_width=max_line_width or None,
         max_line_count=max_line_count,
@@ -296,7 +305,7 @@ def command(
     with gathered(paths or (), files_from, manifest, limit) as entries:
         load = functools.partial(
             Transcriber.from_pretrained,
-            *(model, draft, guide, accept, team.device, dtype, seed),
+            *(model, draft, guide, accept, team.device, dtype, seed, correct),
             **options,
         )
         tally = _transcribe(entries, load, output, team)

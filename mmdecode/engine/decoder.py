@@ -622,6 +622,13 @@ def _refuse(guide: Guide | None, needs: Needs, adapter: Any) -> None:
             "use a vision-language model; one that hands its images to an inner language model "
             "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
+    if getattr(guide, "audio", False) and not getattr(adapter, "hears_audio", False):
+        raise IncompatibleError.between(
+            name,
+            model_name(adapter),
+            "the guide changes what is heard, and this model hears nothing",
+            "use a Whisper model",
+        )
 
 
 def _scorers(adapter: Any, guide: Guide | None, needs: Needs, ctx: Context) -> list[Scorer]:

@@ -13,6 +13,11 @@ A pair of texts is normalised, split at spaces and aligned by one of `SCORERS`:
 Rates are those of jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D + I) and WIL =
 1 - (H / N) (H / M) for H hits, N reference words and M recognised words (Morris et al., 2004), with
 sums over the corpus. Where no reference has a word, WER is the number of insertions.
+
+A reference that holds characters of a script without spaces (Chinese, Japanese, Thai and others) is
+aligned by them: each is a word of its own, words of other scripts beside them stay words, and the
+rate is the character error rate, of mixed texts the mixed one. Its character errors leave spaces
+out.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import numpy as np
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation.normalisers import Normaliser, normaliser_of
+from mmdecode.evaluation.scripts import is_spaceless, units
 from mmdecode.evaluation.statistics import LEVEL, RESAMPLES, interval, resampled_sums, sums_by
 
 SCORERS = ("plain", "merge", "sclite")
@@ -230,11 +236,13 @@ def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
         kinds = [step.kind for step in steps]
         said = " ".join(step.said for step in steps if step.said)
         heard = " ".join(step.heard for step in steps if step.heard)
+        words = len(said.split()), len(heard.split())
+        if is_spaceless(said):
+            said, heard = said.replace(" ", ""), heard.replace(" ", "")
         letters = jiwer.process_characters(said, heard)
         rows.append(
             (
-                len(said.split()),
-                len(heard.split()),
+                *words,
                 kinds.count("substitute"),
                 kinds.count("delete"),
                 kinds.count("insert"),
@@ -261,18 +269,33 @@ def align(
         OptionError: The scorer does not exist.
     """
     normalise = normaliser_of(normaliser)
-    if scorer == "plain":
-        return _plain(normalise(reference).split(), normalise(hypothesis).split())
-    if scorer == "merge":
-        return _kaldi(normalise(reference), normalise(hypothesis), merge_compounds=True)
     if scorer != "sclite":
-        raise UnknownNameError.of("scorer", scorer, SCORERS)
+        return align_units(*paired_units(normalise(reference), normalise(hypothesis)), scorer)
     heard = normalise(hypothesis.lower())
     found = [
-        _kaldi(normalise(reading), heard, sclite_mode=True)
+        align_units(*paired_units(normalise(reading), heard), scorer)
         for reading in readings(reference.lower())
     ]
     return min(found, key=_sclite_cost)
+
+
+def align_units(said: Sequence[str], heard: Sequence[str], scorer: str = "plain") -> list[Step]:
+    """Aligns words, or other units without spaces in them, that are normalised already.
+
+    Args:
+        said: Of the reference; for ``sclite`` of one reading of it, in lower case.
+        heard: Of the hypothesis.
+        scorer: Of `SCORERS`.
+
+    Raises:
+        OptionError: The scorer does not exist.
+    """
+    if scorer == "plain":
+        return _plain(said, heard)
+    if scorer not in SCORERS:
+        raise UnknownNameError.of("scorer", scorer, SCORERS)
+    mode = {"merge": "merge_compounds", "sclite": "sclite_mode"}[scorer]
+    return _kaldi(said, heard, **{mode: True})
 
 
 def align_as_written(
@@ -322,7 +345,13 @@ def best_of(tables: Sequence[np.ndarray]) -> np.ndarray:
     return stacked[best, np.arange(stacked.shape[1])]
 
 
-def _plain(said: list[str], heard: list[str]) -> list[Step]:
+def paired_units(said: str, heard: str) -> tuple[list[str], list[str]]:
+    """Words of both texts, by characters where the reference is of a script without spaces."""
+    cut = units if is_spaceless(said) else str.split
+    return cut(said), cut(heard)
+
+
+def _plain(said: Sequence[str], heard: Sequence[str]) -> list[Step]:
     jiwer = _scoring("jiwer", "asr")
     if not said:
         return [Step("insert", "", word) for word in heard]
@@ -335,10 +364,10 @@ def _plain(said: list[str], heard: list[str]) -> list[Step]:
     return steps
 
 
-def _kaldi(said: str, heard: str, **mode: bool) -> list[Step]:
+def _kaldi(said: Sequence[str], heard: Sequence[str], **mode: bool) -> list[Step]:
     kaldialign = _scoring("kaldialign", "eval")
     steps = []
-    for left, right in kaldialign.align(said.split(), heard.split(), "", **mode):
+    for left, right in kaldialign.align(list(said), list(heard), "", **mode):
         kind: Kind = "substitute"
         if not left or not right:
             kind = "delete" if left else "insert"

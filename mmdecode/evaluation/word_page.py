@@ -84,4 +84,7 @@ def page_of(report: WERReport) -> str:
 def overview(report: WERReport) -> str:
     """The scores as a table, what they mean and the comparisons, without styles."""
     compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in report.comparisons)
-    return f"{html_table(report.rows())}<p>{html.escape(report.about())}</p><ul>{compared}</ul>"
+    marks = report.mark_rows()
+    table = html_table(marks) if marks else ""
+    about = html.escape(report.about())
+    return f"{html_table(report.rows())}<p>{about}</p>{table}<ul>{compared}</ul>"

@@ -15,14 +15,16 @@ import numpy as np
 
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.evaluation import plots
+from mmdecode.evaluation import plots, word_measures
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.conditions import conditions_of
 from mmdecode.evaluation.layout import csv_text, markdown, number
 from mmdecode.evaluation.layout import percent as percent_of
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
+from mmdecode.evaluation.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.runs import data_hash, record
 from mmdecode.evaluation.samples import Sample, sample_of, write_results
+from mmdecode.evaluation.scripts import is_spaceless
 from mmdecode.evaluation.statistics import (
     RESAMPLES,
     holm,
@@ -34,6 +36,7 @@ from mmdecode.evaluation.wer import (
     default_scorer,
     summed,
 )
+from mmdecode.evaluation.word_measures import Measures
 from mmdecode.evaluation.word_page import Worst, overview, page_of
 from mmdecode.files import write_atomically
 
@@ -52,6 +55,7 @@ COLUMNS = {
     "ins": "I %",
     "failed": "failed",
     "looped": "looped %",
+    **word_measures.COLUMNS,
     "rtfx": "RTFx",
     "p50": "p50 s",
     "p95": "p95 s",
@@ -73,6 +77,9 @@ class WERReport:
         resamples: Draws of every bootstrap.
         seed: Of every bootstrap.
         conditions: What the samples depend on, by name; kept and shown.
+        points: Points of interest of PIER, see `mmdecode.evaluation.pier`: ``tags``, or the name
+            of a script; ``None``: ``tags`` where a reference has some. Tags are never words.
+        **measures: Further fields of `mmdecode.evaluation.word_measures.Measures`.
 
     Attributes:
         modes: Names, the baseline first.
@@ -93,15 +100,27 @@ class WERReport:
         resamples: int = RESAMPLES,
         seed: int = 0,
         conditions: Mapping[str, Any] | None = None,
+        points: str | None = None,
+        **measures: bool,
     ) -> None:
         self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
         self.margin, self.resamples, self.seed = margin, resamples, seed
         self.conditions = dict(conditions or {})
+        if points is None and any(is_tagged(sample.text) for sample in samples):
+            points = TAGS
+        if points is not None:
+            refuse_points(points, self.scorer)
+        self.measures = Measures(points=points, **measures)
+        self._tagged: dict[str, str] = {}  # references with their tags
         normalise = normaliser_of(normaliser)
         self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
         self._of: dict[str, dict[str, Sample]] = {}
         left_out = set()
-        for sample in samples:
+        for given in samples:
+            sample = given
+            if points is not None and is_tagged(given.text):
+                self._tagged[given.id] = given.text
+                sample = dataclasses.replace(given, text=untagged(given.text))
             if self.only_scored and not is_scored(sample.text, normalise):
                 left_out.add(sample.id)
                 continue
@@ -166,6 +185,8 @@ class WERReport:
             "only_scored": self.only_scored,
             "recordings": len(self.ids),
             "left_out": self.left_out,
+            "by_characters": self.by_characters,
+            "points": self.measures.points,
             "interval": {
                 "unit": "recording" if self._groups is None else "group",
                 "units": len(set(self._groups or self.ids)),
@@ -177,6 +198,11 @@ class WERReport:
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
             "conditions": self.conditions,
         }
+
+    @cached_property
+    def by_characters(self) -> int:
+        """References of scripts without spaces, which are scored by their characters."""
+        return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
 
     def _mode(self, mode: str) -> dict[str, Any]:
         score = summed(
@@ -219,7 +245,22 @@ class WERReport:
             "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
             if passes
             else None,
-        }
+        } | self._measured(samples, self.alignments[mode])
+
+    def _measured(
+        self, samples: Sequence[Sample], alignments: Sequence[Sequence[Step]]
+    ) -> dict[str, Any]:
+        return self.measures.scores(
+            [self._tagged.get(sample.id, sample.text) for sample in samples],
+            [sample.pred_text for sample in samples],
+            alignments,
+            [sample.text for sample in samples],
+            normaliser=self.normaliser,
+            scorer=self.scorer,
+            groups=self._groups,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
@@ -294,13 +335,20 @@ class WERReport:
             row["rtfx"] = number(found["rtfx"])
             row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
             row["tokens_per_pass"] = number(found["tokens_per_pass"])
+            row |= word_measures.cells(found)
             rows.append(row)
-        used = [name for name in COLUMNS if any(row[name] for row in rows)]
-        return [{COLUMNS[name]: row[name] for name in used} for row in rows]
+        used = [name for name in COLUMNS if any(row.get(name) for row in rows)]
+        return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
+
+    def mark_rows(self) -> list[dict[str, str]]:
+        """One row of text per mode and mark of punctuation; none where they are not scored."""
+        return word_measures.mark_rows(self.summary["modes"])
 
     def table(self) -> str:
         """The scores as Markdown, with what they mean below."""
-        return f"{markdown(self.rows())}\n{self.about()}\n"
+        marks = self.mark_rows()
+        more = f"\n{markdown(marks)}" if marks else ""
+        return f"{markdown(self.rows())}\n{self.about()}\n{more}"
 
     def about(self) -> str:
         """What the numbers mean, in a sentence or two."""
@@ -313,6 +361,12 @@ class WERReport:
         ]
         if self.left_out:
             parts.append(f"{self.left_out} recordings without words to score were left out")
+        if self.by_characters:
+            parts.append(
+                f"{self.by_characters} references of scripts without spaces are scored by "
+                "characters: their rate is the CER"
+            )
+        parts += self.measures.about(found["modes"][self.modes[0]])
         size = max((int(s.batch["size"]) for s in self.samples if s.batch), default=1)
         if size > 1:
             parts.append(

@@ -184,7 +184,11 @@ _SLOT = re.compile(r"\{(\w+)\}")
 def sentence(rng: random.Random, domain: str | None = None) -> str:
     """One sentence, capitalised and punctuated; a slot used twice is filled with two words."""
     domain = domain or rng.choice(DOMAINS)
-    template = rng.choice(_DOMAINS[domain][1])
+    return filled(rng.choice(_DOMAINS[domain][1]), domain, rng)
+
+
+def filled(template: str, domain: str, rng: random.Random) -> str:
+    """A template of a domain, its own or another, as a sentence."""
     taken: dict[str, list[str]] = {}
 
     def fill(match: re.Match[str]) -> str:

@@ -13,6 +13,7 @@ from mmdecode.asr.manifest import read_manifest
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation import normalisers
 from mmdecode.evaluation import wer as scoring
+from mmdecode.evaluation.n_best import SHIPPED
 from mmdecode.evaluation.normalisers import is_scored, join_acronyms, normaliser_of
 from mmdecode.evaluation.wer import align, best_of, count_errors, readings, summed, wer
 
@@ -171,7 +172,7 @@ def test_unscorable_input_is_refused(said, heard):
 
 @functools.lru_cache
 def nbest():
-    with gzip.open(DATA / "nbest" / "cv.jsonl.gz", "rt") as lines:
+    with gzip.open(SHIPPED["cv"], "rt") as lines:
         return read_lists(lines)
 
 
@@ -209,9 +210,9 @@ def test_interval_of_real_lists_is_the_published_one():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="reads N-best lists that are not part of a clone")
-@pytest.mark.parametrize("name", ["ls_clean", "ls_other", "atis"])
-def test_counts_of_the_other_lists(name):
+@pytest.mark.skipif(not SHARED.exists(), reason="reads N-best lists that may not be shipped")
+def test_counts_of_lists_that_are_not_shipped():
+    name = "atis"
     with gzip.open(SHARED / "nbest" / f"hyporadise_test_{name}.jsonl.gz", "rt") as lines:
         references, ranks = read_lists(lines)
     for convention, (normaliser, scorer) in CONVENTIONS.items():

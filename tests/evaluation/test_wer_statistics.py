@@ -9,6 +9,7 @@ import pytest
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import statistics
+from mmdecode.evaluation.n_best import SHIPPED
 from mmdecode.evaluation.statistics import (
     bootstrap_p,
     holm,
@@ -28,7 +29,7 @@ CLOSE = EXPECTED["nbest_paired_close_calls_whisper_norm"]
 
 @pytest.fixture(scope="module")
 def tables():
-    with gzip.open(DATA / "nbest" / "cv.jsonl.gz", "rt") as lines:
+    with gzip.open(SHIPPED["cv"], "rt") as lines:
         items = [json.loads(line) for line in lines]
     references = [item["output"] for item in items]
     return {

@@ -36,6 +36,7 @@ DRAFTS = {
     "recycling": Recycling,
     "recycling_kept": lambda: Recycling(keep=True),
     "source": lambda: Source(ids=[SOURCE]),
+    "sources": lambda: Source(ids=[[SOURCE[::-1], SOURCE, [], SOURCE[2:]]]),
     "layer_skip": lambda: LayerSkip(exit_layer=1),
     "adaptive": lambda: Adaptive(Recycling(), (1,)),
 }
@@ -186,6 +187,38 @@ def test_a_row_reads_its_own_source():
     assert source_rounds(texts) == source_rounds(LONG)
 
 
+def changed(row, *places):
+    return [token if place not in places else (token + 1) % 40 for place, token in enumerate(row)]
+
+
+def test_the_text_that_matches_best_is_copied_from():
+    # no text is right to the end, but one of them always is
+    texts = [[changed(row, *range(20, 40)), changed(row, 9), []] for row in LONG]
+    assert source_rounds(texts, length=16) <= 6
+    assert source_rounds([row[:1] for row in texts], length=16) > 15
+    tensors = [[torch.tensor(text) for text in row] for row in texts]
+    assert source_rounds(tensors, length=16) == source_rounds(texts, length=16)
+
+
+def test_of_texts_that_match_alike_the_one_that_was_right_is_copied_from():
+    # both match behind a common stretch; only the second was right before it
+    texts = [[changed(row, 3, 30, 50), row] for row in LONG]
+    assert source_rounds(texts, length=16) <= 5
+    assert source_rounds([row[::-1] for row in texts], length=16) <= 4
+    own = source_rounds([[changed(row, 30), changed(row, 3, 50)] for row in LONG], length=16)
+    assert own <= 7
+
+
+def test_no_texts_and_many_change_no_token():
+    dice = random.Random(0)
+    for _ in range(5):
+        texts = [
+            [[dice.randrange(40) for _ in range(dice.randint(0, 70))] for _ in range(count)]
+            for count in (0, 1, 3, 5)
+        ]
+        source_rounds(texts, length=7, ngram=2, least=dice.randint(0, 2))
+
+
 def test_of_equal_matches_the_nearest_is_taken():
     model = Table(3, seed=5)  # every token occurs everywhere
     right = run_rows(Decoder(), model, [[1], [2]], max_new_tokens=61)
@@ -200,6 +233,8 @@ def test_of_equal_matches_the_nearest_is_taken():
         (None, "mm_inputs"),
         ([[1], [2], [3]], "3 source texts for 4 rows"),
         ([[1, 40]], "id 40"),
+        ([[[1, 2], [3, 41]]], "id 41"),
+        ([[[1, 2], 3]], "one sequence of ids per row"),
         ([1, 2, 3], "one sequence of ids per row"),
         (torch.tensor([1, 2, 3]), "one sequence of ids per row"),
         (4, "one sequence of ids per row"),

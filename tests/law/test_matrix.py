@@ -61,7 +61,7 @@ EXAMPLES = {
         "assistant": lambda: Assistant(OTHER, length=2),
         "medusa": medusa,
         "recycling": lambda: Recycling(nodes=6),
-        "source": lambda: Source(length=3, ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]]),
+        "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
         "amateur": lambda: Amateur(2, view=None, prompt="last_token"),
         "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
         "adaptive": lambda: Adaptive(Assistant(OTHER, length=3), (2,), sampled=True),
@@ -84,6 +84,7 @@ EXAMPLES = {
             BranchSpec(name="far", view="salt", view_options={"by": 77}), 1.0, 0.2
         ),
         "guidance": lambda: Guidance(1.5, until=1),
+        "whisper_cd": guides.Unheard,
         "margin_shift": lambda: MarginShift(1.5, yes=1, no=[2, 3]),
         "near_ties": lambda: NearTies(1.1, 0.0, yes=1, no=[2, 3]),
         **guides.LAWFUL,

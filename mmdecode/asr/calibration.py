@@ -1,0 +1,171 @@
+"""Temperatures at which models are as sure as they are right.
+
+A model is calibrated by one number: its scores are divided by the temperature at which the mean
+probability of its first choice equals the share of first choices that are right, on text that it
+was not trained on. Both models of a fusion are read teacher-forced, on what was said.
+
+Source: the calibration of Chen et al. 2024, arXiv:2402.05457 (UADF). Differs from its release,
+which looks at one position at a time and may not end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.noise import Noise
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import InputError
+from mmdecode.guide.fusion import ACOUSTIC
+from mmdecode.registry import adapter_for
+
+if TYPE_CHECKING:
+    from mmdecode.asr.correction import Corrector
+    from mmdecode.asr.n_best_lists import NBestList
+
+COLDEST, HOTTEST = 0.1, 10.0
+_HALVINGS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperatures:
+    """Of the models of a fusion.
+
+    Attributes:
+        main: Of the language model.
+        acoustic: Of the recogniser's scores.
+        tokens: Positions by which they were fitted.
+    """
+
+    main: float
+    acoustic: float
+    tokens: int
+
+
+def confidence(scores: Tensor, temperature: float) -> float:
+    """Mean of the highest probability, of scores ``(n, K)``."""
+    return float((scores.double() / temperature).softmax(-1).amax(-1).mean())
+
+
+def temperature_for(scores: Tensor, accuracy: float) -> float:
+    """The temperature at which `confidence` is ``accuracy``, by bisection.
+
+    Args:
+        scores: Logits ``(n, K)``; ``-inf`` is allowed, but not all over a row.
+        accuracy: 0 to 1.
+
+    Returns:
+        From `COLDEST` to `HOTTEST`; one of these where none between them fits.
+    """
+    low, high = COLDEST, HOTTEST
+    if confidence(scores, low) <= accuracy:
+        return low
+    if confidence(scores, high) >= accuracy:
+        return high
+    for _ in range(_HALVINGS):  # confidence falls with the temperature
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if confidence(scores, middle) > accuracy else (low, middle)
+    return (low * high) ** 0.5
+
+
+def fit_temperature(scores: Tensor, labels: Tensor) -> float:
+    """The temperature that calibrates some scores.
+
+    Args:
+        scores: Logits ``(n, K)``, see `temperature_for`.
+        labels: What was right, ``(n,)``; -1 where it is not among the K.
+    """
+    return temperature_for(scores, float((scores.argmax(-1) == labels).double().mean()))
+
+
+@torch.no_grad()
+def calibrate(
+    corrector: Corrector, lists: Sequence[NBestList], audio: Sequence[Any]
+) -> Temperatures:
+    """Fits both temperatures of a corrector's fusion.
+
+    Args:
+        corrector: A causal language model, with a guide of `mmdecode.guide.fusion`; the guide's own
+            temperatures do not count.
+        lists: With references that neither model was trained on.
+        audio: One entry for each, as the corrector takes them.
+
+    Raises:
+        InputError: No list has a reference.
+    """
+    main: list[Tensor] = []
+    right: list[Tensor] = []
+    acoustic: list[Tensor] = []
+    places: list[Tensor] = []
+    for one, heard in zip(lists, audio, strict=True):
+        if not one.reference:
+            continue
+        law, sparse, labels = _forced(corrector, one, heard)
+        main.append(law)
+        right.append(labels)
+        scores, own = sparse.logits[0], labels
+        if sparse.candidates is not None:
+            found = sparse.candidates[0] == labels[:, None]
+            own = torch.where(found.any(-1), found.int().argmax(-1), -1)
+            scores = scores.masked_fill(sparse.candidates[0] < 0, -torch.inf)
+        asked = (scores > -torch.inf).any(-1)
+        acoustic.append(scores[asked])
+        places.append(own[asked])
+    if not main:
+        raise InputError("no list has a reference; calibration needs what was said")
+    return Temperatures(
+        main=fit_temperature(torch.cat(main), torch.cat(right)),
+        acoustic=fit_temperature(torch.cat(acoustic), torch.cat(places)),
+        tokens=sum(map(len, right)),
+    )
+
+
+def _forced(corrector: Corrector, one: NBestList, heard: Any) -> tuple[Tensor, Scores, Tensor]:
+    """What both models say at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
+    assert one.reference is not None and corrector.decoder.guide is not None
+    device = corrector.model.device
+    answer = corrector.prompts.answer(one.reference)
+    prompt = torch.tensor([corrector.prompts.prompt(one.hypotheses)], device=device)
+    tokens = torch.tensor([answer], device=device)
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    adapter = adapter_for(corrector.model)
+    ctx = Context(
+        prompt_ids=prompt,
+        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
+        ids=torch.cat([prompt, tokens], 1),
+        length=zero,
+        open=zero == 0,
+        rounds=zero,
+        noise=Noise.of(0, [0], device),
+        limit=len(answer) + 1,
+        adapter=adapter,
+        ends=tokens[0, -1:],
+        mm_inputs={"audio": [heard]},
+        model_inputs={"attention_mask": torch.ones_like(prompt)},
+    )
+    [spec] = corrector.decoder.guide.branches
+    assert spec.build is not None, "fusions build their branch"
+    scorers = [ModelBranches(adapter, [MAIN]), spec.build(ctx)]
+    first: dict[str, Scores] = {}
+    for scorer in scorers:
+        first |= scorer.prefill(ctx, first)
+    # the rest as a drafted chain behind the first token
+    ctx.length, ctx.longest = zero + 1, 1
+    chain = Proposal(tokens=tokens[:, 1:-1], kind="deterministic")
+    rest: dict[str, Scores] = {}
+    for scorer in scorers:
+        rest |= scorer.score(ctx, chain, rest)
+    parts = [first, rest] if len(answer) > 1 else [first]
+
+    def joined(name: str, field: str) -> Any:
+        values = [getattr(part[name], field) for part in parts]
+        return None if values[0] is None else torch.cat(values, 1)
+
+    sparse = Scores(logits=joined(ACOUSTIC, "logits"), candidates=joined(ACOUSTIC, "candidates"))
+    return joined("main", "logits")[0], sparse, tokens[0]

@@ -1,0 +1,543 @@
+"""Correction beside a recogniser: by a language model alone, or together with what was heard.
+
+These are the methods of the registry's kind ``correct``: ``llm``, and ``uadf``, ``static`` and
+``shallow``, whose tokens the recogniser weighs too (`mmdecode.guide.uadf`, `mmdecode.guide.fusion`,
+`mmdecode.asr.fusion`). Each is a `mmdecode.asr.correction.Corrector` that also says of each word
+who decided it. `WindowCorrector` puts one behind a transcriber.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from mmdecode.asr.attempts import Attempts
+from mmdecode.asr.correction import Correction, Corrector
+from mmdecode.asr.fusion import Recogniser, Route
+from mmdecode.asr.n_best import hypotheses
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.prompts import Prompts
+from mmdecode.checkpoints import local_path
+from mmdecode.errors import OptionError
+from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
+from mmdecode.guide.uadf import UADF
+
+if TYPE_CHECKING:
+    from mmdecode.asr.long_form import Job, LongForm, Piece
+    from mmdecode.asr.transcriber import Segment, Transcript
+    from mmdecode.engine.contracts import BranchSpec, Context
+
+By = Literal["audio", "language model", "both"]
+CARD = "card.json"
+_PAD_S = 0.2  # of silence around what is heard again, where neighbours leave room
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecidedWord:
+    """A word of a corrected text.
+
+    Attributes:
+        text: It.
+        by: ``both``: each alone would have written it, given the words before; ``language model``:
+            the audio alone would not; ``audio``: the language model alone would not.
+    """
+
+    text: str
+    by: By
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """A corrected list.
+
+    Attributes:
+        correction: What became of it.
+        words: Of its text.
+    """
+
+    correction: Correction
+    words: list[DecidedWord]
+
+
+class ListCorrection(ABC):
+    """What corrects lists, and says of each word who decided it.
+
+    Args:
+        corrector: The language model.
+    """
+
+    def __init__(self, corrector: Corrector) -> None:
+        self.corrector = corrector
+
+    @property
+    def count(self) -> int:
+        """Hypotheses that it is shown."""
+        return self.corrector.prompts.options.count
+
+    @abstractmethod
+    def __call__(
+        self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
+    ) -> list[Corrected]:
+        """Corrects lists, in order.
+
+        Args:
+            lists: N-best lists.
+            audio: What was heard, one entry for each.
+        """
+
+
+class LanguageModelCorrection(ListCorrection):
+    """A language model corrects and hears nothing.
+
+    A word that stands in the first hypothesis at its place is decided by both.
+    """
+
+    @classmethod
+    def from_options(
+        cls,
+        model: str,
+        recogniser: Recogniser | None = None,
+        count: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        draft: str | None = "hypotheses",
+    ) -> LanguageModelCorrection:
+        """From a string.
+
+        Args:
+            model: A corrector: folder, Hub id or ``zoo:NAME``.
+            recogniser: Whose device is used; given by the transcriber.
+            count: Hypotheses shown; ``None``: as the corrector was trained.
+            batch_size: Lists at once.
+            max_new_tokens: Most tokens of an answer.
+            draft: See `mmdecode.asr.correction.Corrector`.
+        """
+        return cls(load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft))
+
+    def __call__(
+        self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
+    ) -> list[Corrected]:
+        """Corrects lists, in order."""
+        return [
+            Corrected(correction=found, words=_words_of_text(found))
+            for found in self.corrector(lists)
+        ]
+
+
+class FusedCorrection(ListCorrection):
+    """A language model corrects, and what was heard weighs in at every token.
+
+    Args:
+        corrector: A causal language model; its guide is set here.
+        recogniser: The model that hears.
+        join: Makes the guide of the acoustic branch: how the two models are joined.
+        candidates: Of the language model's tokens, how many the audio is asked about.
+        route: How they are scored, see `mmdecode.asr.fusion.Recogniser.branch`.
+
+    Raises:
+        OptionError: The language model is no causal one.
+    """
+
+    def __init__(
+        self,
+        corrector: Corrector,
+        recogniser: Recogniser,
+        join: Callable[[BranchSpec], Fusion],
+        candidates: int = 8,
+        route: Route = "auto",
+    ) -> None:
+        super().__init__(corrector)
+        model = corrector.model
+        if corrector.seq2seq:
+            raise OptionError(
+                f"{type(model).__name__} reads its prompt with an encoder; fusion needs a causal "
+                "language model: use llm:model=..., which hears nothing"
+            )
+        spec = recogniser.branch(
+            corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
+        )
+        self._built: list[Any] = []
+        corrector.decoder.guide = join(replace(spec, build=partial(self._build, spec)))
+
+    def _build(self, spec: BranchSpec, ctx: Context) -> Any:
+        assert spec.build is not None, "the branch is scored by rules of its own"
+        self._built = [spec.build(ctx)]
+        return self._built[0]
+
+    def __call__(
+        self, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
+    ) -> list[Corrected]:
+        """Corrects lists, in order.
+
+        Args:
+            lists: N-best lists.
+            audio: What was heard, one entry for each.
+        """
+        if audio is None:
+            raise OptionError(f"{type(self).__name__} hears the audio; pass one entry per list")
+        found: list[Corrected] = []
+        guide = self.corrector.decoder.guide
+        scorer, row = None, 0
+        for one in self.corrector.corrections(lists, audio):
+            words = [DecidedWord(text=word, by="audio") for word in one.text.split()]
+            if one.tokens and guide is not None and not guide.neutral:
+                # corrections come batch by batch, in the order of the batch's rows
+                scorer, row = self._built[0], row + 1 if scorer is self._built[0] else 0
+                if one.refused is None:
+                    words = self._words_of_tokens(scorer, row, one.tokens)
+            elif one.tokens and one.refused is None:
+                words = _words_of_text(one)
+            found.append(Corrected(correction=one, words=words))
+        return sorted(found, key=lambda one: one.correction.index)
+
+    def _words_of_tokens(self, scorer: Any, row: int, count: int) -> list[DecidedWord]:
+        """Of each word of an answer, who decided its tokens."""
+        tokens = scorer.choices.tokens(row)[:count]
+        kept = scorer.choices.kept[row][:count]
+        marks: list[set[By]] = []
+        texts = [""]
+        for end, (token, (main, acoustic)) in enumerate(zip(tokens, kept, strict=True), 1):
+            text = self.corrector.prompts.tokenizer.decode(
+                tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            texts.append(text)
+            before, now = texts[-2].split(), text.split()
+            joins = bool(before) and not texts[-2][-1].isspace() and not _begins_anew(texts)
+            mark: By = "both" if token in acoustic else "language model"
+            if token != main:
+                mark = "audio"
+            for place in range(len(before) - joins, len(now)):
+                while place >= len(marks):
+                    marks.append(set())
+                marks[place].add(mark)
+        return [
+            DecidedWord(text=word, by=next(by for by in _RANKED if by in mark))
+            for word, mark in zip(texts[-1].split(), marks, strict=True)
+        ]
+
+
+_RANKED: tuple[By, ...] = ("audio", "language model", "both")
+
+
+def _begins_anew(texts: Sequence[str]) -> bool:
+    """Whether what the last text adds begins with white space."""
+    added = texts[-1][len(texts[-2]) :]
+    return added[:1].isspace() or not added
+
+
+def _words_of_text(one: Correction) -> list[DecidedWord]:
+    """Words of a text that was made without hearing, beside the first hypothesis."""
+    words, heard = one.text.split(), one.best.split()
+    by: list[By] = ["language model"] * len(words)
+    for block in SequenceMatcher(None, heard, words, autojunk=False).get_matching_blocks():
+        by[block.b : block.b + block.size] = ["both"] * block.size
+    if one.refused is not None or not one.tokens:
+        by = ["audio"] * len(words)
+    return [DecidedWord(text=word, by=who) for word, who in zip(words, by, strict=True)]
+
+
+class UADFCorrection(FusedCorrection):
+    """By uncertainty-aware dynamic fusion, see `mmdecode.guide.uadf`."""
+
+    @classmethod
+    def from_options(
+        cls,
+        model: str,
+        recogniser: Recogniser,
+        beta: float = 0.5,
+        scale: float = 1.0,
+        main_temperature: float | None = None,
+        acoustic_temperature: float | None = None,
+        candidates: int = 8,
+        route: Route = "auto",
+        count: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        draft: str | None = None,
+    ) -> UADFCorrection:
+        """From a string.
+
+        Args:
+            model: See `LanguageModelCorrection.from_options`.
+            recogniser: The model that hears; given by the transcriber.
+            beta: See `mmdecode.guide.uadf.UADF`.
+            scale: See there.
+            main_temperature: See there; ``None``: that of the language model's card.
+            acoustic_temperature: As ``main_temperature``.
+            candidates: See `FusedCorrection`.
+            route: See `FusedCorrection`.
+            count: See `LanguageModelCorrection.from_options`.
+            batch_size: See `LanguageModelCorrection.from_options`.
+            max_new_tokens: See `LanguageModelCorrection.from_options`.
+            draft: As there. It changes no token; every drafted one is listened for, so that it
+                pays where the language model's pass costs much more than the recogniser's.
+        """
+        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
+        heat = temperatures_of(model, main_temperature, acoustic_temperature)
+
+        def join(branch: BranchSpec) -> UADF:
+            return UADF(branch, beta, scale, *heat)
+
+        return cls(corrector, recogniser, join, candidates, route)
+
+
+class StaticCorrection(FusedCorrection):
+    """By late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
+
+    @classmethod
+    def from_options(
+        cls,
+        model: str,
+        recogniser: Recogniser,
+        weight: float = 0.5,
+        main_temperature: float | None = None,
+        acoustic_temperature: float | None = None,
+        candidates: int = 8,
+        route: Route = "auto",
+        count: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        draft: str | None = None,
+    ) -> StaticCorrection:
+        """From a string.
+
+        Args:
+            model: See `LanguageModelCorrection.from_options`.
+            recogniser: See `UADFCorrection.from_options`.
+            weight: See `mmdecode.guide.fusion.Static`.
+            main_temperature: See `UADFCorrection.from_options`.
+            acoustic_temperature: See `UADFCorrection.from_options`.
+            candidates: See `FusedCorrection`.
+            route: See `FusedCorrection`.
+            count: See `LanguageModelCorrection.from_options`.
+            batch_size: See `LanguageModelCorrection.from_options`.
+            max_new_tokens: See `LanguageModelCorrection.from_options`.
+            draft: As there. It changes no token; every drafted one is listened for, so that it
+                pays where the language model's pass costs much more than the recogniser's.
+        """
+        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
+        heat = temperatures_of(model, main_temperature, acoustic_temperature)
+
+        def join(branch: BranchSpec) -> Static:
+            return Static(branch, weight, *heat)
+
+        return cls(corrector, recogniser, join, candidates, route)
+
+
+class ShallowCorrection(FusedCorrection):
+    """By shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
+
+    @classmethod
+    def from_options(
+        cls,
+        model: str,
+        recogniser: Recogniser,
+        weight: float = 0.5,
+        main_temperature: float | None = None,
+        acoustic_temperature: float | None = None,
+        candidates: int = 8,
+        route: Route = "auto",
+        count: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        draft: str | None = None,
+    ) -> ShallowCorrection:
+        """From a string; arguments as of `StaticCorrection.from_options`."""
+        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
+        heat = temperatures_of(model, main_temperature, acoustic_temperature)
+
+        def join(branch: BranchSpec) -> Shallow:
+            return Shallow(branch, weight, *heat)
+
+        return cls(corrector, recogniser, join, candidates, route)
+
+
+def load_corrector(
+    model: str,
+    recogniser: Recogniser | None,
+    count: int | None,
+    batch_size: int,
+    max_new_tokens: int,
+    draft: str | None,
+) -> Corrector:
+    """A corrector on the recogniser's device."""
+    device = None if recogniser is None else recogniser.model.device
+    given: dict[str, Any] = {} if count is None else {"count": count}
+    return Corrector.from_pretrained(
+        model, device, batch_size=batch_size, max_new_tokens=max_new_tokens, draft=draft, **given
+    )
+
+
+def temperatures_of(
+    model: str, main: float | None = None, acoustic: float | None = None
+) -> tuple[float, float]:
+    """Main and acoustic temperature of a fusion: given, else of a model's card, else 1."""
+    card = Path(local_path(model)) / CARD
+    known = json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}
+    fitted = known.get("temperatures", {})
+    return (
+        fitted.get("main", 1.0) if main is None else main,
+        fitted.get("acoustic", 1.0) if acoustic is None else acoustic,
+    )
+
+
+# Behind a transcriber
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A stretch of a recording that is heard again.
+
+    Attributes:
+        segments: Which of the transcript's it holds, first and behind the last.
+        start: Its first sample.
+        end: Behind its last.
+    """
+
+    segments: tuple[int, int]
+    start: int
+    end: int
+
+
+class WindowCorrector:
+    """Corrects transcripts window by window.
+
+    A window of the first transcription, as far as it was kept, is heard again by itself: its
+    N-best list is the text it has, then what a beam search finds, and it gets a correction of its
+    own. Corrected words go to the segment in which the words beside them were.
+
+    Args:
+        method: What corrects.
+        loop: The transcriber's.
+        processor: The model's.
+    """
+
+    def __init__(self, method: ListCorrection, loop: LongForm, processor: Any) -> None:
+        self.method, self.loop, self.extractor = method, loop, processor.feature_extractor
+        options = replace(
+            loop.options,
+            timestamps=False,
+            condition_on_prev_tokens=False,
+            prompt_condition_type="first-segment",
+            mode="sequential",
+            overlap_s=None,
+        )
+        self.prompts = Prompts.of(loop.config, options, processor.tokenizer)
+        self.attempts = Attempts(loop.model, loop.attempts.decoder, options, self.prompts)
+        self.tokenizer = processor.tokenizer
+
+    @torch.no_grad()
+    def __call__(self, job: Job, transcript: Transcript) -> Transcript:
+        """The transcript with corrected segments, each with its words and who decided them."""
+        heard = self._stretches(job.pieces, transcript.segments)
+        if not heard:
+            return transcript
+        prompt = tuple(self.prompts.initial(job.language))
+        assert job.speech is not None, "somebody speaks"
+        tape = job.speech.tape()
+        waves = [tape.read(one.start, one.end) for one in heard]
+        corrected: list[Corrected] = []
+        size = self.loop.options.batch_size
+        for start in range(0, len(waves), size):
+            given = self._given(waves[start : start + size], prompt)
+            lists = self._lists(transcript, heard[start : start + size], given)
+            corrected += self.method(lists, given)
+        segments = list(transcript.segments)
+        for one, found in zip(heard, corrected, strict=True):
+            first, last = one.segments
+            segments[first:last] = shared_out(segments[first:last], found.words)
+        edited = sum(found.correction.edited for found in corrected)
+        refused = sum(found.correction.refused is not None for found in corrected)
+        return dataclasses.replace(
+            transcript,
+            text=" ".join(segment.text for segment in segments if segment.text),
+            uncorrected=transcript.text,
+            segments=segments,
+            stats=transcript.stats | {"edited": edited, "refused": refused},
+        )
+
+    def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Heard]:
+        """Neighbouring segments that one window made, with text and no longer than a window."""
+        mel = self.loop.mel
+        longest = mel.window_frames * mel.hop
+        found = []
+        for _, group in groupby(range(len(pieces)), key=lambda place: id(pieces[place].result)):
+            own = list(group)
+            first, last = own[0], own[-1]
+            before = pieces[first - 1].end if first else 0.0
+            behind = pieces[last + 1].start if last + 1 < len(pieces) else pieces[last].end + 1.0
+            start_s = pieces[first].start - min(_PAD_S, max(0.0, pieces[first].start - before) / 2)
+            end_s = pieces[last].end + min(_PAD_S, max(0.0, behind - pieces[last].end) / 2)
+            start, end = (round(seconds * mel.rate) for seconds in (start_s, end_s))
+            said = any(segments[place].text for place in own)
+            if said and mel.size < end - start <= longest:
+                found.append(Heard((first, last + 1), start, end))
+        return found
+
+    def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
+        """What the model is given of some stretches."""
+        features = self.extractor(
+            list(waves), sampling_rate=self.loop.mel.rate, return_tensors="pt"
+        ).input_features
+        return [Given(features=one, prompt=prompt) for one in features]
+
+    def _lists(
+        self, transcript: Transcript, heard: Sequence[Heard], given: Sequence[Given]
+    ) -> list[NBestList]:
+        """Of each stretch the text it has, and what a beam search finds."""
+        encoder = self.loop.encoder
+        features = torch.stack([one.features for one in given])
+        audio = encoder(
+            features.to(self.loop.model.device, encoder.conv1.weight.dtype)
+        ).last_hidden_state
+        prompt = torch.tensor([one.prompt for one in given], device=audio.device)
+        count = max(self.method.count, 2)
+        lists = []
+        rows = self.attempts.searched(prompt, audio, count, count)
+        for one, found in zip(heard, rows, strict=True):
+            own = " ".join(s.text for s in transcript.segments[slice(*one.segments)] if s.text)
+            texts = (hypothesis.text for hypothesis in hypotheses(found, self._text))
+            unlike = [text for text in texts if text != own]
+            name = f"{transcript.source}#{one.segments[0]}"
+            lists.append(NBestList(name, (own, *unlike)))
+        return lists
+
+    def _text(self, tokens: list[int]) -> str:
+        decode = self.tokenizer.decode
+        return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+
+
+def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> list[Segment]:
+    """Segments with the words of a corrected text, each in the segment of the word it replaces.
+
+    Args:
+        segments: Neighbours, whose texts were corrected together.
+        words: In order.
+    """
+    owners = [place for place, one in enumerate(segments) for _ in one.text.split()]
+    before = [word for one in segments for word in one.text.split()]
+    own: list[list[DecidedWord]] = [[] for _ in segments]
+    matcher = SequenceMatcher(None, before, [word.text for word in words], autojunk=False)
+    for _, first, last, start, end in matcher.get_opcodes():
+        for place in range(start, end):
+            # words in the place of others share their places; those put in follow the word before
+            at = (
+                first + (place - start) * (last - first) // (end - start)
+                if last > first
+                else first - 1
+            )
+            own[owners[min(max(at, 0), len(owners) - 1)]].append(words[place])
+    return [
+        dataclasses.replace(one, text=" ".join(word.text for word in said), decided=said)
+        for one, said in zip(segments, own, strict=True)
+    ]

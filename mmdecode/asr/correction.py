@@ -1,0 +1,657 @@
+"""Generative correction: a language model reads an N-best list and writes the transcript.
+
+START HERE: `Corrector`. Any causal or seq2seq model of transformers is asked through a `Template`;
+its answer is drafted from the hypotheses themselves, which changes no token
+(`mmdecode.draft.source`), and handed on only where an `EditGuard` takes it for a transcript of what
+the recogniser heard.
+
+Sources: Chen et al. 2023, arXiv:2309.15701 (HyPoradise: the N-best and the 1-best prompt); La
+Quatra et al. 2024 (FlanEC: the numbered list); Sun et al. 2021, arXiv:2106.04970 (drafts from the
+input). The forms of the prompts are theirs, the wording is ours: give a published checkpoint the
+very text it was trained with. Differs from all three in the guard: their answers are handed on
+whatever they say.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmdecode import registry
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.draft.source import Source
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import (
+    IncompatibleError,
+    InputError,
+    MissingExtraError,
+    OptionError,
+    UnknownNameError,
+    refuse_unknown,
+)
+from mmdecode.frontdoor import generate
+
+if TYPE_CHECKING:
+    from mmdecode.engine.contracts import Draft, Guide
+    from mmdecode.engine.stats import Stats
+
+SETTINGS = "corrector.json"
+"""What a trained corrector's folder says of its prompts."""
+
+TEMPLATES = {
+    "n_best": "Below is the best hypothesis of a speech recogniser, and then its other hypotheses. "
+    "Correct the best one with words of the others, and write the true transcription.\n\n"
+    "### Best-hypothesis:\n{best}\n\n### Other-hypothesis:\n{others}\n\n### Response:\n",
+    "1_best": "Below is the best hypothesis of a speech recogniser. Correct its errors, and write "
+    "the true transcription.\n\n### Best-hypothesis:\n{best}\n\n### Response:\n",
+    "flanec": "Write the true transcription of an utterance that a speech recogniser took for one "
+    "of these, the likeliest first:\n\n{numbered}",
+}
+PLACEHOLDERS = ("best", "others", "numbered")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A prompt with places for the hypotheses.
+
+    Attributes:
+        text: It, with ``{best}``, the first hypothesis, and ``{others}``, a line for each further
+            one; or with ``{numbered}``, a numbered line for each. Other braces are doubled.
+
+    Raises:
+        OptionError: The text has other places than these, or none.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(self.text) if name is not None]
+        except ValueError as error:
+            raise OptionError(f"template {self.text!r}: {error}; double braces that stay") from None
+        wrong = [name for name in names if name not in PLACEHOLDERS]
+        if wrong or not {"best", "numbered"} & {*names} or len(names) > len({*names}):
+            raise OptionError(
+                f"template {self.text!r} has the places {', '.join(names) or '(none)'}; expected "
+                "{best}, alone or with {others}, or {numbered}, each once"
+            )
+
+    @classmethod
+    def of(cls, given: Template | str) -> Template:
+        """One of `TEMPLATES` by its name, or a text of one's own.
+
+        Raises:
+            UnknownNameError: There is none of that name.
+        """
+        if isinstance(given, Template):
+            return given
+        if given not in TEMPLATES and "{" not in given:
+            raise UnknownNameError.of("template", given, TEMPLATES)
+        return cls(TEMPLATES.get(given, given))
+
+    def prompt(self, hypotheses: Sequence[str]) -> str:
+        """The prompt of a list; white space in a hypothesis becomes single spaces."""
+        lines = [" ".join(text.split()) for text in hypotheses]
+        return self.text.format(
+            best=lines[0],
+            others="\n".join(lines[1:]),
+            numbered="\n".join(f"{place}. {line}" for place, line in enumerate(lines, 1)),
+        )
+
+    def hypotheses(self, prompt: str) -> tuple[str, ...]:
+        """The hypotheses that a prompt was made of, as far as it shows them.
+
+        Raises:
+            InputError: It was not made of this template.
+        """
+        found = self._pattern.fullmatch(prompt)
+        if found is None:
+            raise InputError(f"{prompt[:60]!r} is no prompt of the template {self.text[:60]!r}")
+        shown = found.groupdict()
+        if "numbered" in shown:
+            lines = shown["numbered"].split("\n")
+            return tuple(line.partition(". ")[2] for line in lines)
+        others = shown.get("others", "")
+        return (shown["best"], *(others.split("\n") if others else ()))
+
+    @cached_property
+    def own_lines(self) -> list[str]:
+        """What the template itself says: its lines of several words, and its headings."""
+        literal = "\n".join(part for part, _, _, _ in Formatter().parse(self.text))
+        lines = (line.strip() for line in literal.split("\n"))
+        return [line for line in lines if line.startswith("#") or len(line.split()) > 2]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        parts = []
+        for literal, name, _, _ in Formatter().parse(self.text):
+            parts.append(re.escape(literal))
+            if name is not None:
+                parts.append(f"(?P<{name}>.*)" if name == "best" else f"(?P<{name}>[\\s\\S]*)")
+        return re.compile("".join(parts))
+
+
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+"""Thai, Lao, Burmese, Khmer, Kana and Han, which put no spaces between words."""
+_WORD = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+(?:['\u2019][^\W_{_SPACELESS}]+)*")
+_ITEM = re.compile(r"\(?\d+[.):]\s|[-*\u2022]\s")
+_TALK = re.compile(
+    r"sure\b|certainly\b|of course\b|here(?: is| are|'s)\b|as an? (?:ai|language)\b"
+    r"|i(?: am|'m) sorry\b|i (?:cannot|can't|can not)\b"
+    r"|the (?:(?:best|corrected|correct|true|final|likeliest|most likely) )+"
+    r"(?:transcri|hypothes|sentence|text|answer)"
+    r"|(?:(?:corrected|correct|true|final) )?(?:transcri\w+|response|answer|output|text) ?:",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditGuard:
+    """Says of an answer whether it may stand for what the recogniser heard.
+
+    Words are compared without case and punctuation; of a script without spaces, characters.
+
+    Attributes:
+        distance: Word edits from the nearest hypothesis, at most, as a share of its words; one edit
+            is always allowed. Infinity is neutral.
+        shorter, longer: Least and greatest length in characters, as shares of that hypothesis'.
+            0 and infinity are neutral.
+        novel: Words that are in no hypothesis, at most; 0 lets a model choose and put together, and
+            nothing else. Infinity is neutral.
+    """
+
+    distance: float = 0.3
+    shorter: float = 0.5
+    longer: float = 2.0
+    novel: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (min(self.distance, self.novel) >= 0 and 0 <= self.shorter <= 1 <= self.longer):
+            raise OptionError(
+                f"distance={self.distance}, shorter={self.shorter}, longer={self.longer}, "
+                f"novel={self.novel}; expected 0 or more, and shorter <= 1 <= longer"
+            )
+
+    def __call__(
+        self, answer: str, hypotheses: Sequence[str], template: Template | None = None
+    ) -> str | None:
+        """Why an answer is refused; ``None``: it is not.
+
+        Args:
+            answer: What the model wrote.
+            hypotheses: What it was asked about.
+            template: How it was asked: an answer that repeats that is none.
+        """
+        said, heard = answer.strip(), [text.strip() for text in hypotheses]
+        if not said:
+            return None if "" in heard else "it is empty"
+        if "\n" in said:
+            return "it has several lines"
+        for line in template.own_lines if template else ():
+            if _within(line, said) and not any(_within(line, text) for text in heard):
+                return f"it repeats the prompt: {line[:40]!r}"
+        for what, pattern in (("a list", _ITEM), ("talk about the task", _TALK)):
+            found = pattern.match(said)
+            if found and not any(map(pattern.match, heard)):
+                return f"it begins like {what}: {found[0].strip()!r}"
+        words = words_of(said)
+        edits, _, nearest = min(
+            (edits_of(words_of(text), words), place, text) for place, text in enumerate(heard)
+        )
+        if edits > max(1, self.distance * len(words_of(nearest))):
+            return (
+                f"it is {edits} word edits from the nearest hypothesis, which has "
+                f"{len(words_of(nearest))} words"
+            )
+        known = {word for text in heard for word in words_of(text)}
+        novel = [word for word in words if word not in known]
+        if len(novel) > self.novel:
+            return f"it has words that are in no hypothesis: {', '.join(novel)}"
+        ratio = len(said) / max(len(nearest), 1)
+        if not self.shorter <= ratio <= self.longer:
+            return f"it is {ratio:.2f} times as long as the nearest hypothesis"
+        return None
+
+
+GUARD = EditGuard()
+
+
+def words_of(text: str) -> list[str]:
+    """Words without case and punctuation; of a script without spaces, characters."""
+    return _WORD.findall(text.casefold())
+
+
+def edits_of(left: Sequence[str], right: Sequence[str]) -> int:
+    """Least number of words to replace, leave out or put in, to make one text the other."""
+    costs = list(range(len(right) + 1))
+    for row, word in enumerate(left, 1):
+        diagonal, costs[0] = row - 1, row
+        for column, other in enumerate(right, 1):
+            kept = diagonal + (word != other)
+            diagonal = costs[column]
+            costs[column] = min(kept, costs[column] + 1, costs[column - 1] + 1)
+    return costs[-1]
+
+
+def _within(part: str, text: str) -> bool:
+    return part.casefold() in text.casefold()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How a list is put to a model; kept beside a trained corrector.
+
+    Attributes:
+        template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
+        count: Hypotheses shown, at most.
+        chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
+    """
+
+    template: str = "n_best"
+    count: int = 5
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        Template.of(self.template)
+        if self.count < 1:
+            raise OptionError(f"count={self.count}; expected at least one hypothesis")
+
+    def save(self, folder: Path) -> None:
+        """Writes them into a model's folder."""
+        (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def kept(cls, folder: str) -> dict[str, Any]:
+        """What a model's folder says of them; empty where it says nothing."""
+        file = Path(folder) / SETTINGS
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+class ListPrompts:
+    """Lists and texts as ids of one model.
+
+    Args:
+        tokenizer: The model's.
+        seq2seq: Whether prompt and answer are read by an encoder and a decoder; else the answer
+            goes on behind the prompt.
+        options: How a list is put.
+
+    Raises:
+        InputError: The tokenizer has no token that ends an answer, or no chat template where one is
+            asked for.
+    """
+
+    def __init__(self, tokenizer: Any, seq2seq: bool, options: PromptOptions) -> None:
+        self.tokenizer, self.seq2seq, self.options = tokenizer, seq2seq, options
+        self.template = Template.of(options.template)
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                f"{type(tokenizer).__name__} has no end-of-sequence token; set "
+                "tokenizer.eos_token to the one that ends an answer"
+            )
+        if options.chat and not getattr(tokenizer, "chat_template", None):
+            raise InputError("the tokenizer has no chat template; leave chat out")
+        self.eos = int(tokenizer.eos_token_id)
+        pad = tokenizer.pad_token_id
+        self.pad = self.eos if pad is None else int(pad)
+
+    def shown(self, hypotheses: Sequence[str]) -> Sequence[str]:
+        """Those of a list that are put to the model."""
+        return hypotheses[: self.options.count]
+
+    def prompt(self, hypotheses: Sequence[str]) -> list[int]:
+        """What the model reads of a list."""
+        text = self.template.prompt(self.shown(hypotheses))
+        if self.options.chat:
+            turn = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(
+                turn, tokenize=False, add_generation_prompt=True
+            )
+        ids = self.tokenizer(text, add_special_tokens=not self.options.chat)["input_ids"]
+        if not self.seq2seq and ids[-1:] == [self.eos]:
+            return ids[:-1]  # some tokenizers end every text, and this one goes on
+        return ids
+
+    def answer(self, text: str) -> list[int]:
+        """What the model is to write, with one end-of-sequence token, at its end."""
+        if self.seq2seq:
+            ids = self.tokenizer(text_target=text)["input_ids"]
+        else:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*(token for token in ids if token != self.eos), self.eos]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What some ids of an answer say."""
+        decode = self.tokenizer.decode
+        return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+
+    def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Prompts of a batch and their mask, ``(B, P)``; a decoder's are padded on the left."""
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), self.pad)
+        mask = torch.zeros_like(ids)
+        for place, row in enumerate(rows):
+            part = slice(0, len(row)) if self.seq2seq else slice(width - len(row), width)
+            ids[place, part], mask[place, part] = torch.tensor(row), 1
+        return ids, mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What became of one list.
+
+    Attributes:
+        id: Of the list.
+        index: Its place in the input.
+        text: What is handed on: the answer, or the first hypothesis where it was refused.
+        best: The first hypothesis.
+        raw: The answer as the model wrote it; empty where it was not asked.
+        refused: Why the answer is not handed on; ``None``: it is.
+        tokens: Length of the answer, its end included.
+    """
+
+    id: str
+    index: int
+    text: str
+    best: str
+    raw: str = ""
+    refused: str | None = None
+    tokens: int = 0
+
+    @property
+    def edited(self) -> bool:
+        """Whether the text handed on has other words than the first hypothesis."""
+        return words_of(self.text) != words_of(self.best)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a row of a results file."""
+        return {name: value for name, value in asdict(self).items() if name != "index"}
+
+
+class Corrector:
+    """Corrects N-best lists in batches; what becomes of a list does not depend on the others.
+
+    Args:
+        model: A causal or seq2seq language model of transformers.
+        tokenizer: Its tokenizer.
+        template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
+        count: Hypotheses shown to the model, at most.
+        chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
+        guard: Which answers are handed on; ``None``: all.
+        draft: ``"hypotheses"``: answers are drafted from all hypotheses of their list. Another
+            draft or its name with options, or ``None``; greedy and sampled answers are the same.
+        guide: A guide, or its name with options.
+        beams: Sequences followed by transformers' beam search, which knows no draft; 1: none.
+        temperature: Of the law that answers are drawn from, with noise of the list's id; 0: the
+            most likely tokens.
+        batch_size: Lists decoded at once.
+        max_new_tokens: Most tokens of an answer, or fewer where the model has no more positions.
+        seed: Of the noise that sampling uses.
+
+    Attributes:
+        decoder: What decodes, with its ``stats`` and ``trace``; beams are not counted there.
+
+    Raises:
+        IncompatibleError: Beams beside a guide, a draft that was asked for, or a temperature.
+        OptionError: A value is out of range.
+        InputError: The tokenizer cannot end an answer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        template: str = "n_best",
+        count: int = 5,
+        chat: bool = False,
+        guard: EditGuard | None = GUARD,
+        draft: Draft | str | None = "hypotheses",
+        guide: Guide | str | None = None,
+        beams: int = 1,
+        temperature: float = 0.0,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (
+            ("beams", beams),
+            ("batch_size", batch_size),
+            ("max_new_tokens", max_new_tokens),
+        ):
+            if value < 1:
+                raise OptionError(f"{name}={value}; expected at least 1")
+        if not 0 <= temperature < math.inf:
+            raise OptionError(f"temperature={temperature}; expected 0 or more")
+        if beams > 1 and (guide is not None or temperature or draft not in ("hypotheses", None)):
+            raise IncompatibleError.between(
+                f"beams={beams}",
+                "a draft, a guide or a temperature",
+                "beam search is transformers' own and knows none of them",
+                "use beams=1, or leave them out",
+            )
+        self.model, self.guard, self.beams = model.eval(), guard, beams
+        self.temperature, self.batch_size = temperature, batch_size
+        self.seq2seq = bool(model.config.is_encoder_decoder)
+        options = PromptOptions(template=template, count=count, chat=chat)
+        self.prompts = ListPrompts(tokenizer, self.seq2seq, options)
+        if draft == "hypotheses":
+            draft = Source(length=32, ngram=4)
+        elif isinstance(draft, str):
+            draft = registry.create("draft", draft, target=model)
+        if isinstance(guide, str):
+            guide = registry.create("guide", guide, target=model)
+        self.decoder = Decoder(draft, guide, seed=seed)
+        ends = model.generation_config.eos_token_id
+        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._ends = sorted({*listed, self.prompts.eos})
+        self._places = getattr(model.config, "max_position_embeddings", None)
+        self.max_new_tokens = max_new_tokens
+        if self.seq2seq and self._places is not None:
+            self.max_new_tokens = min(max_new_tokens, self._places - 1)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str],
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **options: Any,
+    ) -> Corrector:
+        """Loads a model, or an adapter of peft with the model it was trained for.
+
+        Args:
+            model_id: A folder, a Hub id or ``zoo:NAME``. Template, count and chat are those that
+                the corrector was trained with where its folder says so.
+            device: ``None``: CUDA where there is one.
+            dtype: ``None``: float32.
+            **options: Of the class.
+
+        Raises:
+            InputError: The checkpoint cannot be loaded.
+            MissingExtraError: It is an adapter, and peft is not installed.
+            OptionError: A value is out of range, or an option does not exist.
+        """
+        refuse_unknown(options, [*inspect.signature(cls).parameters][2:])
+        model, tokenizer = load(str(model_id), device, dtype)
+        return cls(model, tokenizer, **PromptOptions.kept(local_path(str(model_id))) | options)
+
+    @property
+    def stats(self) -> Stats:
+        """The decoder's counters, over all calls."""
+        return self.decoder.stats
+
+    def __call__(
+        self, lists: Sequence[NBestList], audio: Sequence[Any] | None = None
+    ) -> list[Correction]:
+        """Corrects lists.
+
+        Args:
+            lists: N-best lists.
+            audio: One recording for each, for a guide that listens: the engine's
+                ``mm_inputs["audio"]``.
+
+        Returns:
+            One correction per list, in order.
+
+        Raises:
+            OptionError: There is not one recording per list.
+        """
+        return sorted(self.corrections(lists, audio), key=lambda found: found.index)
+
+    def corrections(
+        self, lists: Sequence[NBestList], audio: Sequence[Any] | None = None
+    ) -> Iterator[Correction]:
+        """Like a call, but yields corrections as their batches end; lists of a length go together.
+
+        A caller that writes them down as they come can leave out those it has.
+        """
+        if audio is not None and len(audio) != len(lists):
+            raise OptionError(
+                f"{len(audio)} recordings for {len(lists)} lists; expected one for each"
+            )
+        asked: list[tuple[int, list[int]]] = []
+        for index, one in enumerate(lists):
+            if not any(words_of(text) for text in one.hypotheses):
+                yield Correction(id=one.id, index=index, text=one.best, best=one.best)
+                continue
+            ids = self.prompts.prompt(one.hypotheses)
+            room = 0 if self.seq2seq else self.max_new_tokens
+            if self._places is not None and len(ids) + room > self._places:
+                yield Correction(
+                    id=one.id,
+                    index=index,
+                    text=one.best,
+                    best=one.best,
+                    refused=f"the prompt has {len(ids)} tokens, which with an answer of up to "
+                    f"{self.max_new_tokens} is more than the model's {self._places} positions",
+                )
+                continue
+            asked.append((index, ids))
+        asked.sort(key=lambda row: len(row[1]))
+        for start in range(0, len(asked), self.batch_size):
+            batch = asked[start : start + self.batch_size]
+            chosen = [lists[index] for index, _ in batch]
+            heard = None if audio is None else [audio[index] for index, _ in batch]
+            answers = self._answers(chosen, [ids for _, ids in batch], heard)
+            for (index, _), one, answer in zip(batch, chosen, answers, strict=True):
+                yield self._judged(index, one, answer)
+
+    @torch.no_grad()
+    def _answers(
+        self, lists: Sequence[NBestList], prompts: Sequence[list[int]], audio: list[Any] | None
+    ) -> list[list[int]]:
+        """What the model writes, ids up to and with the end."""
+        ids, mask = (part.to(self.model.device) for part in self.prompts.padded(prompts))
+        given: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": self._ends,
+            "pad_token_id": self.prompts.pad,
+            "do_sample": self.temperature > 0,
+            "temperature": self.temperature or None,
+            "top_p": 1.0 if self.temperature else None,
+            "top_k": 0 if self.temperature else None,
+        }
+        if self.beams > 1:
+            rows = self.model.generate(**given, num_beams=self.beams)
+        else:
+            texts = [
+                [self.prompts.answer(text) for text in self.prompts.shown(one.hypotheses)]
+                for one in lists
+            ]
+            rows = generate(
+                self.model,
+                decoder=self.decoder,
+                request=[one.id for one in lists],
+                mm_inputs={"source_ids": texts} | ({} if audio is None else {"audio": audio}),
+                num_beams=1,
+                **given,
+            )
+        answers = rows[:, 1 if self.seq2seq else ids.shape[1] :].tolist()
+        return [self._ended(answer) for answer in answers]
+
+    def _ended(self, answer: list[int]) -> list[int]:
+        places = (place for place, token in enumerate(answer, 1) if token in self._ends)
+        return answer[: next(places, None)]
+
+    def _judged(self, index: int, one: NBestList, answer: list[int]) -> Correction:
+        raw, refused = self.prompts.text(answer), None
+        if self.guard is not None:
+            if answer and answer[-1] not in self._ends:
+                refused = f"it did not end within {self.max_new_tokens} tokens"
+            else:
+                refused = self.guard(raw, one.hypotheses, self.prompts.template)
+        return Correction(
+            id=one.id,
+            index=index,
+            text=one.best if refused else raw,
+            best=one.best,
+            raw=raw,
+            refused=refused,
+            tokens=len(answer),
+        )
+
+
+def load(
+    model_id: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[Any, Any]:
+    """Model and tokenizer of a checkpoint; an adapter of peft is merged into its model.
+
+    Raises:
+        InputError: It cannot be loaded, or is neither a causal nor a seq2seq language model.
+        MissingExtraError: It is an adapter, and peft is not installed.
+        OptionError: The device or dtype does not exist.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
+
+    kind, path = dtype_of(dtype), local_path(model_id)
+    base = path
+    with loading(model_id):
+        adapter = find_adapter_config_file(path)
+        if adapter is not None:
+            told = json.loads(Path(adapter).read_text(encoding="utf-8"))
+            base = local_path(told["base_model_name_or_path"])
+        config = AutoConfig.from_pretrained(base)
+        family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = family.from_pretrained(base, dtype=kind)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    if base != path:
+        with imported_peft(f"loading the adapter {model_id!r}") as peft:
+            model = peft.PeftModel.from_pretrained(model, path).merge_and_unload()
+    return placed(model, device), tokenizer
+
+
+@contextmanager
+def imported_peft(what: str) -> Iterator[Any]:
+    """The library, for something that needs it.
+
+    Inside, what it asks of transformers in a way that is to be given up is no warning to our users.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(f"{what} needs peft", extra="train") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield peft

@@ -1,0 +1,289 @@
+"""N-best lists in files: HyPoradise's two formats, our own, and what the transcriber writes.
+
+`FORMS` are the formats that are written; which one a row has is seen when it is read:
+
+* ``lists``: ``hypotheses``, and where they are known ``id``, ``scores``, ``reference``, ``audio``.
+* ``generator``: ``input``, a list, best first, and ``output``, the reference, as HyPoradise's
+  published sets have them (Chen et al., 2023, arXiv:2309.15701); further ``id`` and ``am_score``.
+* ``lora``: ``input1``, the best, ``input2``, the others as one text, and ``output``, as its
+  training scripts read them. Those do not say how the others are told apart; here each ends with a
+  full stop, as in its authors' later prompts, and lines are understood too.
+
+A row with ``n_best`` is a result of `mmdecode.asr.Transcriber`, or a line of the ``results.jsonl``
+of ``mmdecode transcribe --n-best``: each of its windows is a list.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.asr.manifest import AUDIO, ID
+from mmdecode.errors import InputError, UnknownNameError
+from mmdecode.files import write_atomically
+from mmdecode.tables import first_of, read_rows, text_of
+
+if TYPE_CHECKING:
+    from mmdecode.asr.transcriber import Transcript
+
+FORMS = ("lists", "generator", "lora")
+SCORES = ("scores", "am_score")
+REFERENCE = ("reference", "output")
+
+
+@dataclass(frozen=True)
+class NBestList:
+    """What a recogniser takes a recording, or a window of one, to say.
+
+    Attributes:
+        id: Its name; unique among lists that are used together.
+        hypotheses: Texts, the best first; equal ones may be among them.
+        scores: Of each, higher is better: mean log-probability per token; ``None``: not known.
+        reference: What was said; ``None``: not known.
+        audio: The recording; ``None``: not known.
+
+    Raises:
+        InputError: There is no hypothesis, or not one score for each.
+    """
+
+    id: str
+    hypotheses: tuple[str, ...]
+    scores: tuple[float, ...] | None = None
+    reference: str | None = None
+    audio: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.hypotheses:
+            raise InputError(f"the list {self.id!r} is empty; expected at least one hypothesis")
+        if self.scores is not None and len(self.scores) != len(self.hypotheses):
+            raise InputError(
+                f"the list {self.id!r} has {len(self.scores)} scores for {len(self.hypotheses)} "
+                "hypotheses; expected one for each, or none"
+            )
+
+    @property
+    def best(self) -> str:
+        """The first hypothesis: what the recogniser itself says."""
+        return self.hypotheses[0]
+
+
+def read_lists(path: str | os.PathLike[str]) -> list[NBestList]:
+    """Reads lists: JSON lines, or one JSON list, of rows of any of the formats; gzip is unpacked.
+
+    A row without an id gets a digest of its hypotheses, so that a list is called alike in any file
+    and any order; of equal lists the second is numbered. Failed recordings of a transcriber's
+    results have no list and are left out.
+
+    Args:
+        path: Its file.
+
+    Raises:
+        InputError: The file cannot be read, a row is none of the formats, or two have one id.
+    """
+    path = Path(path)
+    found: list[NBestList] = []
+    lines: dict[str, int] = {}
+    repeats: Counter[str] = Counter()
+    for line, row in read_rows(path):
+        try:
+            lists = [*_lists(row)]
+        except InputError as error:
+            raise InputError(f"{path}, line {line}: {error}") from error.__cause__
+        for one in lists:
+            if one.id in lines and one.id == _digest(one.hypotheses):
+                repeats[one.id] += 1
+                one = replace(one, id=f"{one.id}-{repeats[one.id] + 1}")
+            if one.id in lines:
+                raise InputError(
+                    f"{path}, line {line}: the id {one.id!r} is that of line {lines[one.id]}; give "
+                    "each list an 'id' of its own"
+                )
+            lines[one.id] = line
+            found.append(one)
+    if not found:
+        raise InputError(f"{path} holds no list; expected one N-best list a line")
+    return found
+
+
+def write_lists(
+    lists: Iterable[NBestList], path: str | os.PathLike[str], form: str = "lists"
+) -> None:
+    """Writes lists; the file either is complete or does not exist.
+
+    Args:
+        lists: In order.
+        path: ``.json`` is one JSON list, anything else JSON lines; a further ``.gz`` packs it.
+        form: Of `FORMS`.
+
+    Raises:
+        InputError: A list cannot be written in this format.
+        UnknownNameError: There is no such format.
+    """
+    path = Path(path)
+    if form not in FORMS:
+        raise UnknownNameError.of("format of N-best lists", form, FORMS)
+    rows = [json.dumps(_row(one, form), ensure_ascii=False, allow_nan=False) for one in lists]
+    packed = path.suffix.lower() == ".gz"
+    if (path.with_suffix("") if packed else path).suffix.lower() == ".json":
+        text = "[\n" + ",\n".join(rows) + "\n]\n"
+    else:
+        text = "".join(f"{row}\n" for row in rows)
+    data = text.encode()
+    write_atomically(path, gzip.compress(data, mtime=0) if packed else data)
+
+
+def lists_of(transcript: Transcript) -> list[NBestList]:
+    """The lists of a recording's windows, in order.
+
+    They are called as the recording is where it has one window, else with the window's number:
+    ``clip.wav#2``.
+
+    Raises:
+        InputError: It was transcribed without N-best lists.
+    """
+    if transcript.n_best is None:
+        raise InputError(
+            f"{transcript.source} was transcribed without N-best lists; ask for some, with "
+            "n_best=5 for instance"
+        )
+    windows = [
+        (tuple(h.text for h in window), tuple(h.score for h in window))
+        for window in transcript.n_best
+    ]
+    return list(_of_windows(windows, transcript.source, transcript.source))
+
+
+def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], list[NBestList]]:
+    """A development part and the rest, the same for a list whatever others are beside it.
+
+    Args:
+        lists: In order, which both parts keep.
+        share: Of the lists that are to be in the first part, about, from 0 to 1.
+    """
+    parts: tuple[list[NBestList], list[NBestList]] = ([], [])
+    for one in lists:
+        parts[place(one.id) >= share].append(one)
+    return parts
+
+
+def place(name: str) -> float:
+    """A fixed number in [0, 1) for an id, as if drawn uniformly."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:6]) / 2**48  # exact as a float, and below 1
+
+
+_Window = tuple[tuple[str, ...], tuple[float, ...] | None]
+_ROW = "the row"
+
+
+def _lists(row: Mapping[str, Any]) -> Iterator[NBestList]:
+    name, audio = text_of(row, ID, _ROW), text_of(row, AUDIO, _ROW)
+    if row.get("error") is not None:
+        return
+    if "n_best" in row:
+        name = name or text_of(row, ("source",), _ROW)
+        if name is None:
+            raise InputError(f"{_ROW} names no recording; expected 'id' or 'source'")
+        yield from _of_windows(_transcribed(row), name, audio)
+        return
+    texts: Any = first_of(row, ("hypotheses", "input"))
+    if texts is None and "input1" in row:
+        texts = [row["input1"], *_others(text_of(row, ("input2",), _ROW) or "")]
+    if not isinstance(texts, list):
+        raise InputError(
+            f"{_ROW} has no hypotheses; expected a list under 'hypotheses' or 'input', 'input1' "
+            "with 'input2', or the 'n_best' of a transcript"
+        )
+    hypotheses, scores = _texts(texts), first_of(row, SCORES)
+    yield NBestList(
+        name or _digest(hypotheses),
+        hypotheses,
+        None if scores is None else _numbers(scores),
+        text_of(row, REFERENCE, _ROW),
+        audio,
+    )
+
+
+def _transcribed(row: Mapping[str, Any]) -> list[_Window]:
+    """Texts and scores of each window of a transcript."""
+    if row["n_best"] is None:
+        raise InputError(f"{_ROW} was transcribed without N-best lists; transcribe with --n-best")
+    windows: list[_Window] = []
+    try:
+        for window in row["n_best"]:
+            scores = [h["score"] for h in window]  # null where it was no finite number
+            known = None if None in scores else _numbers(scores)
+            windows.append((_texts([h["text"] for h in window]), known))
+    except (TypeError, KeyError):
+        raise InputError(
+            f"{_ROW} has an 'n_best' that no transcriber writes; expected windows of hypotheses, "
+            "each with 'text' and 'score'"
+        ) from None
+    return windows
+
+
+def _of_windows(windows: Sequence[_Window], name: str, audio: str | None) -> Iterator[NBestList]:
+    for number, (texts, scores) in enumerate(windows, 1):
+        own = name if len(windows) == 1 else f"{name}#{number}"
+        yield NBestList(own, texts, scores, audio=audio)
+
+
+def _others(text: str) -> list[str]:
+    """The hypotheses of one text: a line each, else each up to a full stop."""
+    parts = text.split("\n") if "\n" in text else f"{text} ".split(". ")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _row(one: NBestList, form: str) -> dict[str, Any]:
+    named: dict[str, Any] = {"id": one.id}
+    if form == "lists":
+        named |= {"hypotheses": one.hypotheses, "scores": one.scores, "reference": one.reference}
+    else:
+        if one.reference is None:
+            raise InputError(
+                f"the list {one.id!r} has no reference, which {form!r} needs; write 'lists'"
+            )
+        if form == "generator":
+            named |= {"input": one.hypotheses}
+        else:
+            best, *others = one.hypotheses
+            joined = " ".join(f"{other}." for other in others)
+            if _others(joined) != others:
+                raise InputError(
+                    f"the list {one.id!r} has hypotheses with full stops, or empty ones, which "
+                    "'lora' cannot tell apart; write 'generator' or 'lists'"
+                )
+            named |= {"input1": best, "input2": joined}
+        named |= {"output": one.reference, "am_score": one.scores}
+    return {
+        key: value for key, value in (named | {"audio": one.audio}).items() if value is not None
+    }
+
+
+def _texts(values: Sequence[Any]) -> tuple[str, ...]:
+    found = [text_of({"hypothesis": value}, ("hypothesis",), _ROW) for value in values]
+    if None in found:
+        raise InputError(f"{_ROW} has a hypothesis that is null; expected text")
+    return tuple(text or "" for text in found)
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError, OverflowError):
+        numbers = (math.nan,)
+    if not all(map(math.isfinite, numbers)):
+        raise InputError(f"{_ROW} has the scores {str(values)[:60]}; expected a list of numbers")
+    return numbers
+
+
+def _digest(hypotheses: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(hypotheses).encode(), digest_size=6).hexdigest()

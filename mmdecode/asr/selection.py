@@ -1,0 +1,280 @@
+"""Which of the hypotheses to take: by their agreement, by a language model, or by certainty.
+
+A choice is a place in the list; of equally good hypotheses the first is taken. Each way has a gain
+over the first hypothesis in its own unit, so that a threshold can be laid on it
+(`mmdecode.evaluation.n_best_methods`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmdecode.asr.correction import edits_of, words_of
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.errors import InputError, OptionError, ShapeError, UnsupportedModelError
+
+Weights = Literal["uniform", "scores"]
+WEIGHTS = ("uniform", "scores")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A hypothesis that was chosen.
+
+    Attributes:
+        place: Where it stands in the list, from 0.
+        gain: By how much it is better than the first hypothesis; 0 where it is that one.
+    """
+
+    place: int
+    gain: float
+
+
+def highest(values: Sequence[float]) -> Choice:
+    """The highest of some values, of equals the first, and how far it is above the first value.
+
+    Args:
+        values: One per hypothesis.
+    """
+    best = max(range(len(values)), key=lambda place: values[place])
+    return Choice(best, values[best] - values[0] if best else 0.0)
+
+
+def expected_edits(one: NBestList, weights: Weights = "uniform") -> list[float]:
+    """Words in which each hypothesis is expected to be wrong, if one of the list is right.
+
+    ``sum_j w_j d(h_i, h_j)`` over hypotheses j, for the word edit distance d and weights that sum
+    to 1: the risk of minimum Bayes risk decoding. Case and punctuation make no difference; an equal
+    hypothesis that stands twice has two votes.
+
+    Source: Stolcke, Konig and Weintraub, 1997, "Explicit word error minimization in N-best list
+    rescoring".
+
+    Args:
+        one: The list.
+        weights: ``uniform``, or ``scores``: their softmax. Scores of the transcriber are means per
+            token, so that these weights are flatter than the model's own posterior.
+
+    Raises:
+        InputError: The list has no scores, and they are asked for.
+        OptionError: There are no such weights.
+    """
+    if weights not in WEIGHTS:
+        raise OptionError(f"weights={weights!r}; expected {' or '.join(WEIGHTS)}")
+    scores = scores_of(one) if weights == "scores" else (0.0,) * len(one.hypotheses)
+    likely = [math.exp(score - max(scores)) for score in scores]
+    votes: dict[str, float] = {}
+    for text, weight in zip(one.hypotheses, likely, strict=True):
+        votes[text] = votes.get(text, 0.0) + weight / sum(likely)
+    words = {text: words_of(text) for text in votes}
+    risks = {
+        text: sum(w * edits_of(words[text], words[other]) for other, w in votes.items())
+        for text in votes
+    }
+    return [risks[text] for text in one.hypotheses]
+
+
+def least_risk(one: NBestList, weights: Weights = "uniform") -> Choice:
+    """The hypothesis with the fewest `expected_edits`; its gain is in expected edits."""
+    return highest([-risk for risk in expected_edits(one, weights)])
+
+
+def scores_of(one: NBestList) -> tuple[float, ...]:
+    """The recogniser's scores.
+
+    Raises:
+        InputError: The list has none.
+    """
+    if one.scores is None:
+        raise InputError(
+            f"the list {one.id!r} has no scores; choose without them, or make lists with scores "
+            "(mmdecode transcribe --n-best)"
+        )
+    return one.scores
+
+
+def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> list[float]:
+    """Score of the recogniser plus ``weight`` times that of a language model; 0 is neutral.
+
+    Args:
+        one: The list, with scores.
+        language: Of a language model, one per hypothesis.
+        weight: Of the language model.
+
+    Raises:
+        InputError: The list has no scores.
+        ShapeError: There is not one language score for each hypothesis.
+    """
+    own = scores_of(one)
+    if len(language) != len(own):
+        raise ShapeError(
+            f"the list {one.id!r} has {len(own)} hypotheses and {len(language)} scores of a "
+            "language model; expected one for each"
+        )
+    if weight == 0:
+        return list(own)
+    return [score + weight * other for score, other in zip(own, language, strict=True)]
+
+
+def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """How far the laws of a text's tokens are from knowing nothing: mean of KL(uniform || law).
+
+    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the law of the recogniser at
+    each token of each hypothesis, from a forced pass or from the decoding itself, as raw logits:
+    where a token is forbidden (``-inf``), the divergence is infinite. Lists in files do not hold
+    laws, so nothing of `mmdecode.evaluation` offers it.
+
+    Source: Kang, Zhao and Song, 2025, arXiv:2502.18581.
+
+    Args:
+        logits: ``(..., T, V)``, raw.
+        mask: ``(..., T)``, True at tokens that count; ``None``: all do.
+
+    Returns:
+        ``(...)``, float32, 0 where every law is uniform.
+
+    Raises:
+        OptionError: A logit that counts is not finite.
+    """
+    keep = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    keep = keep if mask is None else mask.bool()
+    laws = logits.float().log_softmax(-1)
+    divergence = -laws.mean(-1) - math.log(logits.shape[-1])
+    if not divergence[keep].isfinite().all():
+        raise OptionError(
+            "self-certainty of laws with forbidden tokens is infinite; give raw logits, before "
+            "suppressed tokens are set to -inf"
+        )
+    return torch.where(keep, divergence, 0.0).sum(-1) / keep.sum(-1).clamp_min(1)
+
+
+def most_certain(laws: Sequence[Tensor]) -> Choice:
+    """The hypothesis with the highest `self_certainty`; its gain is in nats per token.
+
+    Args:
+        laws: Raw logits of each hypothesis' tokens, ``(T, V)``.
+    """
+    return highest([float(self_certainty(one)) for one in laws])
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """What a language model makes of a text.
+
+    Attributes:
+        total: Log-probability in nats, the end token included.
+        tokens: Tokens that were scored, the end token included.
+    """
+
+    total: float
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Log-probability per token; of a text without any, minus infinity."""
+        return self.total / self.tokens if self.tokens else -math.inf
+
+
+class TextScorer:
+    """Log-probabilities of texts by any causal language model of transformers.
+
+    Texts start after the tokenizer's first token (``bos``, else ``eos``) and end with its ``eos``
+    where it has one. Rows are padded on the right, where a causal model cannot look, so that a text
+    has the score that it has alone, up to rounding.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        batch_size: Texts at once.
+
+    Raises:
+        UnsupportedModelError: The model is an encoder-decoder.
+        OptionError: The tokenizer has neither a first nor an end token.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16) -> None:
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is an encoder-decoder; scoring texts needs a causal model"
+            )
+        self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
+        eos = tokenizer.eos_token_id
+        start = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if start is None:
+            raise OptionError(
+                "the tokenizer has neither a bos nor an eos token, so that the first word has no "
+                "probability; set tokenizer.bos_token"
+            )
+        self._start, self._end = [start], [] if eos is None else [eos]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str | os.PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        batch_size: int = 16,
+    ) -> TextScorer:
+        """Loads a model.
+
+        Args:
+            model_id: A folder, a Hub id or ``zoo:NAME``.
+            device: ``None``: CUDA where there is one.
+            dtype: ``None``: float32.
+            batch_size: Texts at once.
+
+        Raises:
+            InputError: It cannot be loaded.
+            OptionError: The device or dtype does not exist.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        kind, path = dtype_of(dtype), local_path(str(model_id))
+        with loading(str(model_id)):
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+        return cls(placed(model, device), tokenizer, batch_size=batch_size)
+
+    def __call__(self, texts: Sequence[str]) -> list[TextScore]:
+        """Scores texts, in order; equal ones once."""
+        distinct = list(dict.fromkeys(texts))
+        rows = {text: self._ids(text) for text in distinct}
+        by_length = sorted(distinct, key=lambda text: len(rows[text]))
+        found: dict[str, TextScore] = {}
+        for start in range(0, len(by_length), self.batch_size):
+            batch = by_length[start : start + self.batch_size]
+            scores = self._scored([rows[text] for text in batch])
+            found |= dict(zip(batch, scores, strict=True))
+        return [found[text] for text in texts]
+
+    def of_lists(self, lists: Sequence[NBestList]) -> list[list[TextScore]]:
+        """Scores of the hypotheses of each list."""
+        flat = self([text for one in lists for text in one.hypotheses])
+        ends = [0, *accumulate(len(one.hypotheses) for one in lists)]
+        return [flat[start:end] for start, end in pairwise(ends)]
+
+    def _ids(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*self._start, *ids, *self._end]
+
+    @torch.inference_mode()
+    def _scored(self, rows: Sequence[list[int]]) -> list[TextScore]:
+        width = max(map(len, rows))
+        device = self.model.device
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(width, device=device) < lengths[:, None]
+        logits = self.model(ids, attention_mask=mask.long()).logits[:, :-1].float()
+        own = logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
+        totals = torch.where(mask[:, 1:], own.double(), 0.0).sum(-1).tolist()
+        return [TextScore(total, len(row) - 1) for total, row in zip(totals, rows, strict=True)]

@@ -1,0 +1,274 @@
+"""``mmdecode evaluate nbest``: what choosing and correcting makes of N-best lists."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
+from mmdecode.cli.progress import only_our_output, progress_bar
+
+if TYPE_CHECKING:
+    from mmdecode.asr.n_best_lists import NBestList
+    from mmdecode.evaluation.journal import Journal
+    from mmdecode.evaluation.n_best_methods import Method, ModelRow, Parts
+
+Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
+"""What models made of the lists of a set, by set and source, then by list."""
+
+
+def nbest(
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="N-best lists: HyPoradise's .json or .jsonl, .gz too, results.jsonl of mmdecode "
+            "transcribe --n-best, or a shipped set: ls_clean, ls_other, cv. Repeat it for more; "
+            "default: the shipped sets."
+        ),
+    ] = None,
+    references: Annotated[
+        Path | None,
+        typer.Option(help="A manifest with what was said, for lists that do not say it."),
+    ] = None,
+    norm: Annotated[
+        str,
+        typer.Option(
+            "--norm",
+            "--normalizer",
+            "--normaliser",
+            help="none, basic, whisper (English) or leaderboard, which also merges compounds.",
+        ),
+    ] = "whisper",
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names with commas between: mbr, mbr+scores, table, lm:MODEL, lm-total:MODEL, "
+            "lm+scores:MODEL. The first hypotheses (1best) always stand beside. Repeat it for more."
+        ),
+    ] = None,
+    corrector: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A generative corrector: a folder, a Hub id or zoo:NAME of a causal or seq2seq "
+            "model. Repeat it for more."
+        ),
+    ] = None,
+    train_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the lists that a corrector was trained on; no test."
+        ),
+    ] = 0.0,
+    dev_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the lists, behind these, to fix thresholds on; no test."
+        ),
+    ] = 0.5,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many lists; a smoke test.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--out", help="Folder for rows, summary, tables, texts and page."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue in --output; same lists only.")
+    ] = False,
+    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Lists or texts at once.")] = 16,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Of every bootstrap.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Word errors of choosing and correcting, beside the oracles of the lists.
+
+    o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
+    are cut into parts by their ids: thresholds, weights and the table of spellings are fixed on the
+    development part, and the rest is reported. What models make of the lists goes to --output as it
+    comes (rows.jsonl).
+
+    For example:
+
+      mmdecode evaluate nbest
+
+      mmdecode evaluate nbest --data test_atis.json --norm none --methods mbr,table --output run
+
+      mmdecode evaluate nbest --data cv --corrector my-folder --methods table,lm:gpt2 --output run
+    """
+    import transformers
+
+    import mmdecode
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.n_best import Aligner
+    from mmdecode.evaluation.n_best_methods import Method, outputs, parts_of
+    from mmdecode.evaluation.n_best_report import NBestReport, joined_rows, save_reports
+    from mmdecode.files import claimed
+
+    if resume and output is None:
+        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+    asked = [name for text in methods or ["mbr,table"] for name in text.split(",") if name]
+    asked += [f"corrector:{name}" for name in corrector or []]
+    wanted = [Method.of(name) for name in dict.fromkeys(asked)]
+    aligner = Aligner(norm)
+    sets = {
+        name: parts_of(lists[:limit], train_share, dev_share)
+        for name, lists in _sets(data, references).items()
+    }
+    conditions = {
+        "methods": asked,
+        "train_share": train_share,
+        "dev_share": dev_share,
+        "limit": limit,
+        "dtype": dtype,
+        "mmdecode": mmdecode.__version__,
+        "transformers": transformers.__version__,
+    }
+    with claimed(output) if output else contextlib.nullcontext():
+        rows = _rows(wanted, sets, output, resume, device, dtype, batch_size, limit)
+        reports = []
+        for name, parts in sets.items():
+            found = {
+                method.name: outputs(
+                    method, parts, aligner, rows.get((name, method.source or ""), {})
+                )
+                for method in wanted
+                if method.name != "1best"
+            }
+            reports.append(
+                NBestReport(
+                    name,
+                    parts,
+                    found,
+                    aligner,
+                    resamples=resamples,
+                    seed=seed,
+                    conditions=conditions,
+                )
+            )
+        files = save_reports(reports, output) if output else []
+    if json:
+        emit_json({"task": "nbest", "sets": [one.summary for one in reports], "files": files})
+    else:
+        show_tables([joined_rows(reports)])
+        for report in reports:
+            print_line(report.about())
+            for comparison in report.comparisons:
+                print_line(f"  {comparison}")
+    if limit:
+        print_line(f"--limit {limit}: a smoke test, not a result to report", console, "yellow")
+    for path in files:
+        print_line(str(path), console, "bold")
+
+
+COMMANDS = (nbest,)
+
+
+def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
+    """Lists by the name of their set."""
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.n_best_lists import read_lists
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.n_best import SHIPPED, with_references
+
+    entries = read_manifest(references, audio=False, text=True) if references else []
+    found: dict[str, list[NBestList]] = {}
+    for given in data or SHIPPED:
+        path = Path(given)
+        if given in SHIPPED and not path.exists():
+            path = SHIPPED[given]
+        name = path.name.partition(".")[0]
+        if name in found:
+            raise OptionError(f"two of --data are called {name!r}; rename a file")
+        lists = read_lists(path)
+        found[name] = with_references(lists, entries) if references else lists
+    return found
+
+
+def _rows(
+    methods: Sequence[Method],
+    sets: Mapping[str, Parts],
+    output: Path | None,
+    resume: bool,
+    device: str | None,
+    dtype: str,
+    batch_size: int,
+    limit: int | None,
+) -> Rows:
+    """What the methods' models make of the lists that are not for training."""
+    from mmdecode.evaluation.journal import Journal
+    from mmdecode.evaluation.n_best_methods import ROWS, read_model_rows
+
+    journal: Journal[ModelRow] | None = None
+    if output is not None:
+        hashes = {name: _hash(parts) for name, parts in sets.items()}
+        settings = {"lists": hashes, "dtype": dtype, "limit": limit}
+        journal = Journal(
+            output / ROWS,
+            read_model_rows,
+            lambda row: (row.data, row.source, row.id),
+            settings,
+            resume,
+        )
+    found: Rows = {}
+    for row in journal.done.values() if journal else ():
+        found.setdefault((row.data, row.source), {})[row.id] = row
+    try:
+        for source in dict.fromkeys(method.source for method in methods if method.source):
+            for row in _made(source, sets, found, device, dtype, batch_size):
+                found.setdefault((row.data, source), {})[row.id] = row
+                if journal:
+                    journal.add(row)
+    finally:
+        if journal:
+            journal.close()
+    return found
+
+
+def _made(
+    source: str,
+    sets: Mapping[str, Parts],
+    found: Rows,
+    device: str | None,
+    dtype: str,
+    batch_size: int,
+) -> Iterator[ModelRow]:
+    """Rows of one model that are not there yet."""
+    from mmdecode.asr.correction import Corrector
+    from mmdecode.asr.selection import TextScorer
+    from mmdecode.evaluation.n_best_methods import corrected, scored
+
+    todo = {
+        name: [
+            one
+            for one in (*parts.development, *parts.test)
+            if one.id not in found.get((name, source), {})
+        ]
+        for name, parts in sets.items()
+    }
+    if not any(todo.values()):
+        return
+    only_our_output()
+    kind, _, model = source.partition(":")
+    family: Any = Corrector if kind == "corrector" else TextScorer
+    made = corrected if kind == "corrector" else scored
+    loaded = family.from_pretrained(model, device=device, dtype=dtype, batch_size=batch_size)
+    with progress_bar() as bar:
+        task = bar.add_task(source, total=sum(map(len, todo.values())))
+        for name, lists in todo.items():
+            for row in made(loaded, lists, name, source):
+                yield row
+                bar.advance(task)
+
+
+def _hash(parts: Parts) -> str:
+    """Of the lists, whatever part they are in."""
+    lists = sorted((*parts.before, *parts.test), key=lambda one: one.id)
+    return hashlib.blake2b(repr(lists).encode(), digest_size=8).hexdigest()

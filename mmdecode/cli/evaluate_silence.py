@@ -1,0 +1,259 @@
+"""``mmdecode evaluate silence``: words made up where nobody speaks, and what their cure costs."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Resume
+from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
+from mmdecode.cli.progress import only_our_output, progress_bar
+
+if TYPE_CHECKING:
+    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.transcriber import Transcriber
+
+ZOO, NONE = "zoo", "none"
+SHOWN = 5  # failures listed one by one
+SEEDS = {"development": 1, "test": 2}
+PLAIN = "plain"
+
+
+def silence(
+    model: Annotated[
+        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
+    ] = "zoo:whisper-synth",
+    guide: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A law to decode by, as name or name:key=value,...; each is a mode. Default: "
+            "whisper_cd. Repeat it for more."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Who drafts in every mode; the texts stay what they are.")
+    ] = None,
+    speech: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="On what word errors are measured: a manifest with texts, zoo (shipped clips, "
+            "clean and noisy), or none; default: zoo. Repeat it for more sets."
+        ),
+    ] = None,
+    recordings: Annotated[
+        Path | None,
+        typer.Option(help="Manifest of your own recordings without speech, beside those made."),
+    ] = None,
+    clips: Annotated[int, typer.Option(min=2, help="Of each kind and level of non-speech.")] = 12,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each such clip.")] = 20.0,
+    part: Annotated[
+        Literal["development", "test"],
+        typer.Option(help="Which sounds are made: development to tune on, test to report."),
+    ] = "test",
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Folder for samples, tables and page.")
+    ] = None,
+    resume: Resume = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
+    language: Language = None,
+    max_new_tokens: MaxNewTokens = None,
+    padding: Annotated[
+        Literal["silence", "zeros", "auto"],
+        typer.Option(help="What fills the last window; silence, as openai/whisper does it."),
+    ] = "silence",
+    resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only so many recordings of each kind; a smoke test."),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Words per minute of non-speech, loops, and word errors on speech, of ways to decode.
+
+    The modes: plain Whisper decoding; thresholds (Whisper's gates and temperatures); loop guard
+    (loops are cut after their first round); and each --guide. Silence, white, pink and babble noise
+    and music are made here. Texts go to --out as they come (samples.jsonl); a run that was
+    interrupted continues with --resume. A recording that fails makes the exit code 1.
+
+    For example:
+
+      mmdecode evaluate silence --model zoo:whisper-synth --out run
+
+      mmdecode evaluate silence --model openai/whisper-tiny --guide whisper_cd:alpha=0.5 --guide
+      whisper_cd:alpha=0,gate=0.1 --speech test.jsonl --recordings office.jsonl --out run
+    """
+    from mmdecode.errors import OptionError
+    from mmdecode.evaluation.conditions import conditions_of
+    from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.runs import SAMPLES, data_hash, journal_of, record
+    from mmdecode.evaluation.silence import SilenceReport
+    from mmdecode.files import claimed
+
+    guides, sets = guide or ["whisper_cd"], speech or [ZOO]
+    if resume and out_dir is None:
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
+    only_our_output()
+    with contextlib.ExitStack() as stack:
+        if out_dir is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder = out_dir
+            stack.enter_context(claimed(folder))
+            if not resume and is_taken(folder, SAMPLES):
+                raise OptionError(
+                    f"{folder} holds an earlier report; continue it with --resume, or choose "
+                    "another --out"
+                )
+        options = {
+            "language": language,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "padding": padding,
+        }
+        transcribers = _transcribers(model, guides, draft, device, dtype, seed, options)
+        entries = [
+            *_sounds(folder / "audio", clips, seconds, SEEDS[part], recordings, limit),
+            *(entry for one in sets for entry in _speech(one, folder / "audio", limit)),
+        ]
+        settings = conditions_of(transcribers) | {
+            "model": model,
+            "guides": guides,
+            "draft": draft,
+            "options": options,
+            "speech": sets,
+            "recordings": str(recordings) if recordings else None,
+            "part": part,
+            "clips": clips,
+            "seconds": seconds,
+            "seed": seed,
+            "limit": limit,
+            "data_hash": data_hash(entries),
+        }
+        fixed = {name: value for name, value in settings.items() if name != "load_average"}
+        journal = journal_of(folder, fixed, resume) if out_dir else None
+        with progress_bar() as bar:
+            task = bar.add_task("listening", total=len(entries) * len(transcribers))
+            if journal:
+                bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
+            try:
+                samples = record(
+                    transcribers,
+                    entries,
+                    journal,
+                    warmup=0,
+                    progress=lambda sample: bar.advance(task),
+                )
+            finally:
+                if journal:
+                    journal.close()
+        report = SilenceReport(samples, resamples=resamples, seed=seed, conditions=settings)
+        files = report.save(out_dir) if out_dir else []
+        failures = [sample for sample in samples if sample.error is not None]
+        if json:
+            failed = [{"id": s.id, "mode": s.mode, "error": s.error} for s in failures]
+            emit_json(report.summary | {"failures": failed, "files": files})
+        else:
+            show_tables(rows for rows in (report.rows(), report.speech_rows()) if rows)
+            print_line(report.about())
+    if limit:
+        print_line(f"--limit {limit}: a smoke test, not a result to report", console, "yellow")
+    for path in files:
+        print_line(str(path), console, "bold")
+    for sample in failures[:SHOWN]:
+        print_line(f"failed ({sample.mode}): {sample.id}: {sample.error}", console, "red")
+    if failures:
+        print_line(f"{len(failures)} failed", console)
+        raise typer.Exit(1)
+
+
+def _transcribers(
+    model: str,
+    guides: list[str],
+    draft: str | None,
+    device: str | None,
+    dtype: str,
+    seed: int,
+    options: dict[str, Any],
+) -> dict[str, Transcriber]:
+    """One network, decoded plainly, under Whisper's gates, with loops cut, and by each guide."""
+    from mmdecode import registry
+    from mmdecode.asr.options import FALLBACK
+    from mmdecode.asr.transcriber import Transcriber, load, make_options
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.errors import OptionError
+
+    if len(set(guides)) < len(guides):
+        raise OptionError(f"--guide is given twice: {', '.join(guides)}; give each mode once")
+    network, processor = load(model, device, dtype)
+    at_hand = {"target": network, "model_id": model}
+    ways: dict[str, tuple[str | None, dict[str, Any]]] = {
+        PLAIN: (None, {"loop_guard": "report"}),
+        "thresholds": (None, FALLBACK | {"loop_guard": "report"}),
+        "loop guard": (None, {"loop_guard": "cut"}),
+        **{spec: (spec, {"loop_guard": "report"}) for spec in guides},
+    }
+    found = {}
+    for name, (spec, own) in ways.items():
+        drafter = registry.create("draft", draft, **at_hand) if draft else None
+        law = registry.create("guide", spec, **at_hand) if spec else None
+        decoder = Decoder(drafter, law, seed=seed)
+        found[name] = Transcriber(network, processor, decoder, make_options(options | own))
+    return found
+
+
+def _sounds(
+    folder: Path,
+    clips: int,
+    seconds: float,
+    seed: int,
+    recordings: Path | None,
+    limit: int | None,
+) -> Iterator[Entry]:
+    """Recordings without speech: those made here, and the user's."""
+    from dataclasses import replace
+
+    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.evaluation.non_speech import write_sounds
+    from mmdecode.evaluation.silence import NON_SPEECH
+
+    for entry in write_sounds(folder, min(clips, limit or clips), seconds, seed):
+        yield replace(entry, id=f"{NON_SPEECH}/{entry.id}")
+    for entry in read_manifest(recordings, limit) if recordings else ():
+        yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
+
+
+def _speech(source: str, folder: Path, limit: int | None) -> Iterator[Entry]:
+    """Recordings of speech with texts."""
+    from dataclasses import replace
+
+    from mmdecode.asr.manifest import Entry, read_manifest
+    from mmdecode.evaluation.non_speech import write_flac
+    from mmdecode.evaluation.silence import SPEECH
+
+    if source == NONE:
+        return
+    if source != ZOO:
+        path = Path(source)
+        for entry in read_manifest(path, limit, text=True):
+            yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
+        return
+    from mmdecode.zoo.speech import speech_test
+
+    clips = speech_test()[:limit]
+    for clip in clips:
+        yield Entry(id=f"{SPEECH}/clean/{clip.name}", audio=str(clip.path), text=clip.text)
+    for clip in clips:
+        path = folder / f"noisy_{clip.name}.flac"
+        write_flac(path, clip.samples("noisy"))
+        yield Entry(id=f"{SPEECH}/noisy/{clip.name}", audio=str(path), text=clip.text)
+
+
+COMMANDS = (silence,)

@@ -1,0 +1,360 @@
+"""Late fusion: a second model has a say in every token, by its own law of the same next token.
+
+Made for a language model that corrects a transcript while a recogniser hears the audio, whose law
+is called acoustic here. The second model either scores the same vocabulary (`SecondModel`), or it
+answers for candidates alone (`mmdecode.engine.contracts.Scores.candidates`). Tokens that are no
+candidates keep the main probability where probabilities are added, and are excluded where their
+logarithms are. A position at which nothing is a candidate follows the main model.
+
+Two fixed combinations, the baselines of `mmdecode.guide.uadf`:
+
+- `Static`: ``p_L + weight * p_A``, as the static late fusion of Chen et al. 2024, arXiv:2402.05457.
+- `Shallow`: ``log p_L + weight * log p_A``, as of Gulcehre et al. 2015, arXiv:1503.03535, with the
+  roles of the two models exchanged: here the language model is the main one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import InputError, OptionError
+from mmdecode.guide.linear import not_negative
+from mmdecode.registry import adapter_for
+
+ACOUSTIC = "acoustic"
+"""Name of the branch of the second model."""
+
+
+class Fusion(ABC):
+    """What fusions have in common: a second branch, and a temperature for each model.
+
+    Args:
+        acoustic: The branch of the second model, called `ACOUSTIC`; see `second_model`.
+        main_temperature: What the main logits are divided by before everything else.
+        acoustic_temperature: The same of the second model's scores.
+
+    Neutral: where the second model has no weight; then it is not run, and temperatures count
+    for nothing.
+
+    Raises:
+        OptionError: A temperature is not above 0, or the branch has another name.
+    """
+
+    needs: Needs | Callable[[Adapter], Needs] = Needs()
+    neutral: bool
+
+    def __init__(
+        self,
+        acoustic: BranchSpec,
+        main_temperature: float = 1.0,
+        acoustic_temperature: float = 1.0,
+    ) -> None:
+        if acoustic.name != ACOUSTIC:
+            raise OptionError(f"the second branch is called {acoustic.name!r}; name it {ACOUSTIC}")
+        for name, value in (("main", main_temperature), ("acoustic", acoustic_temperature)):
+            if not 0 < value < math.inf:
+                raise OptionError(f"{name}_temperature must be above 0, got {value}; 1 is neutral")
+        self.main_temperature = main_temperature
+        self.acoustic_temperature = acoustic_temperature
+        self.branches: Sequence[BranchSpec] = (acoustic,)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+        """No constants."""
+        return None
+
+    def apply(
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        main = (scores["main"].logits / self.main_temperature).log_softmax(-1)
+        acoustic = acoustic_law(scores[ACOUSTIC], main, self.acoustic_temperature)
+        heard = (acoustic > -torch.inf).any(-1, keepdim=True)
+        return torch.where(heard, self.fuse(main, acoustic), main)
+
+    @abstractmethod
+    def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
+        """The normalised or unnormalised log-law of two log-laws, all ``(B, N + 1, V)``."""
+
+
+def acoustic_law(scores: Scores, main: Tensor, temperature: float) -> Tensor:
+    """The second model's log-law over the main vocabulary, ``-inf`` for what it does not score.
+
+    Args:
+        scores: Of the second model; unused candidates are -1, and a score may be ``-inf``.
+        main: Of the vocabulary's shape, ``(B, N + 1, V)``.
+        temperature: What its scores are divided by.
+    """
+    values = scores.logits / temperature
+    if scores.candidates is not None:
+        values = values.masked_fill(scores.candidates < 0, -torch.inf)
+    # a position without any score has no law
+    law = values.log_softmax(-1).masked_fill(values == -torch.inf, -torch.inf)
+    if scores.candidates is None:
+        return law
+    spread = torch.full_like(main, -torch.inf)
+    # unused ones point at token 0, which may be a candidate itself: the larger value stays
+    return spread.scatter_reduce(-1, scores.candidates.clamp_min(0), law, "amax")
+
+
+class Late(Fusion):
+    """``p_L + w p_A``, divided by ``1 + w``; a kind of late fusion is a way to choose w."""
+
+    @abstractmethod
+    def weight(self, main: Tensor) -> Tensor:
+        """W at every position, ``(B, N + 1, 1)``, of the main log-law ``(B, N + 1, V)``."""
+
+    def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
+        """See `Fusion.fuse`; the law is normalised."""
+        weight = self.weight(main)
+        return torch.logaddexp(main, weight.log() + acoustic) - weight.log1p()
+
+
+class Static(Late):
+    """Late fusion of one weight everywhere.
+
+    Args:
+        acoustic: See `Fusion`.
+        weight: w; 0 is neutral.
+        main_temperature: See `Fusion`.
+        acoustic_temperature: See `Fusion`.
+    """
+
+    def __init__(
+        self,
+        acoustic: BranchSpec,
+        weight: float = 0.5,
+        main_temperature: float = 1.0,
+        acoustic_temperature: float = 1.0,
+    ) -> None:
+        super().__init__(acoustic, main_temperature, acoustic_temperature)
+        self.fixed = float(not_negative("weight", weight))
+        self.neutral = self.fixed == 0
+
+    def weight(self, main: Tensor) -> Tensor:
+        """The same everywhere."""
+        return torch.full_like(main[..., :1], self.fixed)
+
+
+class Shallow(Fusion):
+    """Shallow fusion, ``log p_L + weight * log p_A``.
+
+    Args:
+        acoustic: See `Fusion`.
+        weight: Of the second model; 0 is neutral.
+        main_temperature: See `Fusion`.
+        acoustic_temperature: See `Fusion`.
+    """
+
+    def __init__(
+        self,
+        acoustic: BranchSpec,
+        weight: float = 0.5,
+        main_temperature: float = 1.0,
+        acoustic_temperature: float = 1.0,
+    ) -> None:
+        super().__init__(acoustic, main_temperature, acoustic_temperature)
+        self.weight = float(not_negative("weight", weight))
+        self.neutral = self.weight == 0
+
+    def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
+        """See `Fusion.fuse`; what either model rules out is out."""
+        return main + self.weight * acoustic
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a second model reads for one row.
+
+    Attributes:
+        features: Its encoder's input, without the batch.
+        prompt: Its decoder's first ids, as many for every row of a call.
+    """
+
+    features: Tensor
+    prompt: tuple[int, ...]
+
+
+class Choices:
+    """What each model alone might have taken where a token was kept.
+
+    Args:
+        ctx: Of the call.
+
+    Attributes:
+        kept: By row, the main model's token and those that are likely by the second.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self.kept: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(ctx.batch)]
+        self._ctx = ctx
+        self._seen: list[list[tuple[int, frozenset[int]]]] = []
+
+    def see(self, main: Tensor, acoustic: Sequence[Sequence[frozenset[int]]]) -> None:
+        """At root and nodes, the main model's tokens ``(B, N + 1)`` and the second one's."""
+        rows = zip(main.tolist(), acoustic, strict=True)
+        self._seen = [list(zip(*row, strict=True)) for row in rows]
+
+    def keep_first(self) -> None:
+        """The first token of every row, which no proposal leads to."""
+        for row, seen in enumerate(self._seen):
+            self.kept[row].append(seen[0])
+
+    def keep(self, path: Tensor, count: Tensor) -> None:
+        """As of a scorer: tokens behind the root and behind accepted nodes."""
+        for row, (nodes, number) in enumerate(zip(path.tolist(), count.tolist(), strict=True)):
+            places = [0, *(node + 1 for node in nodes)][:number]
+            self.kept[row] += [self._seen[row][place] for place in places]
+
+    def tokens(self, row: int) -> list[int]:
+        """What the row has generated; once the call has ended, all of it."""
+        ctx = self._ctx
+        return ctx.ids[row, ctx.prompt_length : ctx.prompt_length + int(ctx.length[row])].tolist()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``."""
+        self.kept = [list(self.kept[row]) for row in rows.tolist()]
+
+
+class SecondModel:
+    """An encoder-decoder that writes the main model's words, and reads an input of its own.
+
+    It sees what the row has generated, behind a prompt of its own. What it reads is the call's
+    ``mm_inputs["audio"]``, a `Given` per row; or, where that is missing, ``mm_inputs[name]`` for
+    the model's ``main_input_name``: ``input_features`` for a recogniser. See
+    `mmdecode.engine.contracts.Scorer`.
+
+    Args:
+        ctx: Of the call.
+        model: The second model.
+        prompt: Its decoder's first ids, where the call does not give them.
+        ids: Its id of each main id, ``(V,)``, -1 where there is none; ``None``: they are the same.
+
+    Attributes:
+        choices: What both models would have taken.
+
+    Raises:
+        InputError: The call brings no input for it, or not one per row.
+        OptionError: Its vocabulary is not the main model's.
+    """
+
+    stage = 1
+
+    def __init__(
+        self, ctx: Context, model: Any, prompt: Sequence[int], ids: Tensor | None = None
+    ) -> None:
+        self.branches = ModelBranches(adapter_for(model), [MAIN])
+        self.model, self.ids = model, ids
+        self.choices = Choices(ctx)
+        self._given, self.prompt = what_it_reads(ctx, model, prompt)
+        own = self.branches.adapter.vocab if ids is None else len(ids)
+        if own != ctx.adapter.vocab:
+            raise OptionError(
+                f"{type(model).__name__} scores a vocabulary of {own}, the main model one of "
+                f"{ctx.adapter.vocab}; expected the same, or the ids that carry one over"
+            )
+
+    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+        """Reads its input and its prompt."""
+        inputs = {"encoder_outputs": (encoded(self.model, self._given),)}
+        found = self.branches.prefill(self._view(ctx, inputs), {})
+        scores = self._scores(found, earlier)
+        self.choices.keep_first()
+        return scores
+
+    def score(
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
+    ) -> dict[str, Scores]:
+        """Root and nodes, by its own ids."""
+        own = self._own(proposal.tokens.clamp_min(0)).masked_fill(proposal.tokens < 0, -1)
+        found = self.branches.score(self._view(ctx, {}), replace(proposal, tokens=own), {})
+        return self._scores(found, earlier)
+
+    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+        """See `mmdecode.engine.contracts.Scorer`."""
+        self.branches.keep(path, count, chain)
+        self.choices.keep(path, count)
+
+    def reorder(self, rows: Tensor) -> None:
+        """See `mmdecode.engine.contracts.Scorer`."""
+        self.branches.reorder(rows)
+        self.choices.reorder(rows)
+        self.prompt = self.prompt[rows]
+
+    def _view(self, ctx: Context, inputs: Mapping[str, Any]) -> Context:
+        """The context as the second model knows it."""
+        return own_view(ctx, self.prompt, self._own(ctx.ids[:, ctx.prompt_length :]), inputs)
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        """Its ids of main ones; what it has no token for is read as its token 0."""
+        if self.ids is None:
+            return tokens
+        return self.ids[tokens.clamp_max(len(self.ids) - 1)].clamp_min(0)
+
+    def _scores(
+        self, found: Mapping[str, Scores], earlier: Mapping[str, Scores]
+    ) -> dict[str, Scores]:
+        logits = found["main"].logits
+        if self.ids is not None:
+            logits = logits[..., self.ids.clamp_min(0)].masked_fill(self.ids < 0, -torch.inf)
+        likeliest = [[frozenset([t]) for t in row] for row in logits.argmax(-1).tolist()]
+        self.choices.see(earlier["main"].logits.argmax(-1), likeliest)
+        return {ACOUSTIC: Scores(logits=logits)}
+
+
+def second_model(model: Any, prompt: Sequence[int], ids: Tensor | None = None) -> BranchSpec:
+    """The branch of a `SecondModel`, whose arguments these are."""
+    build = partial(SecondModel, model=model, prompt=prompt, ids=ids)
+    return BranchSpec(name=ACOUSTIC, build=build)
+
+
+def own_view(ctx: Context, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any]) -> Context:
+    """A context with a prompt ``(B, P)`` and generated ids of its own."""
+    return replace(
+        ctx,
+        prompt_ids=prompt,
+        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
+        ids=torch.cat([prompt, new], 1),
+        model_inputs=inputs,
+    )
+
+
+def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Raw inputs and prompts ``(B, P)`` of a second model, see `SecondModel`.
+
+    Raises:
+        InputError: The call brings none, or not one entry per row.
+    """
+    name = model.main_input_name
+    given = ctx.mm_inputs.get("audio", ctx.mm_inputs.get(name))
+    wanted = ctx.batch // ctx.copies
+    if given is None or len(given) != wanted:
+        had = "no entry" if given is None else f"{len(given)} entries"
+        raise InputError(
+            f"{type(model).__name__} has a say in the tokens, and the call has {had} for it to "
+            f"read; pass mm_inputs={{{name!r}: ...}} with one for each of the {wanted} rows"
+        )
+    features: Any = given
+    prompts = [tuple(prompt)] * wanted
+    if all(isinstance(one, Given) for one in given):
+        features = torch.stack([one.features for one in given])
+        prompts = [one.prompt for one in given]
+    rows = torch.tensor(prompts, device=ctx.device)
+    return features.repeat_interleave(ctx.copies, 0), rows.repeat_interleave(ctx.copies, 0)
+
+
+def encoded(model: Any, given: Tensor) -> Tensor:
+    """What an encoder makes of raw inputs, ``(B, S, H)``."""
+    encoder = model.get_encoder()
+    weight = next(encoder.parameters())
+    return encoder(given.to(weight.device, weight.dtype)).last_hidden_state

@@ -1,0 +1,226 @@
+"""Whisper-CD: away from what the model would write of noise, of silence, and of the wrong moment.
+
+Each negative branch hears the window's waveform changed: with Gaussian noise, as silence, or later.
+Over log-probabilities ``l``, of text tokens alone::
+
+    (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
+
+With tau 1 that is contrast with the mixture of the negatives' laws. The mean and not the sum stands
+in the logarithm, so that negatives which agree with the clean branch leave its scores as they are;
+with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted. What comes
+out shares among the text tokens the probability that the clean branch gives to text: the end,
+special and timestamp tokens keep theirs exactly.
+
+Contrast cannot stop text in silence, where all branches agree. There the agreement itself is the
+sign. Where the first text token is decided, the evidence for speech is the total variation between
+the law that heard the window and the one that heard silence; a part ``doubt`` of what noise changes
+in that law counts against it, since what was really said is heard through noise, and what was made
+up of a sound is not. Where the evidence is below ``gate``, the window ends.
+
+Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features
+are no silence, and silence behind which they stand is no reference. How much evidence speech has
+depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
+nearly all of your speech. The default ends what is surely silence.
+
+Source: Whisper-CD 2026, arXiv:2603.06193. The weights are not known to us; the mean, the sharing
+out of the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2)
+and the gate are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
+
+if TYPE_CHECKING:
+    from mmdecode.adapters.audio_views import Change
+
+NOISED, SILENT = "noised", "silent"
+_FLOOR = -100.0  # log-probability below which a token is ruled out, in a negative branch
+_LAST = -1e4  # of a token that comes only if no other may
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a guided call knows of its tokens.
+
+    Attributes:
+        end: Ids below it are text.
+        text: Which tokens these are, ``(V,)``.
+        ended: The law that ends a window, ``(V,)``.
+        timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
+    """
+
+    end: int
+    text: Tensor
+    ended: Tensor
+    timed: Tensor
+
+
+class WhisperCD:
+    """Contrastive decoding of Whisper.
+
+    Args:
+        alpha: Strength of the contrast; 0 leaves the scores alone.
+        tau: Temperature at which the negative branches are joined: the lower, the more the one
+            that holds a token likeliest decides.
+        beta: Plausibility cut among text tokens.
+        gate: Evidence, 0..1, below which a window without text so far ends; 0 is no gate.
+        doubt: Part of the total variation that noise makes which counts against the evidence, 0..1.
+        snr: Decibels of the window above the noise of the first branch; ``None``: no such branch.
+        silence: Whether silence is contrasted; the gate hears it in any case.
+        shift: By which part of a window the last branch hears everything later; ``None``: no such
+            branch.
+
+    Neutral: ``alpha``, ``beta`` and ``gate`` 0.
+    """
+
+    needs = Needs()
+    audio = True
+    total = 1.0
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        tau: float = 1.0,
+        beta: float = 0.1,
+        gate: float = 0.1,
+        doubt: float = 0.0,
+        snr: float | None = 10.0,
+        silence: bool = True,
+        shift: float | None = 0.25,
+    ) -> None:
+        self.alpha, self.beta = not_negative("alpha", alpha), checked_cut("beta", beta)
+        self.gate, self.doubt = checked_cut("gate", gate), checked_cut("doubt", doubt)
+        if isinstance(tau, str) or not 0 < tau < math.inf:
+            raise OptionError(f"tau must be more than 0, got {tau}; 1 joins the branches' laws")
+        if shift is not None and not 0 < shift < 1:
+            raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
+        self.tau = tau
+        changes: dict[str, Change] = {}
+        if snr is not None:
+            changes[NOISED] = partial(noised, snr)
+        if silence:
+            changes[SILENT] = silent
+        if shift is not None:
+            changes["shifted"] = partial(delayed, shift)
+        if alpha and not changes:
+            raise OptionError(
+                "there is nothing to contrast with: give snr, silence or shift, or alpha=0"
+            )
+        self.negatives = list(changes) if alpha else []
+        heard = {name: changes[name] for name in self.negatives}
+        if gate:
+            heard[SILENT] = silent
+        if gate and doubt:
+            if snr is None:
+                raise OptionError("doubt is about the branch in noise: give snr, or doubt=0")
+            heard[NOISED] = partial(noised, snr)
+        self.branches = [
+            BranchSpec(name=name, view="audio", view_options={"change": change})
+            for name, change in heard.items()
+        ]
+        self.neutral = not (alpha or beta or gate)
+
+    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Vocabulary:
+        """Which tokens are text, how a window ends, and which rows are timed."""
+        adapter, device = ctx.adapter, ctx.device
+        text = torch.arange(adapter.vocab, device=device) < adapter.end
+        ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
+        ended[adapter.end] = 0.0
+        # the end may be suppressed as the first token of all; a time is no text
+        ended[adapter.no_timestamps + 1] = _LAST
+        timed = ctx.prompt_ids[:, -1:] != adapter.no_timestamps
+        return Vocabulary(adapter.end, text, ended, timed)
+
+    def combine(
+        self, constants: Vocabulary, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """The law before cut and gate, ``(B, N + 1, V)``."""
+        return self._contrasted(constants, scores, beta=0.0)
+
+    def apply(
+        self, constants: Vocabulary, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+    ) -> Tensor:
+        """See `mmdecode.engine.contracts.Guide`."""
+        law = self._contrasted(constants, scores, self.beta)
+        if not self.gate:
+            return law
+        ends = (self._evidence(scores) < self.gate) & first_text(constants, ctx, proposal)
+        return torch.where(ends[..., None], constants.ended, law)
+
+    def _evidence(self, scores: Mapping[str, Scores]) -> Tensor:
+        """For speech, at root and nodes, ``(B, N + 1)``."""
+        main = scores["main"].logits
+        found = distance(main, scores[SILENT].logits)
+        if self.doubt:
+            found = found - self.doubt * distance(main, scores[NOISED].logits)
+        return found
+
+    def _contrasted(
+        self, constants: Vocabulary, scores: Mapping[str, Scores], beta: float
+    ) -> Tensor:
+        main = scores["main"].logits
+        combined = main
+        if self.negatives:
+            clean = main.log_softmax(-1)
+            negative = joined([scores[name].logits for name in self.negatives], self.tau)
+            combined = clean + self.alpha * (clean - negative.clamp_min(_FLOOR))
+        elif not beta:
+            return main
+        text = main.masked_fill(~constants.text, -torch.inf)
+        law = plausible(combined.masked_fill(~constants.text, -torch.inf), text, beta)
+        shared = text.logsumexp(-1, keepdim=True) + law.log_softmax(-1)
+        return torch.where(constants.text, shared, main)
+
+
+def joined(logits: list[Tensor], tau: float) -> Tensor:
+    """``tau log mean_k exp(l_k / tau)`` of log-probabilities l; arguments are raw, ``(..., V)``."""
+    scaled = (values.log_softmax(-1) / tau for values in logits)
+    return tau * (reduce(torch.logaddexp, scaled) - math.log(len(logits)))
+
+
+def distance(first: Tensor, second: Tensor) -> Tensor:
+    """Total variation of two laws, 0..1: ``(..., V)`` raw to ``(...)``."""
+    return (first.softmax(-1) - second.softmax(-1)).abs().sum(-1) / 2
+
+
+def first_text(constants: Vocabulary, ctx: Context, proposal: Proposal) -> Tensor:
+    """Whether root and nodes decide what may be the first text token, ``(B, N + 1)``."""
+    ids = ctx.ids[:, ctx.prompt_length :]
+    begun = torch.arange(ids.shape[1], device=ctx.device) < ctx.length[:, None]
+    said = (begun & (ids < constants.end)).any(1, keepdim=True)
+    _, _, ancestors = proposal.structure()
+    drafted = pad((proposal.tokens >= 0) & (proposal.tokens < constants.end), (1, 0))
+    said = said | (ancestors & drafted[:, None]).any(-1)
+    return ~said & ((generated(ctx, proposal) > 0) | ~constants.timed)
+
+
+def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:
+    """Samples with white Gaussian noise, ``snr`` decibels below their mean power."""
+    noise = torch.randn(samples.shape, generator=draw)
+    level = samples.square().mean().sqrt() * 10 ** (-snr / 20)
+    return samples + level * noise
+
+
+def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
+    """As many zeros."""
+    return torch.zeros_like(samples)
+
+
+def delayed(shift: float, samples: Tensor, draw: torch.Generator) -> Tensor:
+    """Everything later by the part ``shift``, silence before; what leaves the window is lost."""
+    by = round(shift * len(samples))
+    return pad(samples[: len(samples) - by], (by, 0))

@@ -1,0 +1,480 @@
+"""``mmdecode train corrector``: a language model learns to correct a recogniser's N-best lists.
+
+Three ways: adapters of low rank in a model that exists (LoRA, by peft), all its weights, or a small
+model from scratch with a tokenizer of its own. The loss is on the answer alone: prompt and padding
+are left out, and an answer ends once. Training stops at the best likelihood of lists held out.
+
+Lists are told apart by their ids, so the parts are the same in any file and any order: up to
+`TRAINED` they are learnt, up to `JUDGED` they decide when to stop, and those behind are not looked
+at. `mmdecode.asr.n_best_lists.split` with `JUDGED` leaves exactly these for the test.
+
+Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as of HyPoradise (Chen et al. 2023) and
+FlanEC (La Quatra et al. 2024). Differs from both in the loss: the first also learns the prompt, the
+second also padding, and ends its answers twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmdecode.asr.correction import Corrector, ListPrompts, PromptOptions, imported_peft, load
+from mmdecode.asr.n_best_lists import NBestList, place
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.wer import count_errors
+from mmdecode.files import RUN, check_settings, note_settings
+from mmdecode.train.image_codes import BITS, FitOptions, fit, save_half
+from mmdecode.train.medusa import write_state
+
+METHODS = ("lora", "full", "scratch")
+TRAINED, JUDGED = 0.7, 0.8
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "q", "k", "v", "o", "c_attn")
+"""Names of a layer's attention projections in LLaMA, BART, T5 and GPT-2."""
+ANYTHING = -100
+"""A label that no loss looks at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of a training.
+
+    Attributes:
+        method: Of `METHODS`.
+        prompts: How a list is put to the model.
+        rank, alpha, dropout: Of LoRA.
+        targets: Which layers get adapters: ``attention``, or ``all-linear``.
+        longest: Lists with a longer prompt or answer, in tokens, are left out.
+        copies: From scratch, the share of a step that only teaches to copy: lists whose words were
+            replaced by others, each alike everywhere, with the first hypothesis as the answer.
+        decoded: Held-out lists that are decoded at the end.
+        fit: How long and how fast.
+    """
+
+    method: str = "lora"
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+    rank: int = 16
+    alpha: int = 16
+    dropout: float = 0.05
+    targets: str = "attention"
+    longest: int = 512
+    copies: float = 0.0
+    decoded: int = 200
+    fit: FitOptions = field(
+        default_factory=lambda: FitOptions(
+            steps=2000, batch=16, peak_rate=2e-4, weight_decay=0.01, every=100, patience=5
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UnknownNameError.of("method", self.method, METHODS)
+        if self.targets not in ("attention", "all-linear"):
+            raise UnknownNameError.of("targets", self.targets, ("attention", "all-linear"))
+        if self.rank < 1 or not 0 <= self.copies < 1:
+            raise OptionError(
+                f"rank={self.rank}, copies={self.copies}; expected rank >= 1 and copies from 0 to "
+                "below 1"
+            )
+
+
+FROM_SCRATCH = Options(
+    method="scratch",
+    prompts=PromptOptions(template="{best}\n{others}", count=2),
+    longest=256,
+    copies=0.5,
+    fit=FitOptions(
+        steps=2500,
+        batch=32,
+        peak_rate=2e-3,
+        matrix_rate=0.02,
+        weight_decay=0.05,
+        every=100,
+        patience=4,
+    ),
+)
+"""Settings for a model of two million parameters on one core."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A list as a model learns it.
+
+    Attributes:
+        prompt: Ids it reads.
+        answer: Ids it is to write, with one end.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+
+    def __len__(self) -> int:
+        return max(len(self.prompt), len(self.answer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Lists with references, by their part.
+
+    Attributes:
+        training: Learnt.
+        development: Decide when to stop.
+    """
+
+    training: list[NBestList]
+    development: list[NBestList]
+
+    @classmethod
+    def of(cls, lists: Sequence[NBestList]) -> Data:
+        """The parts of some lists; those of the test are left out.
+
+        Raises:
+            InputError: A part has no list with a reference.
+        """
+        known = [one for one in lists if one.reference is not None]
+        parts = cls(
+            training=[one for one in known if place(one.id) < TRAINED],
+            development=[one for one in known if TRAINED <= place(one.id) < JUDGED],
+        )
+        if not parts.training or not parts.development:
+            raise InputError(
+                f"{len(lists)} lists, {len(known)} with a reference, leave {len(parts.training)} "
+                f"to learn and {len(parts.development)} to stop by; expected some of each: give "
+                "more lists"
+            )
+        return parts
+
+
+def example_of(prompts: ListPrompts, hypotheses: Sequence[str], answer: str) -> Example:
+    """A list and its right answer."""
+    return Example(prompts.prompt(hypotheses), prompts.answer(answer))
+
+
+def collate(prompts: ListPrompts, examples: Sequence[Example]) -> dict[str, Tensor]:
+    """What a model's forward takes, padded on the right; nothing but answers has labels.
+
+    A seq2seq model gets ``labels (B, A)`` beside the prompts; a causal one prompt and answer as one
+    row, ``labels`` as wide.
+    """
+    rows = [e.prompt if prompts.seq2seq else e.prompt + e.answer for e in examples]
+    wanted = [
+        e.answer if prompts.seq2seq else [ANYTHING] * len(e.prompt) + e.answer for e in examples
+    ]
+
+    def padded(parts: Sequence[list[int]], filler: int) -> Tensor:
+        tensors = [torch.tensor(part) for part in parts]
+        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
+
+    return {
+        "input_ids": padded(rows, prompts.pad),
+        "attention_mask": padded([[1] * len(row) for row in rows], 0),
+        "labels": padded(wanted, ANYTHING),
+    }
+
+
+class Batches:
+    """The batch of each step: lists of about a length, each once in a pass over all.
+
+    Args:
+        prompts: How lists are put.
+        lists: What is learnt.
+        options: Settings; a batch depends on them and the step alone.
+    """
+
+    def __init__(self, prompts: ListPrompts, lists: Sequence[NBestList], options: Options) -> None:
+        self.prompts, self.options = prompts, options
+        pairs = [(example_of(prompts, *pair), pair) for pair in map(_pair, lists)]
+        fitting = [pair for pair in pairs if len(pair[0]) <= options.longest]
+        if not fitting:
+            raise InputError(
+                f"none of {len(lists)} lists has at most {options.longest} tokens; raise the limit"
+            )
+        fitting.sort(key=lambda pair: len(pair[0]))
+        self.examples = [example for example, _ in fitting]
+        self._pairs = [pair for _, pair in fitting]
+        self.left_out = len(lists) - len(fitting)
+        counts = Counter(word for one in lists for word in one.best.split())
+        self._words = np.array(sorted(counts))
+        weights = np.sqrt([counts[word] for word in self._words])
+        self._shares = weights / weights.sum()
+
+    def __call__(self, step: int) -> list[Example]:
+        """Examples of a step."""
+        fit = self.options.fit
+        copied = round(self.options.copies * fit.batch)
+        size = fit.batch - copied
+        chunks = math.ceil(len(self.examples) / size)
+        dice = torch.Generator().manual_seed(fit.seed * 2**32 + step // chunks)
+        start = int(torch.randperm(chunks, generator=dice)[step % chunks]) * size
+        rows = range(start, min(start + size, len(self.examples)))
+        taken = [self.examples[row] for row in rows]
+        words = np.random.default_rng([fit.seed, step])
+        copies = [self._copy(self._pairs[row][0], words) for row in words.choice(rows, copied)]
+        return taken + [one for one in copies if len(one) <= self.options.longest]
+
+    def _copy(self, hypotheses: Sequence[str], dice: np.random.Generator) -> Example:
+        """The same list of other words; the answer is its first hypothesis."""
+        shown = self.prompts.shown(hypotheses)
+        known = sorted({word for text in shown for word in text.split()})
+        others = dict(zip(known, dice.choice(self._words, len(known), p=self._shares), strict=True))
+        texts = [" ".join(str(others[word]) for word in text.split()) for text in shown]
+        return example_of(self.prompts, texts, texts[0])
+
+
+def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int) -> Tensor:
+    """Mean negative log-likelihood of a step's answers in nats per token."""
+    torch.manual_seed(batches.options.fit.seed * 2**32 + step)  # dropout, also behind a resumption
+    model.train()
+    inputs = collate(batches.prompts, batches(step))
+    return model(**{name: part.to(device) for name, part in inputs.items()}).loss
+
+
+@torch.no_grad()
+def bits_per_token(
+    model: nn.Module, device: torch.device, prompts: ListPrompts, examples: Sequence[Example]
+) -> float:
+    """Negative log2-likelihood of answers, per token, ends included."""
+    model.eval()
+    total, tokens = 0.0, 0
+    for start in range(0, len(examples), 32):
+        inputs = collate(prompts, examples[start : start + 32])
+        count = int((inputs["labels"] != ANYTHING).sum())
+        total += float(model(**{n: p.to(device) for n, p in inputs.items()}).loss) * count
+        tokens += count
+    return total / tokens * BITS
+
+
+def with_adapters(model: Any, base: str, options: Options) -> Any:
+    """The model with LoRA's adapters, which alone learn.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    found = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    targets = sorted(found & {*ATTENTION}) if options.targets == "attention" else []
+    seq2seq = model.config.is_encoder_decoder
+    with imported_peft("training with LoRA") as peft:
+        config = peft.LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.dropout,
+            target_modules=targets or "all-linear",
+            task_type=peft.TaskType.SEQ_2_SEQ_LM if seq2seq else peft.TaskType.CAUSAL_LM,
+        )
+        learner = peft.get_peft_model(model, config)
+    learner.peft_config["default"].base_model_name_or_path = base
+    return learner
+
+
+def train(
+    model: Any, tokenizer: Any, data: Data, options: Options, work: Path, out: Path, base: str = ""
+) -> dict[str, Any]:
+    """Trains a corrector; run again to go on.
+
+    Args:
+        model: What learns.
+        tokenizer: Its tokenizer.
+        data: Lists by part.
+        options: Settings.
+        work: Folder of state and log, ``log.jsonl``: bits per token of training and held-out
+            answers.
+        out: Folder of the result, which `mmdecode.asr.correction.Corrector.from_pretrained` takes.
+        base: What adapters are to be loaded on.
+
+    Returns:
+        The card, also written to ``out/card.json``.
+
+    Raises:
+        OptionError: ``work`` belongs to a training with other settings or lists.
+    """
+    settings = {"options": asdict(options), "base": base, "lists": len(data.training)}
+    work.mkdir(parents=True, exist_ok=True)
+    if (work / RUN).exists():
+        check_settings(work, settings, resume=True)
+    note_settings(work, settings)
+    torch.manual_seed(options.fit.seed)
+    prompts = ListPrompts(tokenizer, bool(model.config.is_encoder_decoder), options.prompts)
+    batches = Batches(prompts, data.training, options)
+    held_out = [example_of(prompts, *_pair(one)) for one in data.development]
+    held_out = sorted((e for e in held_out if len(e) <= options.longest), key=len)
+    device = model.device
+    if options.method == "lora":
+        model = with_adapters(model, base, options)
+    learnt = model
+    if options.method == "lora":  # what does not learn is not kept with each state
+        learnt = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
+    before = bits_per_token(model, device, prompts, held_out)
+    best = work / "best.pt"
+    log = fit(
+        learnt,
+        loss_at=partial(loss_at, model, device, batches),
+        held_out=partial(bits_per_token, model, device, prompts, held_out),
+        keep=lambda: write_state(best, learnt.state_dict()),
+        options=options.fit,
+        work=work,
+    )
+    learnt.load_state_dict(torch.load(best, map_location=device, weights_only=True))
+    out.mkdir(parents=True, exist_ok=True)
+    if options.method == "scratch":
+        save_half(model, out)
+        learnt.load_state_dict({n: p.half().float() for n, p in learnt.state_dict().items()})
+    else:
+        model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    options.prompts.save(out)
+    if options.method == "lora":
+        model = model.merge_and_unload()
+    best_at = min(log, key=lambda row: row["held_out"])
+    card = {
+        "what": f"corrector of N-best lists by {options.method}"
+        + (f" on {base}" if base else f" of {model.num_parameters() / 1e6:.2f} M parameters"),
+        "options": asdict(options),
+        "lists": {
+            "training": len(data.training) - batches.left_out,
+            "too_long": batches.left_out,
+            "development": len(held_out),
+        },
+        "steps": int(best_at["step"]),
+        "minutes": round(log[-1]["seconds"] / 60, 1),
+        "parameters_learnt": sum(p.numel() for p in learnt.parameters()),
+        "development_bits_per_token": {
+            "before": round(before, 4),
+            "after": round(best_at["held_out"], 4),
+        },
+        "development_decoded": decoded(model, tokenizer, data.development, options),
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    return card
+
+
+def decoded(
+    model: Any, tokenizer: Any, lists: Sequence[NBestList], options: Options
+) -> dict[str, Any]:
+    """What greedy correction makes of held-out lists: word error rates, and how it was decoded."""
+    chosen = lists[: options.decoded]
+    corrector = Corrector(model, tokenizer, **asdict(options.prompts))
+    found = corrector(chosen)
+    references = [one.reference or "" for one in chosen]
+
+    def rate(texts: Sequence[str]) -> float:
+        counts = count_errors(references, texts, normaliser="none")
+        return round(float(counts[:, 2:5].sum() / max(counts[:, 0].sum(), 1)), 4)
+
+    return {
+        "lists": len(chosen),
+        "normaliser": "none",
+        "wer_best": rate([one.best for one in chosen]),
+        "wer_corrected": rate([one.text for one in found]),
+        "wer_without_guard": rate([one.raw for one in found]),
+        "refused": sum(one.refused is not None for one in found),
+        "edited": sum(one.edited for one in found),
+        "tokens_per_pass": round(corrector.stats.acceptance_length, 3),
+    }
+
+
+def train_from_lists(
+    model_id: str | None,
+    lists: Sequence[NBestList],
+    out: Path,
+    options: Options,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """``mmdecode train corrector``.
+
+    Args:
+        model_id: A folder, a Hub id or ``zoo:NAME``; ``None`` from scratch.
+        lists: With references.
+        out: Folder of the result; state and log lie in ``out/state``.
+        options: Settings.
+        device: On which it learns.
+
+    Raises:
+        OptionError: A model beside ``scratch``, or none beside another method.
+    """
+    if (model_id is None) != (options.method == "scratch"):
+        raise OptionError(
+            f"method {options.method!r} with model {model_id!r}; 'scratch' builds its own model, "
+            "the others need one"
+        )
+    data = Data.of(lists)
+    if model_id is None:
+        tokenizer = build_tokenizer(data.training)
+        model = build_model(tokenizer, options).to(device)
+    else:
+        model, tokenizer = load(model_id, device)
+    if options.method == "full":
+        model_id = ""
+    return train(model, tokenizer, data, options, out / "state", out, model_id or "")
+
+
+def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
+    """Byte-level BPE of the lists' texts; each line begins as if behind a space."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "</s>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("\n"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = sorted({text for one in lists for text in (*one.hypotheses, one.reference or "")})
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", bpe.token_to_id("</s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", model_max_length=512
+    )
+
+
+def build_model(tokenizer: Any, options: Options) -> Any:
+    """A small untrained encoder-decoder: layers as Pegasus has them, positions as sines."""
+    from transformers import PegasusConfig, PegasusForConditionalGeneration
+
+    torch.manual_seed(options.fit.seed)
+    return PegasusForConditionalGeneration(
+        PegasusConfig(
+            vocab_size=len(tokenizer),
+            d_model=128,
+            encoder_layers=2,
+            decoder_layers=4,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=384,
+            decoder_ffn_dim=384,
+            max_position_embeddings=512,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            activation_function="gelu",
+            scale_embedding=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            forced_eos_token_id=None,
+            decoder_start_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _pair(one: NBestList) -> tuple[tuple[str, ...], str]:
+    assert one.reference is not None, "lists of `Data` have references"
+    return one.hypotheses, one.reference

@@ -1,0 +1,327 @@
+"""Recipe of ``zoo:lm-synth``: a small language model, corrector of ``zoo:whisper-synth``.
+
+What it makes: a ``LlamaForCausalLM`` of about 1.4 M parameters with a tokenizer unlike Whisper's
+(BPE over words with a mark before each, as SentencePiece has it). It learns the zoo's grammar in
+two forms: a sentence alone, and N-best lists with what was said. The lists are of two kinds: real
+ones, of training sentences that espeak-ng speaks and the recogniser hears in noise, and made ones,
+in which words of a sentence are confused with words that look alike. Sentences are of the training
+side of `mmdecode.zoo.grammar`, as the recogniser's are, so none is in a test set.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from mmdecode.asr.correction import ListPrompts, PromptOptions
+from mmdecode.asr.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
+from mmdecode.train.image_codes import BITS, FitOptions, fit, save_half
+from mmdecode.train.medusa import write_state
+from mmdecode.zoo import grammar, synthesis
+
+TEMPLATE = "{best}\n{others}\n=>"
+RECOGNISER = "zoo:whisper-synth"
+SHARD = 100
+PROMPT_SHARE = 0.2
+"""Weight of a prompt's token in the loss: other hypotheses are practice in copying."""
+HELD_OUT = 0.1
+"""Share of the real lists by which training stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the recipe.
+
+    Attributes:
+        lists: Real N-best lists.
+        snr_db: Least and greatest ratio of speech to noise in them, in decibels.
+        vocabulary: Size of the tokenizer.
+        width, layers, heads, inner: Shape of the model.
+        plain: Share of a step's examples that are a sentence alone.
+        real: Share of a step's examples that are real lists; the others are made ones.
+        prompts: How a list is put.
+        fit: How long and how fast it learns.
+    """
+
+    lists: int = 900
+    snr_db: tuple[float, float] = (-5.0, 8.0)
+    vocabulary: int = 800
+    width: int = 128
+    layers: int = 8
+    heads: int = 4
+    inner: int = 256
+    plain: float = 0.25
+    real: float = 0.35
+    prompts: PromptOptions = field(
+        default_factory=lambda: PromptOptions(template=TEMPLATE, count=3)
+    )
+    fit: FitOptions = field(
+        default_factory=lambda: FitOptions(
+            steps=800, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=100, patience=8
+        )
+    )
+
+
+def build_tokenizer(options: Options) -> Any:
+    """BPE of the grammar's training sentences; a line begins as if behind a space."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    bpe.decoder = decoders.Metaspace(prepend_scheme="always")
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=options.vocabulary,
+        special_tokens=["<s>", "</s>", "<pad>", "<unk>"],
+        initial_alphabet=letters,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(grammar.sentences(20_000, options.fit.seed, "train"), trainer)
+    bpe.add_tokens([AddedToken("\n", normalized=False), AddedToken("=>", normalized=False)])
+    bpe.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: Any, options: Options) -> Any:
+    """The untrained model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(options.fit.seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=options.width,
+        intermediate_size=options.inner,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        max_position_embeddings=512,
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+# Lists
+
+
+def make_lists(folder: Path, options: Options) -> list[NBestList]:
+    """Speaks training sentences in noise and has the recogniser hear them; resumable by shards."""
+    from mmdecode.asr import Transcriber, Transcript
+
+    folder.mkdir(parents=True, exist_ok=True)
+    engine: synthesis.Espeak | None = None
+    hearer: Transcriber | None = None
+    found: list[NBestList] = []
+    for start in track(range(0, options.lists, SHARD), description="speaking and hearing"):
+        path = folder / f"{start:06d}.jsonl"
+        if not path.exists():
+            if hearer is None or engine is None:
+                engine = synthesis.Espeak()
+                hearer = Transcriber.from_pretrained(
+                    RECOGNISER, device="cpu", n_best=5, timestamps=False, batch_size=16
+                )
+            rng = random.Random(f"lists/{options.fit.seed}/{start}")
+            texts = grammar.sentences(SHARD, options.fit.seed * 1_000_003 + start + 7, "train")
+            waves = [noisy(engine, text, rng, options.snr_db) for text in texts]
+            heard = hearer(waves, raise_errors=True)
+            write_lists(
+                [
+                    NBestList(f"{start + place:06d}", one.hypotheses, one.scores, text)
+                    for place, (text, transcript) in enumerate(zip(texts, heard, strict=True))
+                    if isinstance(transcript, Transcript)
+                    for one in lists_of(transcript)[:1]
+                ],
+                path,
+            )
+        found += read_lists(path)
+    return found
+
+
+def noisy(
+    engine: synthesis.Espeak, text: str, rng: random.Random, snr_db: tuple[float, float]
+) -> np.ndarray:
+    """A sentence in a voice that the recogniser was trained on, in noise."""
+    wave = torch.from_numpy(engine.speak(text, synthesis.Voice.draw(rng)))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    mixed = synthesis.add_noise(wave, rng.uniform(*snr_db), generator, rng.uniform(0.0, 1.5))
+    return mixed.clamp(-1, 1).numpy()
+
+
+class Confusions:
+    """Lists made without a recogniser: words of a sentence confused with words that look alike."""
+
+    def __init__(self) -> None:
+        self.words = sorted(grammar.vocabulary())
+
+    @cached_property
+    def near(self) -> dict[str, list[str]]:
+        """By word, the eight that look most like it."""
+        found = {}
+        for word in self.words:
+            alike = SequenceMatcher(b=word, autojunk=False)
+            ranked = []
+            for other in self.words:
+                alike.set_seq1(other)
+                ranked.append((-alike.quick_ratio(), other))
+            found[word] = [other for _, other in sorted(ranked)[1:9]]
+        return found
+
+    def drawn(self, text: str, rng: random.Random, count: int) -> list[str]:
+        """``count`` hypotheses of a sentence; a confused word may be right in some of them."""
+        share = rng.uniform(0.0, 0.4)
+        ways: list[list[str]] = []
+        for word in text.split():
+            if rng.random() >= share:
+                ways.append([word])
+                continue
+            others = [self._instead(word, rng) for _ in range(rng.choice([1, 1, 2]))]
+            ways.append([word, *others] if rng.random() < 0.6 else others)
+        return [" ".join(" ".join(rng.choice(way) for way in ways).split()) for _ in range(count)]
+
+    def _instead(self, word: str, rng: random.Random) -> str:
+        """What is heard instead of a word: one like it, any, or none, or another beside it."""
+        core = word.rstrip(".,?!")
+        near = self.near.get(core.lower(), self.words)
+        dice = rng.random()
+        if dice < 0.1:
+            return word[len(core) :]
+        other = rng.choice(near if dice < 0.7 else self.words)
+        if dice > 0.93:
+            other = f"{core.lower()} {other}"
+        return (other[0].upper() + other[1:] if word[0].isupper() else other) + word[len(core) :]
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a row is, and how much each of its tokens counts."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+class Examples:
+    """The batch of each step, a function of the seed and the step alone.
+
+    Args:
+        tokenizer: The model's.
+        lists: Real ones, to learn from.
+        options: Settings.
+    """
+
+    def __init__(self, tokenizer: Any, lists: Sequence[NBestList], options: Options) -> None:
+        self.options, self.lists = options, list(lists)
+        self.prompts = ListPrompts(tokenizer, seq2seq=False, options=options.prompts)
+        self.bos = int(tokenizer.bos_token_id)
+        self.confusions = Confusions()
+
+    def plain(self, text: str) -> Example:
+        """A sentence alone."""
+        answer = self.prompts.answer(text)
+        return Example([self.bos, *answer], [0.0, *[1.0] * len(answer)])
+
+    def corrected(self, hypotheses: Sequence[str], text: str) -> Example:
+        """A list, and what was said."""
+        prompt, answer = self.prompts.prompt(hypotheses), self.prompts.answer(text)
+        weights = [PROMPT_SHARE] * len(prompt) + [1.0] * len(answer)
+        return Example(prompt + answer, [0.0, *weights[1:]])
+
+    def __call__(self, step: int) -> list[Example]:
+        """Examples of a step."""
+        options = self.options
+        rng = random.Random(f"{options.fit.seed}/{step}")
+        texts = grammar.sentences(options.fit.batch, rng.randrange(2**31), "train")
+        found = []
+        for text in texts:
+            dice = rng.random()
+            if dice < options.plain:
+                found.append(self.plain(text))
+            elif dice < options.plain + options.real:
+                one = rng.choice(self.lists)
+                assert one.reference is not None, "lists of the recipe have references"
+                found.append(self.corrected(one.hypotheses, one.reference))
+            else:
+                count = rng.randint(1, options.prompts.count)
+                found.append(self.corrected(self.confusions.drawn(text, rng, count), text))
+        return found
+
+
+def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
+    """Weighted mean of the negative log-likelihood, in nats per token."""
+    ids = pad_sequence([torch.tensor(e.ids) for e in examples], batch_first=True)
+    weights = pad_sequence([torch.tensor(e.weights) for e in examples], batch_first=True)[:, 1:]
+    logits = model(input_ids=ids).logits[:, :-1]  # padding is on the right, where none looks
+    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+    """The whole recipe: lists, tokenizer, training; run again to go on."""
+    lists = make_lists(work / "lists", options)
+    held_out, learnt = split(lists, HELD_OUT)
+    tokenizer = build_tokenizer(options)
+    model = build_model(tokenizer, options)
+    examples = Examples(tokenizer, learnt, options)
+    answers = [
+        Example(e.ids, [w if w == 1.0 else 0.0 for w in e.weights])
+        for e in (examples.corrected(one.hypotheses, one.reference or "") for one in held_out)
+    ]
+    best = work / "best.pt"
+
+    def judged() -> float:
+        parts = [answers[start : start + 32] for start in range(0, len(answers), 32)]
+        return sum(float(loss_of(model, p)) * len(p) for p in parts) / len(answers) * BITS
+
+    log = fit(
+        model,
+        loss_at=lambda step: loss_of(model, examples(step)),
+        held_out=judged,
+        keep=lambda: write_state(best, model.state_dict()),
+        options=options.fit,
+        work=work,
+    )
+    model.load_state_dict(torch.load(best, weights_only=True))
+    out.mkdir(parents=True, exist_ok=True)
+    save_half(model, out)
+    tokenizer.save_pretrained(out)
+    options.prompts.save(out)
+    (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+    kept = min(log, key=lambda row: row["held_out"])
+    return {
+        "folder": str(out),
+        "parameters": model.num_parameters(),
+        "lists": len(learnt),
+        "held_out_lists": len(held_out),
+        "step": kept["step"],
+        "bits_per_answer_token": round(kept["held_out"], 4),
+        "minutes": round(log[-1]["seconds"] / 60, 1),
+    }

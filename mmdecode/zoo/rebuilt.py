@@ -1,0 +1,147 @@
+"""Held-out utterances, spoken anew: a test set of any size for the zoo's recogniser.
+
+Sentences, voices and noise are those of ``zoo:speech-test`` in kind, none of them in its files;
+espeak-ng speaks them when they are asked for. Parts:
+
+- ``development``: to choose weights and temperatures by.
+- ``test``: sentences that no model of the zoo was trained on, of templates that all were.
+- ``unseen``: sentences of `UNSEEN`, templates that no model of the zoo was trained on, of words
+  that all know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mmdecode.zoo import grammar, synthesis
+from mmdecode.zoo.speech import speech_test
+
+Part = Literal["development", "test", "unseen"]
+DEVELOPMENT = 300
+"""Sentences of the first part; those behind are of the test."""
+TILT = 0.8
+"""Of the noise's spectrum, as in ``zoo:speech-test``."""
+
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "kitchen": (
+        "{name} put the {food} and the {dish} on the table before {time}.",
+        "is there a {taste} {dish} with {food} in the oven?",
+    ),
+    "travel": (
+        "on {day} {name} walked to the {spot} without the {item}.",
+        "the {spot} in {city} is {delay} in the {time}.",
+    ),
+    "weather": (
+        "it will be {sky} near the {land} on {day} {time}.",
+        "we stayed near the {land} because it was {sky}.",
+    ),
+    "office": (
+        "{name} {act} the {paper} in the {room} on {day}.",
+        "the {role} who {act} the {paper} is in the {room}.",
+    ),
+    "nature": (
+        "the {animal} {motion} {place} every {time}.",
+        "there is a {size} {plant} next to the {mood} {animal}.",
+    ),
+    "music": (
+        "my brother wants to play the {instrument} in the {venue}.",
+        "{name} and {name} {perform} {style} music on {day} {time}.",
+    ),
+    "science": (
+        "the {expert} {verb} a {size} {object} on {day}.",
+        "the {object} in the laboratory became {state} on {day} {time}.",
+    ),
+    "home": (
+        "{name} moved the {furniture} from the {where} to the {where}.",
+        "is the {thing} in the {where} still {fault}?",
+    ),
+}
+"""Templates over the grammar's own slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utterance:
+    """A sentence in a voice.
+
+    Attributes:
+        name: Unique.
+        text: What is said.
+        voice: Who says it.
+        seed: Of pauses and noise.
+    """
+
+    name: str
+    text: str
+    voice: synthesis.Voice
+    seed: int
+
+    def spoken(self, engine: synthesis.Espeak) -> np.ndarray:
+        """Mono float32 samples at 16 kHz, with a pause at both ends."""
+        rng = random.Random(self.seed)
+
+        def pause(low: float, high: float) -> np.ndarray:
+            samples = round(rng.uniform(low, high) * synthesis.SAMPLING_RATE)
+            return np.zeros(samples, dtype=np.float32)
+
+        return np.concatenate(
+            [pause(0.1, 0.4), engine.speak(self.text, self.voice), pause(0.3, 0.7)]
+        )
+
+    def noisy(self, wave: np.ndarray, snr_db: float) -> np.ndarray:
+        """What was `spoken`, in noise; each level has the same noise, louder or softer."""
+        generator = torch.Generator().manual_seed(self.seed)
+        mixed = synthesis.add_noise(torch.from_numpy(wave), snr_db, generator, tilt=TILT)
+        return mixed.clamp(-1, 1).numpy()
+
+
+def utterances(part: Part, count: int, seed: int = 2027) -> list[Utterance]:
+    """The first ``count`` of a part, no sentence twice, none of them in ``zoo:speech-test``."""
+    rng = random.Random(f"{part}/{seed}")
+    texts = _sentences(part, seed)
+    return [
+        Utterance(
+            name=f"{part}_{number:04d}",
+            text=next(texts),
+            voice=synthesis.Voice.draw(rng, synthesis.TEST_VARIANTS),
+            seed=rng.randrange(2**31),
+        )
+        for number in range(count)
+    ]
+
+
+def _sentences(part: Part, seed: int) -> Iterator[str]:
+    shipped = " ".join(clip.text for clip in [*speech_test(), *speech_test(long=True)])
+    made = _unseen(seed) if part == "unseen" else _held_out(seed)
+    new = (text for text in _distinct(made) if text not in shipped)
+    if part == "development":
+        return itertools.islice(new, DEVELOPMENT)
+    return itertools.islice(new, DEVELOPMENT if part == "test" else 0, None)
+
+
+def _held_out(seed: int) -> Iterator[str]:
+    rng = random.Random(f"rebuilt/{seed}")
+    for domain in itertools.cycle(grammar.DOMAINS):
+        text = grammar.sentence(rng, domain)
+        if grammar.split(text) == "test":
+            yield text
+
+
+def _unseen(seed: int) -> Iterator[str]:
+    rng = random.Random(f"unseen/{seed}")
+    for domain in itertools.cycle(grammar.DOMAINS):
+        yield grammar.filled(rng.choice(UNSEEN[domain]), domain, rng)
+
+
+def _distinct(texts: Iterator[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for text in texts:
+        if text not in seen:
+            seen.add(text)
+            yield text

@@ -1,0 +1,101 @@
+"""Tiny random language models with a tokenizer of bytes, lists, and a guide that writes."""
+
+import functools
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.nn.functional import one_hot
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.engine.contracts import Needs
+
+LISTS = [
+    NBestList("a", ("the cat sat on a mat", "the cat sits on the mat", "a cat sat on a map")),
+    NBestList("b", ("who goes there", "who goes their")),
+    NBestList("c", ("it was formed by floyd soil liu", "it was formed by floyd soylu")),
+    NBestList("d", ("yes",)),
+    NBestList("e", ("i saw her duck", "i saw a duck", "i saw her dock", "eye saw her duck")),
+]
+TEMPLATE = "{best}\n{others}\n=\n"
+
+
+@functools.cache
+def tokenizer(ends=False):
+    """One token a byte; with ``ends``, texts end with the end-of-sequence token, as T5's do."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "</s>": 1} | {letter: n for n, letter in enumerate(letters, 2)}
+    built = Tokenizer(models.BPE(vocab, []))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    if ends:
+        built.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", 1)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=built, pad_token="<pad>", eos_token="</s>")
+
+
+@functools.cache
+def model(family, seed=2):
+    """Weights large enough that what was read decides what is written."""
+    torch.manual_seed(seed)
+    vocab = len(tokenizer())
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "vocab_size": vocab}
+    if family == "t5":
+        config = T5Config(
+            **ids, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0, initializer_factor=2.0,
+        )  # fmt: skip
+        built = T5ForConditionalGeneration(config)
+    elif family == "bart":
+        config = BartConfig(
+            **ids, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0,
+            max_position_embeddings=160, decoder_start_token_id=0, bos_token_id=0,
+            forced_eos_token_id=None, init_std=0.5,
+        )  # fmt: skip
+        built = BartForConditionalGeneration(config)
+    else:
+        config = LlamaConfig(
+            **ids, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=256, bos_token_id=0,
+            initializer_range=0.5, tie_word_embeddings=False,
+        )  # fmt: skip
+        built = LlamaForCausalLM(config)
+    return built.eval()
+
+
+class Writes:
+    """A guide under which each row writes a given text: a language model that does as it is told.
+
+    Args:
+        texts: By the row's first hypothesis, as ids with their end.
+    """
+
+    needs = Needs()
+    branches = ()
+    neutral = False
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def begin(self, ctx, prefill):
+        rows = [self.texts[tuple(row[0])] for row in ctx.mm_inputs["source_ids"]]
+        width = ctx.limit + 64
+        return torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
+
+    def apply(self, constants, ctx, proposal, scores):
+        logits = scores["main"].logits
+        depths = torch.nn.functional.pad(proposal.structure()[1], (1, 0))
+        tokens = constants.gather(
+            1, (ctx.length[:, None] + depths).clamp_max(constants.shape[1] - 1)
+        )
+        return one_hot(tokens, logits.shape[-1]).log() + 0.0 * logits

@@ -1,0 +1,262 @@
+"""Correction behind a transcriber: words and who decided them, windows, and the command."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from typer.testing import CliRunner
+
+from mmdecode import registry
+from mmdecode.asr import Transcriber
+from mmdecode.asr.correcting import (
+    DecidedWord,
+    FusedCorrection,
+    LanguageModelCorrection,
+    ListCorrection,
+    UADFCorrection,
+    shared_out,
+    temperatures_of,
+)
+from mmdecode.asr.correction import Corrector, EditGuard
+from mmdecode.asr.fusion import Recogniser
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.transcriber import Segment, load
+from mmdecode.cli.app import app
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.guide.fusion import Given, Static
+from mmdecode.guide.uadf import UADF
+from mmdecode.zoo.speech import speech_test
+
+LM = "zoo:lm-synth"
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    return load("zoo:whisper-synth", "cpu", None)
+
+
+@pytest.fixture(scope="module")
+def recogniser(zoo):
+    return Recogniser(model=zoo[0], tokenizer=zoo[1].tokenizer)
+
+
+@pytest.fixture(scope="module")
+def clips():
+    return [clip for clip in speech_test() if clip.duration_s < 8][:4]
+
+
+@pytest.fixture(scope="module")
+def heard(zoo, clips):
+    """Lists of two wrong hypotheses each, and what the recogniser is given."""
+    ids = zoo[1].tokenizer.convert_tokens_to_ids
+    names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
+    waves = [clip.samples() for clip in clips]
+    features = zoo[1].feature_extractor(waves, sampling_rate=16_000, return_tensors="pt")
+    audio = [Given(features=f, prompt=tuple(ids(names))) for f in features.input_features]
+    lists = [NBestList(clip.name, (clip.text, clip.text.replace("the", "a"))) for clip in clips]
+    return lists, audio
+
+
+def corrector(**options):
+    return Corrector.from_pretrained(LM, "cpu", max_new_tokens=60, **options)
+
+
+def fused(recogniser, join=UADF, **options):
+    return FusedCorrection(corrector(**options), recogniser, join)
+
+
+def test_words_are_those_of_the_text_and_each_has_one_who_decided(recogniser, heard):
+    lists, audio = heard
+    found = fused(recogniser, batch_size=3)(lists, audio)
+    assert [one.correction.id for one in found] == [one.id for one in lists]
+    for one in found:
+        assert " ".join(word.text for word in one.words) == one.correction.text
+    by = [word.by for one in found for word in one.words]
+    assert set(by) <= {"both", "audio", "language model"} and by.count("both") > len(by) / 2
+
+
+def test_the_audio_decides_where_it_has_all_the_weight_and_never_where_it_has_none(
+    recogniser, heard
+):
+    lists, audio = heard
+    every = lambda spec: Static(spec, weight=1e6)  # noqa: E731
+    loud = fused(recogniser, every, guard=None, draft=None)(lists[:2], audio[:2])
+    by = {word.by for one in loud for word in one.words}
+    assert "language model" not in by and "audio" in by
+    silent = fused(recogniser, lambda spec: UADF(spec, beta=1.0))(lists, audio)
+    alone = LanguageModelCorrection(corrector())(lists)
+    assert silent == alone
+    answers = [one for one in alone if one.correction.refused is None]
+    assert answers and "audio" not in {word.by for one in answers for word in one.words}
+
+
+def test_what_is_refused_is_the_audio_s(recogniser, heard):
+    lists, audio = heard
+    wrong = [dataclasses.replace(one, hypotheses=("zebra zebra zebra zebra",)) for one in lists[:2]]
+    found = fused(recogniser, guard=EditGuard(distance=0.0), draft=None)(wrong, audio[:2])
+    assert all(one.correction.refused for one in found)
+    assert {word.by for one in found for word in one.words} == {"audio"}
+    alone = LanguageModelCorrection(corrector(guard=EditGuard(distance=0.0)))(wrong)
+    assert {word.by for one in alone for word in one.words} == {"audio"}
+
+
+def test_a_fusion_without_audio_is_refused(recogniser, heard):
+    with pytest.raises(OptionError, match="hears the audio"):
+        fused(recogniser)(heard[0])
+
+
+def test_drafts_change_no_word(recogniser, heard):
+    lists, audio = heard
+    drafted, plain = fused(recogniser), fused(recogniser, draft=None)
+    assert drafted(lists[:2], audio[:2]) == plain(lists[:2], audio[:2])
+    assert drafted.corrector.stats.acceptance_length > 1.5
+    assert plain.corrector.stats.acceptance_length == 1
+
+
+def test_methods_are_built_from_strings(recogniser):
+    way = registry.create("correct", f"uadf:model={LM},scale=4,beta=0.4", recogniser=recogniser)
+    assert isinstance(way, UADFCorrection)
+    guide = way.corrector.decoder.guide
+    assert (guide.scale, guide.beta) == (4.0, 0.4)
+    assert (guide.main_temperature, guide.acoustic_temperature) == temperatures_of(LM)
+    given = f"shallow:model={LM},weight=0.3,acoustic_temperature=2,count=2"
+    way = registry.create("correct", given, recogniser=recogniser)
+    assert way.count == 2 and way.corrector.decoder.guide.acoustic_temperature == 2
+    alone = registry.create("correct", f"llm:model={LM}")
+    assert alone.corrector.decoder.guide is None
+    with pytest.raises(OptionError, match="needs model"):
+        registry.create("correct", "static", recogniser=recogniser)
+    with pytest.raises(UnknownNameError, match="uadf"):
+        registry.create("correct", "uadv:model=x", recogniser=recogniser)
+
+
+def test_temperatures_of_the_card_are_taken_unless_others_are_given(tmp_path):
+    assert temperatures_of(str(tmp_path)) == (1.0, 1.0)
+    card = {"temperatures": {"main": 1.5, "acoustic": 2.5}}
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    assert temperatures_of(str(tmp_path), acoustic=3.0) == (1.5, 3.0)
+
+
+# Behind a transcriber
+
+
+class Marked(ListCorrection):
+    """Puts a mark behind the first hypothesis, and remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    @property
+    def count(self):
+        return 3
+
+    def __call__(self, lists, audio=None):
+        from mmdecode.asr.correcting import Corrected
+        from mmdecode.asr.correction import Correction
+
+        self.asked += zip(lists, audio, strict=True)
+        found = []
+        for index, one in enumerate(lists):
+            text = f"{one.best} indeed"
+            words = [DecidedWord(text=word, by="both") for word in text.split()]
+            correction = Correction(id=one.id, index=index, text=text, best=one.best, tokens=3)
+            found.append(Corrected(correction=correction, words=words))
+        return found
+
+
+@pytest.mark.parametrize("mode", ["sequential", "chunked"])
+def test_each_window_of_the_first_transcription_is_corrected_once(zoo, mode):
+    wave = np.concatenate([clip.samples() for clip in speech_test()[:4]])
+    plain = Transcriber(*zoo, options=_options(mode))(wave, raise_errors=True)[0]
+    method = Marked()
+    found = Transcriber(*zoo, options=_options(mode), correct=method)(wave, raise_errors=True)[0]
+    assert found.uncorrected == plain.text and plain.uncorrected is None
+    assert [(s.start_s, s.end_s) for s in found.segments] == [
+        (s.start_s, s.end_s) for s in plain.segments
+    ]
+    texts = [one.hypotheses[0] for one, _ in method.asked]
+    assert 1 < len(texts) <= plain.stats["windows"]
+    # window by window, in order, what was said and nothing twice
+    assert " ".join(texts) == plain.text
+    assert all(len(one.hypotheses) > 1 for one, _ in method.asked)
+    assert found.text.count("indeed") == len(texts) == found.stats["edited"]
+    words = [word.text for s in found.segments for word in s.decided]
+    assert " ".join(words) == found.text
+    shape = method.asked[0][1].features.shape
+    assert shape == (80, zoo[1].feature_extractor.nb_max_frames)
+
+
+def _options(mode):
+    from mmdecode.asr import TranscribeOptions
+
+    return TranscribeOptions(mode=mode)
+
+
+def test_silence_and_timed_words_are_left_alone(zoo):
+    method = Marked()
+    found = Transcriber(*zoo, correct=method)(np.zeros(8000, np.float32), raise_errors=True)[0]
+    assert found.text == "" or method.asked
+    with pytest.raises(OptionError, match="word_timestamps"):
+        Transcriber.from_pretrained(
+            "zoo:whisper-synth", correct="llm:model=x", word_timestamps=True
+        )
+
+
+def test_a_recording_in_company_is_corrected_as_it_is_alone(zoo, clips):
+    waves = [clip.samples("noisy")[:32_000] for clip in clips[:2]]
+    spec = f"uadf:model={LM}"
+    both = Transcriber(*zoo, correct=spec)(waves, raise_errors=True)
+    for wave, together in zip(waves, both, strict=True):
+        alone = Transcriber(*zoo, correct=spec)(wave, raise_errors=True)[0]
+        assert alone.text == together.text
+        assert [s.decided for s in alone.segments] == [s.decided for s in together.segments]
+
+
+def segments(*texts):
+    return [
+        Segment(start_s=float(i), end_s=i + 1.0, text=text, tokens=[])
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shares"),
+    [
+        (("a b", "c d"), "a b c d", ["a b", "c d"]),
+        (("a b", "c d"), "a x c d e", ["a x", "c d e"]),
+        (("a b", "c d"), "z a b y c d", ["z a b y", "c d"]),
+        (("a b", "c d"), "q r s t", ["q r", "s t"]),
+        (("a b", "c d"), "", ["", ""]),
+        (("a b", "c"), "c", ["", "c"]),
+    ],
+)
+def test_corrected_words_stay_in_their_segments(before, after, shares):
+    words = [DecidedWord(text=word, by="both") for word in after.split()]
+    found = shared_out(segments(*before), words)
+    assert [one.text for one in found] == shares
+    assert [len(one.decided) for one in found] == [len(share.split()) for share in shares]
+
+
+def test_the_command_corrects_and_its_json_says_who_decided(tmp_path, clips):
+    soundfile.write(tmp_path / "a.wav", clips[0].samples(), 16_000)
+    words = ["transcribe", str(tmp_path / "a.wav"), "--out", str(tmp_path / "out"), "--format"]
+    words += ["json", "--device", "cpu", "--correct", f"uadf:model={LM}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    made = json.loads((tmp_path / "out" / "a.json").read_text())
+    said = [word for segment in made["segments"] for word in segment["decided"]]
+    assert " ".join(word["text"] for word in said) == made["text"]
+    assert {word["by"] for word in said} <= {"audio", "language model", "both"}
+    assert made["uncorrected"]
+    again = CliRunner().invoke(app, [*words[:-2], "--resume"])
+    assert again.exit_code != 0  # other settings
+
+
+def test_plain_transcripts_do_not_change(zoo, clips):
+    torch.manual_seed(0)
+    plain = Transcriber(*zoo)(clips[0].samples(), raise_errors=True)[0]
+    assert plain.uncorrected is None and all(s.decided is None for s in plain.segments)
+    assert "edited" not in plain.stats

@@ -1,0 +1,394 @@
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmdecode.asr.correction import (
+    GUARD,
+    TEMPLATES,
+    Corrector,
+    EditGuard,
+    ListPrompts,
+    PromptOptions,
+    Template,
+    edits_of,
+    words_of,
+)
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.draft.source import Source
+from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
+from tests.asr.correctors import LISTS, TEMPLATE, Writes, model, tokenizer
+
+FAMILIES = ("llama", "t5", "bart")
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def corrector(family="t5", **options):
+    given = {"template": TEMPLATE, "max_new_tokens": 40, "guard": None, "batch_size": 3}
+    return Corrector(model(family), tokenizer(family != "llama"), **given | options)
+
+
+def told(what, family="t5", **options):
+    """A corrector whose model writes ``what(hypotheses)``."""
+    prompts = corrector(family).prompts
+    texts = {tuple(prompts.answer(one.best)): prompts.answer(what(one.hypotheses)) for one in LISTS}
+    return corrector(family, guide=Writes(texts), **options)
+
+
+# Prompts
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=30).filter(
+    lambda text: " ".join(text.split())
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(hypotheses=st.lists(texts, min_size=1, max_size=12))
+@pytest.mark.parametrize("name", [*TEMPLATES, TEMPLATE, "{{say}} {numbered} !"])
+def test_a_prompt_says_what_it_was_made_of(name, hypotheses):
+    template = Template.of(name)
+    known = tuple(" ".join(text.split()) for text in hypotheses)
+    shown = known[:1] if name == "1_best" else known
+    assert template.hypotheses(template.prompt(hypotheses)) == shown
+
+
+def test_prompts_have_the_published_forms():
+    lines = ["one", "two", "three"]
+    n_best = Template.of("n_best").prompt(lines)
+    assert n_best.endswith(
+        "\n\n### Best-hypothesis:\none\n\n### Other-hypothesis:\ntwo\nthree\n\n### Response:\n"
+    )
+    assert (
+        Template.of("1_best")
+        .prompt(lines)
+        .endswith("\n\n### Best-hypothesis:\none\n\n### Response:\n")
+    )
+    assert Template.of("flanec").prompt(lines).endswith("\n\n1. one\n2. two\n3. three")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("n_bset", UnknownNameError, "did you mean 'n_best'"),
+        ("no place {}", OptionError, "places"),
+        ("{others}", OptionError, r"\{best\}"),
+        ("{best} {best}", OptionError, "each once"),
+        ("{best} {audio}", OptionError, "audio"),
+        ("{best", OptionError, "double braces"),
+    ],
+)
+def test_a_template_that_shows_no_hypothesis_is_refused(text, error, says):
+    with pytest.raises(error, match=says):
+        Template.of(text)
+
+
+def test_a_text_that_is_no_prompt_is_refused():
+    with pytest.raises(InputError, match="no prompt"):
+        Template.of("n_best").hypotheses("something else")
+
+
+@pytest.mark.parametrize("seq2seq", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("text", ["a b", "", "a </s> b</s>"])
+def test_an_answer_ends_once_and_a_causal_prompt_does_not(seq2seq, ends, text):
+    prompts = ListPrompts(tokenizer(ends), seq2seq, PromptOptions(template=TEMPLATE))
+    answer = prompts.answer(text)
+    assert answer.count(1) == 1
+    assert answer[-1] == 1
+    assert (1 in prompts.prompt(["a"])) == (ends and seq2seq)
+    assert prompts.text(prompts.answer("a b")) == "a b"
+
+
+def test_a_chat_model_is_asked_in_its_own_form():
+    chatting = tokenizer.__wrapped__()
+    chatting.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
+    prompts = ListPrompts(chatting, False, PromptOptions(template="{best}", chat=True))
+    assert chatting.decode(prompts.prompt(["hello"])) == "<user>hello<bot>"
+    with pytest.raises(InputError, match="no chat template"):
+        ListPrompts(tokenizer(), False, PromptOptions(chat=True))
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    endless = tokenizer.__wrapped__()
+    endless.eos_token = None
+    with pytest.raises(InputError, match="no end-of-sequence"):
+        ListPrompts(endless, False, PromptOptions())
+
+
+# The guard
+
+HEARD = ["there's iron they say in all our blood", "there is iron they say in all are blood"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *HEARD,
+        "There's iron, they say, in all our blood.",  # case and punctuation are no edits
+        "there's iron they say in all of our blood",
+        "there is iron they say in all our blood",
+    ],
+)
+def test_the_guard_takes_transcripts(answer):
+    assert GUARD(answer, HEARD, Template.of("n_best")) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("", "empty"),
+        (" \n ", "empty"),
+        ("there's iron they say\nin all our blood", "several lines"),
+        ("### Response: there's iron they say in all our blood", "repeats the prompt"),
+        ("there's iron ### Other-hypothesis: they say in all our blood", "repeats the prompt"),
+        ("1. there's iron they say in all our blood", "a list"),
+        ("- there's iron they say in all our blood", "a list"),
+        ("Sure, there's iron they say in all our blood", "talk about the task"),
+        ("Here is the transcription: there's iron they say in all our blood", "talk"),
+        ("The corrected transcription is there's iron they say in all our blood", "talk"),
+        ("Transcription: there's iron they say in all our blood", "talk"),
+        ("I'm sorry there's iron they say in all our blood", "talk"),
+        ("steel is what some people find in everybody's veins", "word edits"),
+        ("there's iron", "word edits"),
+        ("there's iron they say in all our " + "blood" * 20, "times as long"),
+    ],
+)
+def test_the_guard_says_why_it_refuses(answer, why):
+    assert why in GUARD(answer, HEARD, Template.of("n_best"))
+
+
+def test_what_was_heard_is_never_refused():
+    odd = ["sure i will", "1. go", "", "of course", "i'm sorry", "- no", "### Response:"]
+    for text in [*odd, *(one.best for one in LISTS)]:
+        assert GUARD(text, ["x y z", text], Template.of("n_best")) is None
+
+
+def test_one_word_may_always_change_and_the_bound_is_relative():
+    assert GUARD("no", ["yes"]) is None
+    assert "word edits" in GUARD("no way", ["yes"])
+    ten = "a b c d e f g h i j".split()
+    assert EditGuard(distance=0.3)(" ".join(["x", "y", "z", *ten[3:]]), [" ".join(ten)]) is None
+    four = " ".join(["w", "x", "y", "z", *ten[4:]])
+    assert "4 word edits" in EditGuard(distance=0.3)(four, [" ".join(ten)])
+    loose = EditGuard(distance=math.inf, shorter=0, longer=math.inf)
+    assert loose("w" * 500, [" ".join(ten)]) is None
+
+
+def test_words_that_nobody_heard_may_be_refused():
+    together = "there's iron they say in all are blood"
+    assert EditGuard(novel=0)(together, HEARD) is None
+    made_up = together.replace("iron", "irony")
+    assert "in no hypothesis: irony" in EditGuard(novel=0)(made_up, HEARD)
+    assert EditGuard(novel=1)(made_up, HEARD) is None
+
+
+def test_scripts_without_spaces_are_counted_by_characters():
+    assert words_of("我喜欢 GPT4 吗?") == ["我", "喜", "欢", "gpt4", "吗"]
+    assert "word edits" in GUARD("我们去吃饭吧", ["今天天气很好"])
+    assert GUARD("今天天汽很好", ["今天天气很好"]) is None
+
+
+def test_edits_are_those_of_the_alignment():
+    jiwer = pytest.importorskip("jiwer")
+    dice = random.Random(0)
+    for _ in range(60):
+        left, right = (dice.choices("abcd", k=dice.randint(1, 9)) for _ in range(2))
+        found = jiwer.process_words(" ".join(left), " ".join(right))
+        assert edits_of(left, right) == found.substitutions + found.deletions + found.insertions
+    assert edits_of([], ["a", "b"]) == edits_of(["a", "b"], []) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"distance": -1.0}, {"novel": -1}, {"shorter": 1.1}, {"longer": 0.5}]
+)
+def test_a_guard_that_refuses_everything_is_refused(wrong):
+    with pytest.raises(OptionError, match="distance"):
+        EditGuard(**wrong)
+
+
+# What is handed on
+
+
+@families
+def test_a_model_that_copies_reproduces_the_first_hypothesis(family):
+    copying = told(lambda heard: heard[0], family, guard=GUARD)
+    found = copying(LISTS)
+    assert [one.text for one in found] == [one.best for one in LISTS]
+    assert [one.id for one in found] == [one.id for one in LISTS]
+    assert not any(one.refused or one.edited for one in found)
+    assert copying.stats.accepted == copying.stats.drafted > 0
+    assert copying.stats.rounds == len(LISTS) - 1 + 1  # "yes" too: all that is left is the end
+
+
+def test_what_the_guard_refuses_is_replaced_by_the_first_hypothesis():
+    found = told(lambda heard: "sure! " + heard[-1], guard=GUARD)(LISTS)
+    assert [one.text for one in found] == [one.best for one in LISTS]
+    assert [one.raw for one in found] == ["sure! " + one.hypotheses[-1] for one in LISTS]
+    assert all("talk" in one.refused for one in found)
+    free = told(lambda heard: "sure! " + heard[-1])(LISTS)
+    assert [one.text for one in free] == [one.raw for one in found]
+    assert all(one.edited and one.refused is None for one in free)
+
+
+def test_an_answer_that_does_not_end_is_refused():
+    [found] = told(lambda heard: heard[0], max_new_tokens=5, guard=GUARD)(LISTS[:1])
+    assert found.raw == "the c"
+    assert "did not end within 5 tokens" in found.refused
+
+
+def test_a_list_without_a_word_and_one_that_is_too_long_are_handed_on():
+    long = NBestList("long", (" ".join(["word"] * 60), "word"))
+    lists = [NBestList("silence", ("", " ...")), *LISTS, long]
+    for family in ("llama", "bart"):
+        found = corrector(family)(lists)
+        assert [one.id for one in found] == [one.id for one in lists]
+        assert (found[0].text, found[0].raw, found[0].refused) == ("", "", None)
+        assert "positions" in found[-1].refused
+        assert found[-1].text == long.best
+        assert [one.raw for one in found[1:-1]] == [one.raw for one in corrector(family)(LISTS)]
+
+
+def test_rows_of_a_results_file_hold_all_but_the_place():
+    [found] = corrector()(LISTS[:1])
+    row = found.as_dict()
+    assert json.loads(json.dumps(row)) == row
+    assert set(row) == {"id", "text", "best", "raw", "refused", "tokens"}
+
+
+# Decoding
+
+
+def written(family, lists=LISTS, **options):
+    return {one.id: one.raw for one in corrector(family, **options)(lists)}
+
+
+@families
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_batches_and_drafts_change_no_answer(family, temperature):
+    alone = {"draft": None, "batch_size": 1, "temperature": temperature, "seed": 4}
+    expected = written(family, **alone)
+    assert len({*expected.values()}) > 3
+    for options in (
+        {"batch_size": 5},
+        {"draft": "hypotheses", "batch_size": 1},
+        {"draft": "hypotheses", "batch_size": 5},
+        {"draft": "lookup:length=4", "batch_size": 3},
+        {"draft": Source(length=3, ngram=1), "batch_size": 2},
+    ):
+        assert written(family, **alone | options) == expected
+    assert written(family, LISTS[::-1], **alone | {"batch_size": 2}) == expected
+    if temperature:
+        assert written(family, **alone | {"seed": 5}) != expected
+
+
+@families
+def test_greedy_answers_are_those_of_plain_generate(family):
+    own = corrector(family)
+    ends = {"eos_token_id": 1, "pad_token_id": 0}
+    for one, found in zip(LISTS, own(LISTS), strict=True):
+        ids = torch.tensor([own.prompts.prompt(one.hypotheses)])
+        mask = torch.ones_like(ids)
+        row = model(family).generate(ids, attention_mask=mask, max_new_tokens=40, **ends)[0]
+        new = row[1:] if own.seq2seq else row[ids.shape[1] :]
+        assert own.prompts.text(new) == found.raw
+
+
+@families
+def test_beams_are_those_of_transformers_and_know_no_guide(family):
+    found = written(family, beams=3)
+    assert found != written(family)
+    own = corrector(family, beams=3)
+    for one in LISTS:
+        ids = torch.tensor([own.prompts.prompt(one.hypotheses)])
+        row = model(family).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, num_beams=3,
+            eos_token_id=1, pad_token_id=0,
+        )[0]  # fmt: skip
+        new = row[1:] if own.seq2seq else row[ids.shape[1] :]
+        assert found[one.id] == own.prompts.text(own._ended(new.tolist()))
+    for more in ({"guide": "cfg:scale=2"}, {"draft": "lookup"}, {"temperature": 1.0}):
+        with pytest.raises(IncompatibleError, match="beams=2"):
+            corrector(family, beams=2, **more)
+
+
+def test_all_hypotheses_are_the_draft():
+    rounds = {}
+    for count in (1, 4):
+        own = told(lambda heard: heard[min(1, len(heard) - 1)], count=count)
+        assert own(LISTS)[0].raw == "the cat sits on the mat"
+        rounds[count] = own.stats.rounds
+    plain = told(lambda heard: heard[min(1, len(heard) - 1)], draft=None)
+    plain(LISTS)
+    assert 3 * rounds[4] < 2 * rounds[1] < plain.stats.rounds
+
+
+def test_audio_reaches_a_guide():
+    heard = []
+
+    class Listens(Writes):
+        def begin(self, ctx, prefill):
+            heard.extend(ctx.mm_inputs["audio"])
+            return super().begin(ctx, prefill)
+
+    prompts = corrector().prompts
+    texts = {tuple(prompts.answer(o.best)): prompts.answer(o.best) for o in LISTS}
+    own = corrector(guide=Listens(texts))
+    own(LISTS, audio=[one.id for one in LISTS])
+    assert sorted(heard) == ["a", "b", "c", "d", "e"]
+    with pytest.raises(OptionError, match="1 recordings for 5 lists"):
+        own(LISTS, audio=["x"])
+
+
+def test_corrections_come_as_batches_end():
+    own = corrector(batch_size=2)
+    stream = own.corrections(LISTS)
+    first = next(stream)
+    assert own.stats.calls == 1
+    rest = [*stream]
+    assert own.stats.calls == 3
+    assert {one.id for one in (first, *rest)} == {"a", "b", "c", "d", "e"}
+
+
+# Folders
+
+
+@families
+def test_a_folder_says_how_it_wants_to_be_asked(family, tmp_path):
+    model(family).save_pretrained(tmp_path)
+    tokenizer(family != "llama").save_pretrained(tmp_path)
+    plain = Corrector.from_pretrained(tmp_path, device="cpu", max_new_tokens=20)
+    assert plain.prompts.options == PromptOptions()
+    PromptOptions(template=TEMPLATE, count=2).save(tmp_path)
+    loaded = Corrector.from_pretrained(tmp_path, device="cpu", max_new_tokens=40, guard=None)
+    assert loaded.prompts.options == PromptOptions(template=TEMPLATE, count=2)
+    assert [o.raw for o in loaded(LISTS)] == [o.raw for o in corrector(family, count=2)(LISTS)]
+    assert Corrector.from_pretrained(tmp_path, device="cpu", count=4).prompts.options.count == 4
+    with pytest.raises(OptionError, match="did you mean 'template'"):
+        Corrector.from_pretrained(tmp_path, templete="n_best")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"beams": 0}, {"batch_size": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"count": 0}],
+)
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        corrector(**wrong)
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        Corrector.from_pretrained(tmp_path)
+
+
+def test_options_are_kept_whole(tmp_path):
+    options = PromptOptions(template="{best} ü", count=3, chat=True)
+    options.save(tmp_path)
+    assert PromptOptions(**PromptOptions.kept(str(tmp_path))) == options
+    assert dataclasses.asdict(options) == PromptOptions.kept(str(tmp_path))

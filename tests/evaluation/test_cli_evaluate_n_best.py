@@ -1,0 +1,270 @@
+"""``mmdecode evaluate nbest`` from end to end, with small fakes for the models."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as models_of
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from mmdecode.asr import correction, selection
+from mmdecode.asr.n_best_lists import NBestList, read_lists, write_lists
+from mmdecode.cli import app as cli
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.evaluation.n_best import Aligner
+from mmdecode.evaluation.n_best_methods import Output, parts_of
+from mmdecode.evaluation.n_best_report import NBestReport, save_reports
+from mmdecode.evaluation.wer import wer
+
+
+def some_lists(count=80):
+    """A third is right, a third has it second and third, a third is spelt another way."""
+    kinds = [
+        (("red is nice", "read is nice", "red is nigh"), "red is nice"),
+        (("a read hat", "a red hat", "a red hat"), "a red hat"),
+        (("the colour x", "the colour y"), "the color x"),
+    ]
+    return [
+        NBestList(f"u{n}", texts, tuple(-0.1 * k for k in range(len(texts))), said)
+        for n in range(count)
+        for texts, said in [kinds[n % 3]]
+    ]
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_lists(some_lists(), tmp_path / "toy.jsonl.gz", "generator")
+    return tmp_path / "toy.jsonl.gz"
+
+
+def run(*args, ok=True):
+    result = CliRunner().invoke(
+        cli.app, ["evaluate", "nbest", "--resamples", "50", *map(str, args)]
+    )
+    if ok:
+        assert result.exit_code == 0, result.output
+    elif result.exception is not None and isinstance(result.exception, MMDecodeError):
+        raise result.exception
+    return result
+
+
+def summary_of(result):
+    return json.loads(result.stdout.splitlines()[-1])["sets"]
+
+
+class Copier:
+    asked = 0
+
+    @classmethod
+    def from_pretrained(cls, model, **options):
+        assert options == {"device": None, "dtype": "float32", "batch_size": 16}
+        return cls()
+
+    def corrections(self, lists):
+        type(self).asked += len(lists)
+        for one in lists:
+            yield SimpleNamespace(id=one.id, text=one.best, refused=None)
+
+
+class Lengths:
+    """A language model that likes short words."""
+
+    @classmethod
+    def from_pretrained(cls, model, **options):
+        return cls()
+
+    def of_lists(self, lists):
+        return [
+            [
+                selection.TextScore(-float(len(text)), len(text.split()) + 1)
+                for text in one.hypotheses
+            ]
+            for one in lists
+        ]
+
+
+@pytest.fixture
+def models(monkeypatch):
+    monkeypatch.setattr(correction, "Corrector", Copier)
+    monkeypatch.setattr(selection, "TextScorer", Lengths)
+    monkeypatch.setattr(Copier, "asked", 0)
+
+
+def test_one_set_with_all_methods(data, models, tmp_path):
+    names = "mbr,mbr+scores,table,lm:small,lm-total:small,lm+scores:small"
+    [found] = summary_of(run("--data", data, "--methods", names, "--corrector", "c", "--json"))
+    scores = found["methods"]
+    test = parts_of(read_lists(data), 0.0, 0.5).test
+    plain = wer([one.reference for one in test], [one.best for one in test], resamples=2)
+    assert scores["1best"]["errors"] == plain.errors and scores["1best"]["wer"] == plain.value
+    assert scores["1best"]["unchanged"] == found["test"] == len(test)
+    assert scores["corrector:c"] == scores["corrector:c (threshold)"] == scores["1best"]
+    assert scores["mbr"]["errors"] < plain.errors and scores["mbr"]["worse"] == 0
+    assert scores["table"]["errors"] < plain.errors
+    assert found["fixed"]["table"]["rules"] >= 1
+    oracles = found["oracles"]
+    assert oracles["o_cp"]["errors"] <= oracles["o_nb"]["errors"] <= scores["mbr"]["errors"]
+    assert {one["second"] for one in found["comparisons"]} == {*scores} - {"1best"}
+    assert all(one["p_holm"] >= one["mapsswe"]["p"] for one in found["comparisons"])
+    for one in scores.values():
+        assert one["improved"] + one["unchanged"] + one["worse"] == len(test)
+
+
+def test_models_are_loaded_by_their_folder(data, tmp_path):
+    words = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *{w for o in some_lists() for t in o.hypotheses for w in t.split()},
+    ]
+    vocab = {word: place for place, word in enumerate(words)}
+    own = Tokenizer(models_of.WordLevel(vocab, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=own, **special).save_pretrained(tmp_path / "m")
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    config = LlamaConfig(vocab_size=len(vocab), num_attention_heads=2, **size, **ends)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    model = tmp_path / "m"
+    [found] = summary_of(
+        run("--data", data, "--limit", 12, "--methods", f"lm:{model}", "--corrector", model,
+            "--device", "cpu", "--json")
+    )  # fmt: skip
+    assert {f"lm:{model}", f"corrector:{model}"} <= {*found["methods"]}
+    # what a random model writes is no transcript
+    assert found["fixed"][f"corrector:{model}"]["refused"] == found["test"]
+    assert found["methods"][f"corrector:{model}"]["edited"] == 0
+
+
+def test_the_table_goes_below_the_oracle_of_lists_that_never_have_the_convention(data):
+    [found] = summary_of(run("--data", data, "--norm", "none", "--json"))
+    third = found["methods"]["table"]
+    assert third["new_words"] == third["new_words_right"] > 0
+    assert third["errors"] < found["oracles"]["o_nb"]["errors"]
+
+
+def test_people_read_a_table(data):
+    text = run("--data", data, "--limit", "40").stdout
+    rows = [line for line in text.splitlines() if line.startswith("| toy")]
+    assert [row.split(" | ")[1] for row in rows] == [
+        "1best", "mbr", "mbr (threshold)", "table", "o_nb", "o_cp",
+    ]  # fmt: skip
+    assert "not a result to report" in text and "matched pairs" in text
+
+
+def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
+    out = tmp_path / "run"
+    run("--data", data, "--corrector", "c", "--output", out)
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "rows.jsonl", "run.json", "summary.json", "table.md", "table.csv", "report.html",
+        "texts.jsonl",
+    }  # fmt: skip
+    for name in ("summary.json", "table.md", "table.csv"):
+        assert not re.search("colour|nice", (out / name).read_text())
+    page = (out / "report.html").read_text()
+    assert '<span class="substitute">read<del>red</del></span>' in page and "made better" in page
+    assert "<td>read</td><td>red</td>" in page
+    rows = [json.loads(line) for line in (out / "texts.jsonl").read_text().splitlines()]
+    assert {*rows[0]["texts"]} >= {"1best", "mbr", "table", "corrector:c"}
+    assert len(rows) == json.loads((out / "summary.json").read_text())["sets"][0]["test"]
+
+
+def test_a_run_goes_on_where_it_was_and_can_be_scored_again(data, models, tmp_path):
+    out = tmp_path / "run"
+    run("--data", data, "--corrector", "c", "--output", out)
+    asked, rows = Copier.asked, (out / "rows.jsonl").read_text()
+    lines = rows.splitlines(keepends=True)
+    (out / "rows.jsonl").write_text("".join(lines[:-3]) + lines[-3][:10])
+    with pytest.raises(OptionError, match="--resume"):
+        run("--data", data, "--corrector", "c", "--output", out, ok=False)
+    run("--data", data, "--corrector", "c", "--norm", "none", "--output", out, "--resume")
+    assert Copier.asked == asked + 3 and (out / "rows.jsonl").read_text() == rows
+    assert json.loads((out / "summary.json").read_text())["sets"][0]["normaliser"] == "none"
+    other = tmp_path / "other" / "toy.jsonl"
+    other.parent.mkdir()
+    write_lists(some_lists(81), other)
+    with pytest.raises(OptionError, match="other settings"):
+        run("--data", other, "--corrector", "c", "--output", out, "--resume", ok=False)
+
+
+def test_references_come_from_a_manifest(tmp_path):
+    lists = some_lists(30)
+    bare = [NBestList(one.id, one.hypotheses) for one in lists]
+    write_lists(bare, tmp_path / "bare.jsonl")
+    manifest = tmp_path / "said.jsonl"
+    rows = [{"id": one.id, "text": one.reference} for one in lists]
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="no reference"):
+        run("--data", tmp_path / "bare.jsonl", ok=False)
+    [found] = summary_of(run("--data", tmp_path / "bare.jsonl", "--references", manifest, "--json"))
+    assert found["methods"]["1best"]["errors"] > 0
+
+
+def test_shipped_sets_go_by_their_names(monkeypatch):
+    found = summary_of(
+        run("--data", "cv", "--data", "ls_clean", "--limit", "40", "--methods", "mbr", "--json")
+    )
+    assert [one["data"] for one in found] == ["cv", "ls_clean"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (["--resume"], OptionError, "--output"),
+        (["--methods", "mbr,mrb"], UnknownNameError, "did you mean"),
+        (["--dev-share", "0"], OptionError, "development"),
+        (["--dev-share", "1"], OptionError, "leave a test"),
+        (["--norm", "wisper"], UnknownNameError, "did you mean 'whisper'"),
+        (["--data", "no/such.json"], InputError, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, error, message, data):
+    given = options if "--data" in options else ["--data", data, *options]
+    with pytest.raises(error, match=message):
+        run(*given, ok=False)
+    with pytest.raises(OptionError, match="two of --data"):
+        run("--data", data, "--data", data, ok=False)
+
+
+# The report as an object
+
+
+def report_of(lists, texts, **options):
+    parts = parts_of(lists, 0.0, 0.0)
+    return NBestReport("d", parts, {"m": Output(texts=texts)}, Aligner("none"), resamples=50)
+
+
+def test_a_report_shows_what_it_made_worse_and_how_sure_it_is(tmp_path):
+    lists = some_lists(30)
+    report = report_of(lists, ["wrong" for _ in lists])
+    assert report.summary["methods"]["m"]["worse"] == 30
+    [comparison] = report.comparisons
+    assert comparison.bootstrap.p_second_better == 0
+    assert "made worse" in report.shown("m") and "made better" not in report.shown("m")
+    assert report.shown("1best") == ""
+    assert repr(report) == report.table() and "<table" in report._repr_html_()
+    save_reports([report, report_of(lists[:9], ["x"] * 9)], tmp_path)
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 39
+    assert (tmp_path / "report.html").read_text().count("made worse") == 2
+
+
+def test_what_is_held_back_is_a_mode_of_its_own():
+    lists = some_lists(12)
+    found = {"m": Output(texts=["x"] * 12, held=[one.best for one in lists], threshold=1.0)}
+    report = NBestReport("d", parts_of(lists, 0.0, 0.0), found, Aligner("none"), resamples=5)
+    methods = report.summary["methods"]
+    assert methods["m (threshold)"] == methods["1best"] != methods["m"]
+
+
+def test_sentences_that_the_other_parts_have_are_told():
+    lists = some_lists(60)
+    found = NBestReport("d", parts_of(lists, 0.2, 0.3), {}, Aligner("none"), resamples=5).summary
+    assert found["references_seen_before"] == 1.0
+    assert found["training"] + found["development"] + found["test"] == 60

@@ -1,0 +1,191 @@
+"""Sounds without speech, the bar, and ``mmdecode evaluate silence`` on the shipped model."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mmdecode.cli.app import app
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, write_sounds
+from mmdecode.evaluation.samples import Sample
+from mmdecode.evaluation.silence import SilenceReport
+
+LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]
+
+
+# Sounds
+
+
+@pytest.mark.parametrize(("kind", "level"), LEVELS)
+def test_a_sound_has_its_length_and_level_and_its_seed(kind, level):
+    wave = sound(kind, level, 2.0, seed=1)
+    assert (wave.dtype, wave.shape) == (np.float32, (2 * RATE,))
+    if level is None:
+        assert not wave.any()
+        return
+    assert 20 * np.log10(np.sqrt(np.mean(wave**2))) == pytest.approx(level, abs=0.5)
+    assert np.array_equal(wave, sound(kind, level, 2.0, seed=1))
+    assert not np.allclose(wave, sound(kind, level, 2.0, seed=2), atol=np.abs(wave).max() / 10)
+
+
+def slope(wave):
+    """Change of power per octave, in decibels."""
+    power = np.abs(np.fft.rfft(wave)) ** 2
+    edges = [64 * 2**k for k in range(7)]
+    size = len(wave)
+    bands = [
+        power[low * size // RATE : high * size // RATE].mean()
+        for low, high in itertools.pairwise(edges)
+    ]
+    return np.polyfit(range(len(bands)), 10 * np.log10(bands), 1)[0]
+
+
+def test_noises_have_their_colours():
+    assert slope(sound("white", -20, 8.0, 0)) == pytest.approx(0, abs=0.5)
+    assert slope(sound("pink", -20, 8.0, 0)) == pytest.approx(-3, abs=0.5)
+    assert slope(sound("babble", -20, 8.0, 0)) < -1
+
+
+def test_music_has_a_few_strong_tones():
+    def share(kind):
+        power = np.sort(np.abs(np.fft.rfft(sound(kind, -20, 4.0, 0))) ** 2)
+        return power[-len(power) // 50 :].sum() / power.sum()
+
+    assert share("music") > 0.8 > share("white")
+
+
+def test_clips_are_written_once_for_each_kind_and_level(tmp_path):
+    entries = [*write_sounds(tmp_path, 2, 1.0, seed=3)]
+    assert len({entry.id for entry in entries}) == len(entries) == 2 * len(LEVELS)
+    assert all(entry.text == "" for entry in entries)
+    assert len([*tmp_path.glob("*.flac")]) == len(entries)
+
+
+# The report
+
+
+def heard(mode, name, words, number=0, seconds=30.0, **known):
+    return Sample(
+        id=f"non-speech/{name}/{number}",
+        mode=mode,
+        text="",
+        pred_text=" ".join(["word"] * words),
+        duration=seconds,
+        **({"windows": 4, "looped": 0} | known),
+    )
+
+
+def spoken(mode, number, text="one two three four", said=None):
+    return Sample(
+        id=f"speech/clean/{number}", mode=mode, text=text, pred_text=text if said is None else said
+    )
+
+
+def report(plain, other, speech=()):
+    samples = []
+    for mode, counts in (("plain", plain), ("other", other)):
+        samples += [heard(mode, "noise", words, n) for n, words in enumerate(counts)]
+    return SilenceReport([*samples, *speech], resamples=200)
+
+
+def test_words_are_counted_by_the_minute_with_an_interval():
+    found = report([10, 20, 30, 0], [0, 0, 2, 0]).heard["noise"]
+    plain, other = found["plain"], found["other"]
+    assert (plain.rate, plain.with_words, plain.clips) == (30, 3, 4)
+    assert plain.low < 30 < plain.high
+    assert (other.rate, other.down) == (1, 1 - 1 / 30)
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "passes"),
+    [
+        ([10, 10], [2, 2], True),  # down by 80 %
+        ([10, 10], [2, 3], False),
+        ([1, 1], [1, 0], True),  # under five a minute, at most one is left
+        ([1, 1], [1, 1], False),
+        ([0, 0], [0, 0], True),
+        ([0, 0], [1, 1], False),
+        ([5, 5], [0, 1], True),
+        ([2, 3], [0, 1], True),  # five a minute: the share counts
+        ([3, 3], [1, 1], False),
+    ],
+)
+def test_the_bar(plain, other, passes):
+    found = report(plain, other)
+    assert found.heard["noise"]["other"].passes == passes
+    assert found.verdicts["other"]["passes"] == passes
+
+
+def test_speech_may_not_get_worse_beyond_its_interval():
+    few = [spoken("plain", n) for n in range(8)]
+    same = [spoken("other", n) for n in range(8)]
+    worse = [spoken("other", n, said="one two three") for n in range(8)]
+    once = [*same[:-1], replace(worse[0], id=same[-1].id)]
+    wrong = [replace(sample, pred_text="one two") for sample in few[:2]]
+    holds = [
+        report([10], [0], [*plain, *other]).speech_holds("other", "clean")
+        for plain, other in ((few, same), (few, worse), ([*wrong, *few[2:]], once))
+    ]
+    assert holds == [True, False, True]
+
+
+def test_tables_and_page_say_what_was_missed(tmp_path):
+    speech = [spoken(mode, n, said="one two") for mode in ("plain", "other") for n in range(3)]
+    found = report([10, 10], [9, 9], speech)
+    files = found.save(tmp_path)
+    assert [path.name for path in files] == [
+        "summary.json", "table.md", "table.csv", "report.html",
+    ]  # fmt: skip
+    assert "other: misses noise" in found.table()
+    assert "other: misses noise" in files[3].read_text()
+    summary = json.loads(files[0].read_text())
+    assert summary["verdicts"]["other"] == {
+        "missed": ["noise"], "worse_speech": [], "passes": False,
+    }  # fmt: skip
+    assert summary["non_speech"]["noise"]["plain"]["rate"] == 20
+    assert files[2].read_text().count("\n") == 3
+
+
+def test_loops_are_counted_and_failures_left_out():
+    samples = [heard("plain", "noise", 30, 0, looped=2), heard("other", "noise", 0, 0)]
+    samples += [heard("plain", "noise", 0, 1), heard("other", "noise", 0, 1, error="broken")]
+    found = SilenceReport(samples, resamples=20).heard["noise"]
+    assert (found["plain"].loop_rate, found["other"].clips) == (0.25, 1)
+    with pytest.raises(OptionError, match="no recording"):
+        SilenceReport([spoken("plain", 0)], resamples=20)
+
+
+# The command
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["evaluate", "silence", *args])
+
+
+def test_the_command_runs_its_modes_and_resumes(tmp_path):
+    asked = ["--limit", "1", "--seconds", "1", "--resamples", "20", "--guide", "whisper_cd"]
+    out = ["--out", str(tmp_path / "run")]
+    first = run(*asked, *out, "--json")
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.stdout.splitlines()[-1])
+    assert found["modes"] == ["plain", "thresholds", "loop guard", "whisper_cd"]
+    assert len(found["non_speech"]) == len(LEVELS)
+    assert set(found["speech"]) == {"clean", "noisy"}
+    again = run(*asked, *out)
+    assert again.exit_code != 0 and "earlier report" in str(again.exception)
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "samples.jsonl").write_text("\n".join(lines[:-5]) + "\n")
+    resumed = run(*asked, *out, "--resume", "--json")
+    assert resumed.exit_code == 0, resumed.output
+    other = json.loads(resumed.stdout.splitlines()[-1])
+    assert other["non_speech"] == found["non_speech"]
+
+
+def test_what_cannot_be_resumed_or_is_given_twice_is_refused():
+    assert "--out" in str(run("--resume").exception)
+    twice = run("--guide", "whisper_cd", "--guide", "whisper_cd", "--speech", "none")
+    assert "given twice" in str(twice.exception)

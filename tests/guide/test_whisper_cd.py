@@ -1,0 +1,287 @@
+"""Contrast with noise, silence and another moment: its formula, its gate, what it hears."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mmdecode as mm
+from mmdecode.adapters.audio_views import changed
+from mmdecode.engine.contracts import Scores
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.linear import Linear
+from mmdecode.guide.whisper_cd import (
+    WhisperCD,
+    delayed,
+    distance,
+    first_text,
+    joined,
+    noised,
+    silent,
+)
+from tests.conformance.tiny import prompts, text_model, whisper_model
+
+V, END, NO_TIMES = 12, 8, 10  # text, end, a special token, no times, one time
+ADAPTER = SimpleNamespace(vocab=V, end=END, no_timestamps=NO_TIMES)
+NAMES = ("main", "noised", "silent", "shifted")
+
+
+def context(prompt=(9, 9), new=()):
+    ids = torch.tensor([[*prompt, *new, 0, 0]])
+    return SimpleNamespace(
+        adapter=ADAPTER,
+        device=torch.device("cpu"),
+        prompt_ids=ids[:, : len(prompt)],
+        prompt_length=len(prompt),
+        ids=ids,
+        length=torch.tensor([len(new)]),
+    )
+
+
+def logits(seed, rows=3):
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(2, rows, V, generator=generator)
+
+
+def said(*each):
+    return {name: Scores(logits=values) for name, values in zip(NAMES, each, strict=False)}
+
+
+def law(guide, scores, ctx=None, proposal=None):
+    constants = guide.begin(ctx or context(), {})
+    return guide.apply(constants, ctx, proposal, scores)
+
+
+def texts(values):
+    return values[..., :END]
+
+
+@pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
+def test_negatives_that_agree_with_the_clean_branch_leave_its_law(tau):
+    same = logits(0)
+    found = law(WhisperCD(2.0, tau, beta=0, gate=0), said(same, same, same, same))
+    torch.testing.assert_close(found.log_softmax(-1), same.log_softmax(-1))
+    assert torch.equal(found.argmax(-1), same.argmax(-1))
+    torch.testing.assert_close(joined([same] * 3, tau), same.log_softmax(-1))
+
+
+def test_a_sum_in_the_place_of_the_mean_is_found():
+    same = logits(0)
+    by_sum = joined([same] * 3, 1.0) + math.log(3)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(by_sum, same.log_softmax(-1))
+
+
+@pytest.mark.parametrize("name", ["snr", "silence", "shift"])
+def test_one_negative_is_the_plain_contrast_of_two(name):
+    given = {"snr": 5.0, "silence": True, "shift": 0.5}
+    only = {"snr": None, "silence": False, "shift": None, name: given[name]}
+    guide = WhisperCD(0.7, 1.0, beta=0, gate=0, **only)
+    main, negative = logits(1), logits(2)
+    (branch,) = guide.branches
+    scores = {"main": Scores(logits=main), branch.name: Scores(logits=negative)}
+    plain = Linear.contrast(branch, 0.7, 0).apply(None, None, None, scores)
+    torch.testing.assert_close(
+        texts(law(guide, scores)).log_softmax(-1), texts(plain).log_softmax(-1)
+    )
+
+
+def test_several_negatives_are_one_mixture_at_temperature_one():
+    main, *negatives = (logits(seed) for seed in range(4))
+    found = law(WhisperCD(1.0, 1.0, beta=0, gate=0), said(main, *negatives))
+    mixture = torch.stack([one.softmax(-1) for one in negatives]).mean(0).log()
+    expected = 2 * main.log_softmax(-1) - mixture
+    torch.testing.assert_close(texts(found).log_softmax(-1), texts(expected).log_softmax(-1))
+
+
+def test_the_lower_the_temperature_the_more_the_likeliest_decides():
+    values = [logits(seed) for seed in range(3)]
+    loudest = torch.stack([one.log_softmax(-1) for one in values]).amax(0)
+    torch.testing.assert_close(joined(values, 0.001), loudest, atol=0.01, rtol=0)
+
+
+def test_all_but_text_keeps_its_probability():
+    main, *negatives = (logits(seed) for seed in range(4))
+    found = law(WhisperCD(3.0, 1.0, beta=0.2, gate=0), said(main, *negatives))
+    assert torch.equal(found[..., END:], main[..., END:])
+    torch.testing.assert_close(found.softmax(-1)[..., END:], main.softmax(-1)[..., END:])
+    assert not torch.allclose(texts(found).softmax(-1), texts(main).softmax(-1), atol=0.05)
+
+
+def test_the_cut_keeps_what_is_likely_among_text():
+    main, *negatives = (logits(seed) for seed in range(4))
+    main[..., END] = 30  # the end is certain, and yet the likeliest text stays
+    found = law(WhisperCD(1.0, 1.0, beta=0.3, gate=0), said(main, *negatives))
+    clean = texts(main).softmax(-1)
+    kept = texts(found) > -torch.inf
+    assert torch.equal(kept, clean >= 0.3 * clean.amax(-1, keepdim=True))
+    assert kept.any(-1).all() and not kept.all()
+
+
+def test_without_contrast_the_scores_are_the_models_own():
+    main = logits(0)
+    guide = WhisperCD(0.0, gate=0.5, doubt=0, beta=0)
+    ctx = context(new=(1,))
+    scores = said(main[:1, :1], main[:1, :1])
+    scores["silent"] = scores["main"]
+    found = law(guide, scores, ctx, Proposal.empty(1, ctx.device))
+    assert torch.equal(found, main[:1, :1])
+    assert [branch.name for branch in guide.branches] == ["silent"]
+    assert WhisperCD(0, gate=0, beta=0).neutral
+    assert WhisperCD(0, gate=0, beta=0).branches == []
+
+
+def test_a_token_that_a_negative_rules_out_is_no_nan():
+    main, negative = logits(0), logits(1)
+    negative[..., 2] = -torch.inf
+    main[..., 3] = -torch.inf
+    guide = WhisperCD(1.0, beta=0, gate=0, snr=None, shift=None)
+    found = law(guide, {"main": Scores(logits=main), "silent": Scores(logits=negative)})
+    assert not found.isnan().any()
+    assert (found[..., 3] == -torch.inf).all()
+    assert (texts(found).argmax(-1) == 2).all()
+
+
+# The gate
+
+
+def gated(main, silence, ctx, proposal=None, gate=0.1, noise=None, doubt=0.0):
+    guide = WhisperCD(0.0, beta=0, gate=gate, doubt=doubt)
+    scores = {"main": Scores(logits=main), "silent": Scores(logits=silence)}
+    if noise is not None:
+        scores["noised"] = Scores(logits=noise)
+    found = law(guide, scores, ctx, proposal or Proposal.empty(1, ctx.device))
+    return [row.argmax().item() if (row == -torch.inf).any() else None for row in found[0]]
+
+
+def test_a_window_that_sounds_like_silence_ends_where_text_would_begin():
+    same = logits(0, rows=1)[:1]
+    timed, untimed = (9, 9), (9, NO_TIMES)
+    assert gated(same, same, context(timed, (11,))) == [END]
+    assert gated(same, same, context(untimed)) == [END]
+    assert gated(same, same, context(timed)) == [None], "a time comes first"
+    assert gated(same, same, context(timed, (11, 3))) == [None], "there is text already"
+    assert gated(same, logits(1, rows=1)[:1], context(timed, (11,))) == [None], "it differs"
+
+
+def test_the_threshold_is_a_total_variation():
+    first, second = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.3, 0.3, 0.4]).log()
+    assert distance(first, second).item() == pytest.approx(0.2)
+    main = torch.full((1, 1, V), -30.0)
+    main[..., :3], other = first, main.clone()
+    other[..., :3] = second
+    ctx = context((9, NO_TIMES))
+    assert gated(main, other, ctx, gate=0.19) == [None]
+    assert gated(main, other, ctx, gate=0.21) == [END]
+
+
+def test_what_noise_changes_counts_against_the_evidence():
+    main, other = torch.zeros(1, 1, V), torch.zeros(1, 1, V)
+    main[..., 0], other[..., 1] = 30, 30  # as far apart as can be
+    ctx = context((9, NO_TIMES))
+    steady, shaken = {"noise": main}, {"noise": other}
+    assert gated(main, other, ctx, gate=0.95, doubt=0.1, **steady) == [None]
+    assert gated(main, other, ctx, gate=0.95, doubt=0.1, **shaken) == [END]
+    assert gated(main, other, ctx, gate=0.85, doubt=0.1, **shaken) == [None]
+
+
+def test_where_the_end_may_not_come_first_a_time_comes_before_it():
+    guide = WhisperCD(0.0, beta=0, gate=0.1)
+    ctx = context((9, NO_TIMES))
+    ended = guide.begin(ctx, {}).ended
+    assert ended.softmax(-1)[END] == 1
+    suppressed = ended.clone()
+    suppressed[END] = -torch.inf
+    assert suppressed.argmax() == NO_TIMES + 1
+    assert suppressed.softmax(-1)[NO_TIMES + 1] == 1
+
+
+def test_each_node_is_gated_by_its_own_path():
+    """Root a time; then text, a time with text below it, and an unused node."""
+    tree = Tree((-1, -1, 1, -1))
+    proposal = Proposal(tokens=torch.tensor([[3, 11, 4, -1]]), kind="deterministic", tree=tree)
+    ctx = context((9, 9), (11,))
+    constants = WhisperCD(0.0, gate=0.1).begin(ctx, {})
+    assert first_text(constants, ctx, proposal).tolist() == [[True, False, True, False, True]]
+
+
+# What is heard
+
+
+def draw(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_noise_has_its_level_below_the_window():
+    wave = torch.sin(torch.arange(20_000) / 7)
+    for snr in (-10.0, 0.0, 10.0):
+        added = noised(snr, wave, draw()) - wave
+        level = 10 * torch.log10(wave.square().mean() / added.square().mean())
+        assert level.item() == pytest.approx(snr, abs=0.1)
+    assert torch.equal(noised(5.0, wave, draw(1)), noised(5.0, wave, draw(1)))
+    assert not torch.equal(noised(5.0, wave, draw(1)), noised(5.0, wave, draw(2)))
+    nothing = torch.zeros(100)
+    assert torch.equal(noised(10.0, nothing, draw()), nothing)
+
+
+def test_what_is_later_begins_in_silence_and_loses_its_end():
+    wave = torch.arange(1.0, 9.0)
+    assert delayed(0.25, wave, draw()).tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert silent(wave, draw()).tolist() == [0] * 8
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"alpha": -1.0}, "alpha"),
+        ({"beta": 1.5}, "beta"),
+        ({"gate": -0.1}, "gate"),
+        ({"tau": 0.0}, "tau"),
+        ({"shift": 1.0}, "shift"),
+        ({"doubt": 2.0}, "doubt"),
+        ({"snr": None, "doubt": 0.1}, "doubt is about"),
+        ({"snr": None, "silence": False, "shift": None}, "nothing to contrast"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, says):
+    with pytest.raises(OptionError, match=says):
+        WhisperCD(**options)
+
+
+def test_a_model_that_hears_nothing_is_refused():
+    with pytest.raises(IncompatibleError, match=r"WhisperCD does not fit .*hears nothing"):
+        mm.generate(
+            text_model("llama"),
+            **prompts(2),
+            decoder=Decoder(guide=WhisperCD()),
+            max_new_tokens=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "waveforms are not at hand"),
+        ([], "0 waveforms for 2 rows"),
+        ([object()] * 3, "3 waveforms for 2 rows"),
+    ],
+)
+def test_calls_without_the_waveforms_of_their_rows_are_refused(given, says):
+    ctx = SimpleNamespace(batch=2, mm_inputs={"audio": given})
+    with pytest.raises(IncompatibleError, match=says):
+        changed(ctx, WhisperCD().branches[0], None, None)
+
+
+def test_a_plain_call_says_how_to_hand_over_the_waveform():
+    model = whisper_model()
+    features = torch.zeros(1, 8, 40)
+    with pytest.raises(IncompatibleError, match="mm_inputs="):
+        mm.generate(
+            model, input_features=features, decoder=Decoder(guide="whisper_cd"), max_new_tokens=2
+        )
