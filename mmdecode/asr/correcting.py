@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 
@@ -291,8 +291,10 @@ class UADFCorrection(FusedCorrection):
         return cls(corrector, recogniser, join, candidates, route)
 
 
-class StaticCorrection(FusedCorrection):
-    """By late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
+class _Weighted(FusedCorrection):
+    """By a fusion of one fixed weight."""
+
+    fusion: ClassVar[type[Static] | type[Shallow]]
 
     @classmethod
     def from_options(
@@ -308,13 +310,13 @@ class StaticCorrection(FusedCorrection):
         batch_size: int = 8,
         max_new_tokens: int = 256,
         draft: str | None = None,
-    ) -> StaticCorrection:
+    ) -> Self:
         """From a string.
 
         Args:
             model: See `LanguageModelCorrection.from_options`.
             recogniser: See `UADFCorrection.from_options`.
-            weight: See `mmdecode.guide.fusion.Static`.
+            weight: See the fusion.
             main_temperature: See `UADFCorrection.from_options`.
             acoustic_temperature: See `UADFCorrection.from_options`.
             candidates: See `FusedCorrection`.
@@ -328,38 +330,22 @@ class StaticCorrection(FusedCorrection):
         corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
         heat = temperatures_of(model, main_temperature, acoustic_temperature)
 
-        def join(branch: BranchSpec) -> Static:
-            return Static(branch, weight, *heat)
+        def join(branch: BranchSpec) -> Fusion:
+            return cls.fusion(branch, weight, *heat)
 
         return cls(corrector, recogniser, join, candidates, route)
 
 
-class ShallowCorrection(FusedCorrection):
+class StaticCorrection(_Weighted):
+    """By late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
+
+    fusion = Static
+
+
+class ShallowCorrection(_Weighted):
     """By shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
 
-    @classmethod
-    def from_options(
-        cls,
-        model: str,
-        recogniser: Recogniser,
-        weight: float = 0.5,
-        main_temperature: float | None = None,
-        acoustic_temperature: float | None = None,
-        candidates: int = 8,
-        route: Route = "auto",
-        count: int | None = None,
-        batch_size: int = 8,
-        max_new_tokens: int = 256,
-        draft: str | None = None,
-    ) -> ShallowCorrection:
-        """From a string; arguments as of `StaticCorrection.from_options`."""
-        corrector = load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft)
-        heat = temperatures_of(model, main_temperature, acoustic_temperature)
-
-        def join(branch: BranchSpec) -> Shallow:
-            return Shallow(branch, weight, *heat)
-
-        return cls(corrector, recogniser, join, candidates, route)
+    fusion = Shallow
 
 
 def load_corrector(
@@ -395,7 +381,7 @@ def temperatures_of(
 
 
 @dataclass(frozen=True)
-class Heard:
+class Stretch:
     """A stretch of a recording that is heard again.
 
     Attributes:
@@ -466,7 +452,7 @@ class WindowCorrector:
             stats=transcript.stats | {"edited": edited, "refused": refused},
         )
 
-    def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Heard]:
+    def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Stretch]:
         """Neighbouring segments that one window made, with text and no longer than a window."""
         mel = self.loop.mel
         longest = mel.window_frames * mel.hop
@@ -481,7 +467,7 @@ class WindowCorrector:
             start, end = (round(seconds * mel.rate) for seconds in (start_s, end_s))
             said = any(segments[place].text for place in own)
             if said and mel.size < end - start <= longest:
-                found.append(Heard((first, last + 1), start, end))
+                found.append(Stretch((first, last + 1), start, end))
         return found
 
     def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
@@ -492,7 +478,7 @@ class WindowCorrector:
         return [Given(features=one, prompt=prompt) for one in features]
 
     def _lists(
-        self, transcript: Transcript, heard: Sequence[Heard], given: Sequence[Given]
+        self, transcript: Transcript, heard: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
         """Of each stretch the text it has, and what a beam search finds."""
         encoder = self.loop.encoder

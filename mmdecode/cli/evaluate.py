@@ -20,7 +20,7 @@ from mmdecode.cli.flags import (
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, show_tables
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.progress import only_our_output, recorded
 
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
@@ -340,29 +340,21 @@ def _run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
     from mmdecode.evaluation.conditions import conditions_of
-    from mmdecode.evaluation.runs import data_hash, journal_of, record
+    from mmdecode.evaluation.runs import data_hash
 
     conditions = conditions_of(transcribers) | settings
     conditions["batch_size"] = settings["options"]["batch_size"]
     conditions["data_hash"] = data_hash(entries)
-    fixed = {k: v for k, v in conditions.items() if k != "load_average"}
-    journal = journal_of(out_dir, fixed, resume) if out_dir else None
-    with progress_bar() as bar:
-        task = bar.add_task("transcribing", total=len(entries) * len(transcribers))
-        if journal:
-            bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
-        try:
-            samples = record(
-                transcribers,
-                entries,
-                journal,
-                group=settings["group"],
-                warmup=settings["warmup"],
-                progress=lambda sample: bar.advance(task),
-            )
-        finally:
-            if journal:
-                journal.close()
+    samples = recorded(
+        "transcribing",
+        transcribers,
+        entries,
+        conditions,
+        out_dir,
+        resume,
+        group=settings["group"],
+        warmup=settings["warmup"],
+    )
     return samples, conditions
 
 

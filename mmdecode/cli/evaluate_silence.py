@@ -12,7 +12,7 @@ import typer
 
 from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Resume
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.progress import only_our_output, recorded
 
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
@@ -93,7 +93,7 @@ def silence(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.journal import is_taken
-    from mmdecode.evaluation.runs import SAMPLES, data_hash, journal_of, record
+    from mmdecode.evaluation.runs import SAMPLES, data_hash
     from mmdecode.evaluation.silence import SilenceReport
     from mmdecode.files import claimed
 
@@ -137,23 +137,7 @@ def silence(
             "limit": limit,
             "data_hash": data_hash(entries),
         }
-        fixed = {name: value for name, value in settings.items() if name != "load_average"}
-        journal = journal_of(folder, fixed, resume) if out_dir else None
-        with progress_bar() as bar:
-            task = bar.add_task("listening", total=len(entries) * len(transcribers))
-            if journal:
-                bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
-            try:
-                samples = record(
-                    transcribers,
-                    entries,
-                    journal,
-                    warmup=0,
-                    progress=lambda sample: bar.advance(task),
-                )
-            finally:
-                if journal:
-                    journal.close()
+        samples = recorded("listening", transcribers, entries, settings, out_dir, resume, warmup=0)
         report = SilenceReport(samples, resamples=resamples, seed=seed, conditions=settings)
         files = report.save(out_dir) if out_dir else []
         failures = [sample for sample in samples if sample.error is not None]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -12,6 +16,11 @@ from rich.progress import (
 )
 
 from mmdecode.cli.output import console
+
+if TYPE_CHECKING:
+    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.evaluation.samples import Sample
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
@@ -41,3 +50,40 @@ def only_our_output() -> None:
 
     without_other_bars()
     logging.set_verbosity_error()
+
+
+def recorded(
+    what: str,
+    transcribers: Mapping[str, Transcriber],
+    entries: Sequence[Entry],
+    conditions: Mapping[str, Any],
+    out_dir: Path | None,
+    resume: bool,
+    **how: Any,
+) -> list[Sample]:
+    """Samples of all modes, under a bar; with a folder they go there as they come.
+
+    Args:
+        what: On the bar.
+        transcribers: By the name of their mode.
+        entries: Recordings.
+        conditions: Of the run; all but the load have to be the same for it to be resumed.
+        out_dir: Folder of the journal; ``None``: none.
+        resume: Whether it goes on with what the folder holds.
+        **how: See `mmdecode.evaluation.runs.record`.
+    """
+    from mmdecode.evaluation.runs import journal_of, record
+
+    fixed = {name: value for name, value in conditions.items() if name != "load_average"}
+    journal = journal_of(out_dir, fixed, resume) if out_dir else None
+    with progress_bar() as bar:
+        task = bar.add_task(what, total=len(entries) * len(transcribers))
+        if journal:
+            bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
+        try:
+            return record(
+                transcribers, entries, journal, progress=lambda sample: bar.advance(task), **how
+            )
+        finally:
+            if journal:
+                journal.close()
