@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
 from mmdecode.asr.n_best_lists import NBestList
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 
 SETTINGS = "corrector.json"
 """What a trained corrector's folder says of its prompts."""
+
+NO_LABEL = -100
+"""A label that no loss looks at."""
 
 TEMPLATES = {
     "n_best": "Below is the best hypothesis of a speech recogniser, and then its other hypotheses. "
@@ -340,6 +345,28 @@ class ListPrompts:
         decode = self.tokenizer.decode
         return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
+    def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+        """What a model's forward takes of prompts and answers; nothing but answers has labels.
+
+        A seq2seq model gets ``labels (B, A)`` beside prompts ``(B, P)``; a causal one prompt and
+        answer as one row, ``labels`` as wide. Rows are padded on the right.
+        """
+        rows = [prompt if self.seq2seq else prompt + answer for prompt, answer in pairs]
+        wanted = [
+            answer if self.seq2seq else [NO_LABEL] * len(prompt) + answer
+            for prompt, answer in pairs
+        ]
+
+        def padded(parts: Sequence[list[int]], filler: int) -> Tensor:
+            tensors = [torch.tensor(part) for part in parts]
+            return pad_sequence(tensors, batch_first=True, padding_value=filler)
+
+        return {
+            "input_ids": padded(rows, self.pad),
+            "attention_mask": padded([[1] * len(row) for row in rows], 0),
+            "labels": padded(wanted, NO_LABEL),
+        }
+
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Prompts of a batch and their mask, ``(B, P)``; a decoder's are padded on the left."""
         width = max(map(len, rows))
@@ -363,6 +390,8 @@ class Correction:
         raw: The answer as the model wrote it; empty where it was not asked.
         refused: Why the answer is not handed on; ``None``: it is.
         tokens: Length of the answer, its end included.
+        preference: Log-probability of the answer less that of the first hypothesis as the answer,
+            in nats; ``None``: it was not asked for.
     """
 
     id: str
@@ -372,6 +401,7 @@ class Correction:
     raw: str = ""
     refused: str | None = None
     tokens: int = 0
+    preference: float | None = None
 
     @property
     def edited(self) -> bool:
@@ -393,6 +423,10 @@ class Corrector:
         count: Hypotheses shown to the model, at most.
         chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
         guard: Which answers are handed on; ``None``: all.
+        copy_below: The first hypothesis is handed on where the model prefers its answer by less, in
+            nats (`Correction.preference`); it costs a pass over those lists whose answer is another
+            text. ``mmdecode evaluate nbest`` fixes it on a development part. ``None``: no such
+            threshold; minus infinity: preferences are told and nothing is held.
         draft: ``"hypotheses"``: answers are drafted from all hypotheses of their list. Another
             draft or its name with options, or ``None``; greedy and sampled answers are the same.
         guide: A guide, or its name with options.
@@ -421,6 +455,7 @@ class Corrector:
         count: int = 5,
         chat: bool = False,
         guard: EditGuard | None = GUARD,
+        copy_below: float | None = None,
         draft: Draft | str | None = "hypotheses",
         guide: Guide | str | None = None,
         beams: int = 1,
@@ -446,6 +481,7 @@ class Corrector:
                 "use beams=1, or leave them out",
             )
         self.model, self.guard, self.beams = model.eval(), guard, beams
+        self.copy_below = copy_below
         self.temperature, self.batch_size = temperature, batch_size
         self.seq2seq = bool(model.config.is_encoder_decoder)
         options = PromptOptions(template=template, count=count, chat=chat)
@@ -549,8 +585,11 @@ class Corrector:
             chosen = [lists[index] for index, _ in batch]
             heard = None if audio is None else [audio[index] for index, _ in batch]
             answers = self._answers(chosen, [ids for _, ids in batch], heard)
-            for (index, _), one, answer in zip(batch, chosen, answers, strict=True):
-                yield self._judged(index, one, answer)
+            preferences: Sequence[float | None] = [None] * len(batch)
+            if self.copy_below is not None:
+                preferences = self._preferences(chosen, answers)
+            for row, one, answer, gain in zip(batch, chosen, answers, preferences, strict=True):
+                yield self._judged(row[0], one, answer, gain)
 
     @torch.no_grad()
     def _answers(
@@ -587,17 +626,50 @@ class Corrector:
         answers = rows[:, 1 if self.seq2seq else ids.shape[1] :].tolist()
         return [self._ended(answer) for answer in answers]
 
+    @torch.no_grad()
+    def _preferences(self, lists: Sequence[NBestList], answers: Sequence[list[int]]) -> list[float]:
+        """How much likelier each answer is than the first hypothesis, in nats."""
+        found = [0.0] * len(lists)
+        pairs, places = [], []
+        for place, (one, answer) in enumerate(zip(lists, answers, strict=True)):
+            if self.prompts.text(answer) != one.best:
+                prompt = self.prompts.prompt(one.hypotheses)
+                pairs += [(prompt, answer), (prompt, self.prompts.answer(one.best))]
+                places.append(place)
+        if not pairs:
+            return found
+        inputs = {n: t.to(self.model.device) for n, t in self.prompts.collated(pairs).items()}
+        labels, logits = inputs["labels"], self.model(**inputs).logits
+        if not self.seq2seq:
+            labels, logits = labels[:, 1:], logits[:, :-1]
+        losses = cross_entropy(
+            logits.float().transpose(1, 2), labels, ignore_index=NO_LABEL, reduction="none"
+        )
+        totals = losses.double().sum(1)
+        for place, gain in zip(places, (totals[1::2] - totals[::2]).tolist(), strict=True):
+            found[place] = gain
+        return found
+
     def _ended(self, answer: list[int]) -> list[int]:
         places = (place for place, token in enumerate(answer, 1) if token in self._ends)
         return answer[: next(places, None)]
 
-    def _judged(self, index: int, one: NBestList, answer: list[int]) -> Correction:
+    def _judged(
+        self, index: int, one: NBestList, answer: list[int], preference: float | None
+    ) -> Correction:
         raw, refused = self.prompts.text(answer), None
         if self.guard is not None:
             if answer and answer[-1] not in self._ends:
                 refused = f"it did not end within {self.max_new_tokens} tokens"
             else:
                 refused = self.guard(raw, one.hypotheses, self.prompts.template)
+        if refused is None and preference is not None and raw != one.best:
+            assert self.copy_below is not None, "preferences are asked for by a threshold"
+            if preference < self.copy_below:
+                refused = (
+                    f"the model prefers it to the first hypothesis by {preference:.2f} nats, less "
+                    f"than {self.copy_below:g}"
+                )
         return Correction(
             id=one.id,
             index=index,
@@ -606,6 +678,7 @@ class Corrector:
             raw=raw,
             refused=refused,
             tokens=len(answer),
+            preference=preference,
         )
 
 

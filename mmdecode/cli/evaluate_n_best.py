@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -259,7 +260,11 @@ def _made(
     kind, _, model = source.partition(":")
     family: Any = Corrector if kind == "corrector" else TextScorer
     made = corrected if kind == "corrector" else scored
-    loaded = family.from_pretrained(model, device=device, dtype=dtype, batch_size=batch_size)
+    # thresholds are laid on preferences later, on the development part
+    told = {"copy_below": -math.inf} if kind == "corrector" else {}
+    loaded = family.from_pretrained(
+        model, device=device, dtype=dtype, batch_size=batch_size, **told
+    )
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))
         for name, lists in todo.items():

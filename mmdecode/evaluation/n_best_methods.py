@@ -149,6 +149,7 @@ class ModelRow:
         totals, tokens: Of a language model: the `TextScore` of each hypothesis.
         text: Of a corrector: what it hands on.
         refused: Why its answer was not handed on; ``None``: it was.
+        preference: Of a corrector: how much it prefers its answer to the first hypothesis, in nats.
     """
 
     data: str
@@ -158,6 +159,7 @@ class ModelRow:
     tokens: list[int] | None = None
     text: str | None = None
     refused: str | None = None
+    preference: float | None = None
 
     @property
     def means(self) -> list[float]:
@@ -208,7 +210,14 @@ def corrected(
     """Rows of a corrector, as its batches end."""
     found: Iterable[Correction] = corrector.corrections(lists)
     for one in found:
-        yield ModelRow(data=data, source=source, id=one.id, text=one.text, refused=one.refused)
+        yield ModelRow(
+            data=data,
+            source=source,
+            id=one.id,
+            text=one.text,
+            refused=one.refused,
+            preference=one.preference,
+        )
 
 
 @dataclass(frozen=True)
@@ -361,8 +370,13 @@ def _joined(one: NBestList, row: ModelRow, weight: float) -> Edit:
 
 
 def _rewritten(one: NBestList, row: ModelRow) -> Edit:
-    """A correction is the surer, the fewer of the words it changes."""
+    """A correction is as sure as the corrector prefers it to the first hypothesis.
+
+    Where that is not known, it is the surer, the fewer of the words it changes.
+    """
     text, words = row.text or "", words_of(one.best)
+    if row.preference is not None:
+        return Edit(text, row.preference)
     return Edit(text, -edits_of(words, words_of(text)) / max(len(words), 1))
 
 

@@ -22,13 +22,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmdecode.asr.correction import Corrector, ListPrompts, PromptOptions, imported_peft, load
+from mmdecode.asr.correction import (
+    NO_LABEL,
+    Corrector,
+    ListPrompts,
+    PromptOptions,
+    imported_peft,
+    load,
+)
 from mmdecode.asr.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.wer import count_errors
@@ -40,8 +47,6 @@ METHODS = ("lora", "full", "scratch")
 TRAINED, JUDGED = 0.7, 0.8
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "q", "k", "v", "o", "c_attn")
 """Names of a layer's attention projections in LLaMA, BART, T5 and GPT-2."""
-ANYTHING = -100
-"""A label that no loss looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ FROM_SCRATCH = Options(
     longest=256,
     copies=0.5,
     fit=FitOptions(
-        steps=2500,
+        steps=5000,
         batch=32,
         peak_rate=2e-3,
         matrix_rate=0.02,
@@ -105,8 +110,7 @@ FROM_SCRATCH = Options(
 """Settings for a model of two million parameters on one core."""
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A list as a model learns it.
 
     Attributes:
@@ -117,7 +121,9 @@ class Example:
     prompt: list[int]
     answer: list[int]
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """Of its longer part."""
         return max(len(self.prompt), len(self.answer))
 
 
@@ -159,28 +165,6 @@ def example_of(prompts: ListPrompts, hypotheses: Sequence[str], answer: str) -> 
     return Example(prompts.prompt(hypotheses), prompts.answer(answer))
 
 
-def collate(prompts: ListPrompts, examples: Sequence[Example]) -> dict[str, Tensor]:
-    """What a model's forward takes, padded on the right; nothing but answers has labels.
-
-    A seq2seq model gets ``labels (B, A)`` beside the prompts; a causal one prompt and answer as one
-    row, ``labels`` as wide.
-    """
-    rows = [e.prompt if prompts.seq2seq else e.prompt + e.answer for e in examples]
-    wanted = [
-        e.answer if prompts.seq2seq else [ANYTHING] * len(e.prompt) + e.answer for e in examples
-    ]
-
-    def padded(parts: Sequence[list[int]], filler: int) -> Tensor:
-        tensors = [torch.tensor(part) for part in parts]
-        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
-
-    return {
-        "input_ids": padded(rows, prompts.pad),
-        "attention_mask": padded([[1] * len(row) for row in rows], 0),
-        "labels": padded(wanted, ANYTHING),
-    }
-
-
 class Batches:
     """The batch of each step: lists of about a length, each once in a pass over all.
 
@@ -193,12 +177,12 @@ class Batches:
     def __init__(self, prompts: ListPrompts, lists: Sequence[NBestList], options: Options) -> None:
         self.prompts, self.options = prompts, options
         pairs = [(example_of(prompts, *pair), pair) for pair in map(_pair, lists)]
-        fitting = [pair for pair in pairs if len(pair[0]) <= options.longest]
+        fitting = [pair for pair in pairs if pair[0].size <= options.longest]
         if not fitting:
             raise InputError(
                 f"none of {len(lists)} lists has at most {options.longest} tokens; raise the limit"
             )
-        fitting.sort(key=lambda pair: len(pair[0]))
+        fitting.sort(key=lambda pair: pair[0].size)
         self.examples = [example for example, _ in fitting]
         self._pairs = [pair for _, pair in fitting]
         self.left_out = len(lists) - len(fitting)
@@ -219,7 +203,7 @@ class Batches:
         taken = [self.examples[row] for row in rows]
         words = np.random.default_rng([fit.seed, step])
         copies = [self._copy(self._pairs[row][0], words) for row in words.choice(rows, copied)]
-        return taken + [one for one in copies if len(one) <= self.options.longest]
+        return taken + [one for one in copies if one.size <= self.options.longest]
 
     def _copy(self, hypotheses: Sequence[str], dice: np.random.Generator) -> Example:
         """The same list of other words; the answer is its first hypothesis."""
@@ -234,7 +218,7 @@ def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int)
     """Mean negative log-likelihood of a step's answers in nats per token."""
     torch.manual_seed(batches.options.fit.seed * 2**32 + step)  # dropout, also behind a resumption
     model.train()
-    inputs = collate(batches.prompts, batches(step))
+    inputs = batches.prompts.collated(batches(step))
     return model(**{name: part.to(device) for name, part in inputs.items()}).loss
 
 
@@ -246,8 +230,8 @@ def bits_per_token(
     model.eval()
     total, tokens = 0.0, 0
     for start in range(0, len(examples), 32):
-        inputs = collate(prompts, examples[start : start + 32])
-        count = int((inputs["labels"] != ANYTHING).sum())
+        inputs = prompts.collated(examples[start : start + 32])
+        count = int((inputs["labels"] != NO_LABEL).sum())
         total += float(model(**{n: p.to(device) for n, p in inputs.items()}).loss) * count
         tokens += count
     return total / tokens * BITS
@@ -305,7 +289,7 @@ def train(
     prompts = ListPrompts(tokenizer, bool(model.config.is_encoder_decoder), options.prompts)
     batches = Batches(prompts, data.training, options)
     held_out = [example_of(prompts, *_pair(one)) for one in data.development]
-    held_out = sorted((e for e in held_out if len(e) <= options.longest), key=len)
+    held_out = sorted((e for e in held_out if e.size <= options.longest), key=lambda e: e.size)
     device = model.device
     if options.method == "lora":
         model = with_adapters(model, base, options)

@@ -257,7 +257,57 @@ def test_rows_of_a_results_file_hold_all_but_the_place():
     [found] = corrector()(LISTS[:1])
     row = found.as_dict()
     assert json.loads(json.dumps(row)) == row
-    assert set(row) == {"id", "text", "best", "raw", "refused", "tokens"}
+    assert set(row) == {"id", "text", "best", "raw", "refused", "tokens", "preference"}
+
+
+# How sure
+
+
+def likelihood(own, one, answer):
+    """Log-probability of an answer by itself, token by token."""
+    prompt = own.prompts.prompt(one.hypotheses)
+    total = 0.0
+    for end in range(len(answer)):
+        if own.seq2seq:
+            begun = torch.tensor([[own.model.config.decoder_start_token_id, *answer[:end]]])
+            given = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": begun}
+        else:
+            given = {"input_ids": torch.tensor([prompt + answer[:end]])}
+        with torch.no_grad():
+            total += float(own.model(**given).logits[0, -1].log_softmax(-1)[answer[end]])
+    return total
+
+
+@families
+def test_preferences_are_differences_of_likelihoods(family):
+    own = told(lambda heard: heard[-1], family, copy_below=-math.inf)
+    found = own(LISTS)
+    for one, made in zip(LISTS, found, strict=True):
+        first, answer = own.prompts.answer(one.best), own.prompts.answer(one.hypotheses[-1])
+        expected = likelihood(own, one, answer) - likelihood(own, one, first)
+        assert made.raw == one.hypotheses[-1] and made.refused is None
+        assert made.preference == pytest.approx(expected, abs=1e-3)
+    assert len({one.preference for one in found}) > 3
+
+
+def test_the_first_hypothesis_is_handed_on_below_the_copy_threshold():
+    free = corrector(copy_below=-math.inf)(LISTS)
+    sure = sorted({one.preference for one in free if one.raw != one.best})
+    threshold = sure[len(sure) // 2]
+    held = corrector(copy_below=threshold)(LISTS)
+    assert [one.preference for one in held] == [one.preference for one in free]
+    for one in held:
+        if one.preference >= threshold or one.raw == one.best:
+            assert (one.text, one.refused) == (one.raw, None)
+        else:
+            assert one.text == one.best and "nats" in one.refused
+    assert {one.refused is None for one in held} == {True, False}
+
+
+def test_a_copy_is_not_preferred_to_itself():
+    copying = told(lambda heard: heard[0], copy_below=5.0)
+    assert {one.preference for one in copying(LISTS)} == {0.0}
+    assert not any(one.refused for one in copying(LISTS))
 
 
 # Decoding

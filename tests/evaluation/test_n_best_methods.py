@@ -166,7 +166,7 @@ class Copier:
 
     def corrections(self, lists):
         for one in reversed(lists):
-            yield SimpleNamespace(id=one.id, text=one.best, refused=None)
+            yield SimpleNamespace(id=one.id, text=one.best, refused=None, preference=0.0)
 
 
 def test_a_corrector_that_copies_is_the_first_hypothesis():
@@ -189,6 +189,18 @@ def test_corrections_are_held_by_the_share_of_words_they_change():
     found = outputs(Method.of("corrector:m"), Parts([], lists, lists), NONE, rows)
     assert found.threshold == -0.5 and found.texts == texts
     assert found.held == ["a b c e", "a b c d", "p r"] and found.refused == 1
+
+
+def test_corrections_are_held_by_preference_where_it_is_known():
+    lists = lists_from([("a b c d", "e f g h"), ("a b c d", "a b c d"), ("p q", "p r")])
+    told = [("e f g h", 3.0), ("a b c x", 1.0), ("p r", 2.0)]
+    rows = {
+        one.id: ModelRow(data="d", source="corrector:m", id=one.id, text=text, preference=gain)
+        for one, (text, gain) in zip(lists, told, strict=True)
+    }
+    found = outputs(Method.of("corrector:m"), Parts([], lists, lists), NONE, rows)
+    assert found.threshold == 2.0
+    assert found.held == ["e f g h", "a b c d", "p r"]
 
 
 def test_rows_of_a_run_come_back(tmp_path):

@@ -209,6 +209,14 @@ def test_of_texts_that_match_alike_the_one_that_was_right_is_copied_from():
     assert own <= 7
 
 
+def test_each_text_has_a_place_of_its_own():
+    # the second one begins later, and is wrong again and again
+    wrong = range(6, 60, 7)
+    texts = [[[row[0]], [*row[40:52], *changed(row, *wrong)]] for row in LONG]
+    alone = [row[1:] for row in texts]
+    assert source_rounds(texts, length=16) <= source_rounds(alone, length=16) + 2
+
+
 def test_no_texts_and_many_change_no_token():
     dice = random.Random(0)
     for _ in range(5):

@@ -8,20 +8,18 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from mmdecode.asr.correction import Corrector, ListPrompts, PromptOptions
+from mmdecode.asr.correction import NO_LABEL, Corrector, ListPrompts, PromptOptions
 from mmdecode.asr.n_best_lists import NBestList, place, split, write_lists
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.train import corrector as recipe
 from mmdecode.train.corrector import (
-    ANYTHING,
     FROM_SCRATCH,
     JUDGED,
     Batches,
     Data,
     Options,
     bits_per_token,
-    collate,
     example_of,
     train,
     train_from_lists,
@@ -76,20 +74,20 @@ def test_only_answers_have_labels_and_each_ends_once(family):
         example_of(prompts, one.hypotheses[:n], " ".join(WORDS[:n]))
         for n, one in enumerate(LISTS[:3], 1)
     ]
-    batch = collate(prompts, examples)
+    batch = prompts.collated(examples)
     for row, example in enumerate(examples):
         labels, ids = batch["labels"][row], batch["input_ids"][row]
-        asked = labels != ANYTHING
+        asked = labels != NO_LABEL
         assert labels[asked].tolist() == example.answer
         assert (labels == 1).sum() == 1
         ends = int((labels == 1).nonzero())
-        assert (labels[ends + 1 :] == ANYTHING).all()
+        assert (labels[ends + 1 :] == NO_LABEL).all()
         length = int(batch["attention_mask"][row].sum())
         whole = example.prompt if prompts.seq2seq else example.prompt + example.answer
         assert ids[:length].tolist() == whole
         if not prompts.seq2seq:
             assert torch.equal(ids[asked], labels[asked])
-            assert (labels[: len(example.prompt)] == ANYTHING).all()
+            assert (labels[: len(example.prompt)] == NO_LABEL).all()
 
 
 @families
