@@ -35,12 +35,12 @@ import peak_memory
 import peers
 import torch
 from asr_tables import number, tables
-from pages import write_page
+from pages import warn_if_busy, write_page
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
-from stopwatch import interleaved, load, machine, warn_if_busy
 
 from mmdecode.cli.progress import only_our_output
+from mmdecode.evaluation.stopwatch import interleaved, load, machine
 
 HERE = Path(__file__).parent
 WARM = 4

@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, write_page
+from pages import table, warn_if_busy, write_page
 from speech import clean, encode, engine, windows
-from stopwatch import interleaved, load, machine, warn_if_busy
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from mmdecode import registry
@@ -36,7 +35,7 @@ from mmdecode.cli.progress import only_our_output
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
 from mmdecode.engine.decoder import Decoder
-from mmdecode.evaluation.statistics import interval, resampled_sums
+from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
 from mmdecode.testing.drafts import Siblings
 from mmdecode.train.medusa import MedusaOptions, collect, ranks, whisper_prompt
 from mmdecode.zoo import grammar
@@ -250,36 +249,6 @@ def entropy_bits(subject: Subject, case: Case) -> float:
         log_p = scores.log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1) / math.log(2))
     return float(torch.cat(entropies).mean())
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What each unit cost in one way, a unit being a clip or a batch of clips.
-
-    Attributes:
-        amount: Seconds, or passes, ``(units,)``.
-        tokens: Tokens, their end included, ``(units,)``.
-    """
-
-    amount: np.ndarray
-    tokens: np.ndarray
-
-    def over(self, other: Cost) -> tuple[float, float, float]:
-        """How many times cheaper this is per token, with its interval.
-
-        A paired bootstrap over units, 95 %; with fewer than eight of them, smallest and largest.
-        """
-        table = np.column_stack([self.amount, self.tokens, other.amount, other.tokens])
-
-        def ratio(sums: np.ndarray) -> np.ndarray:
-            mine, my_tokens, theirs, their_tokens = sums.T
-            return (theirs / their_tokens) / (mine / my_tokens)
-
-        if len(table) < 8:
-            low, high = ratio(table).min(), ratio(table).max()
-        else:
-            low, high = interval(ratio(resampled_sums(table)))
-        return round(float(ratio(table.sum(0))), 3), round(float(low), 3), round(float(high), 3)
 
 
 def measure(

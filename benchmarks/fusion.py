@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from pages import table, write_page
-from stopwatch import load
 
 from mmdecode.asr import Transcriber
 from mmdecode.asr.calibration import calibrate
@@ -37,6 +36,7 @@ from mmdecode.asr.selection import TextScorer, highest, joined_scores
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.evaluation.n_best import Aligner, count_lists
 from mmdecode.evaluation.statistics import mapsswe, paired_bootstrap
+from mmdecode.evaluation.stopwatch import load
 from mmdecode.evaluation.wer import count_steps, summed
 from mmdecode.files import append_line, check_settings, complete_lines, note_settings, run_of
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
@@ -52,9 +52,14 @@ FIRST, RESCORED, ALONE = "1-best", "rescored", "llm"
 FUSIONS: dict[str, type[Fusion]] = {"static": Static, "shallow": Shallow, "uadf": UADF}
 GRIDS: dict[str, list[dict[str, float]]] = {
     RESCORED: [{"weight": w} for w in (0.1, 0.2, 0.4, 0.8)],
-    "static": [{"weight": w} for w in (0.5, 1.0, 2.0)],
-    "shallow": [{"weight": w} for w in (0.25, 0.5, 1.0)],
-    "uadf": [{"scale": 1.0}, {"scale": 4.0}, {"scale": 4.0, "beta": 0.0}],
+    "static": [{"weight": w} for w in (0.5, 1.0, 2.0, 4.0, 8.0)],
+    "shallow": [{"weight": w} for w in (0.25, 0.5, 1.0, 2.0)],
+    "uadf": [
+        {"scale": 1.0},
+        {"scale": 1.0, "beta": 0.0},
+        {"scale": 4.0},
+        {"scale": 4.0, "beta": 0.0},
+    ],
 }
 """What is tried of each, the source's setting first where it names one."""
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, write_page
-from stopwatch import interleaved, load, machine, ratio, warn_if_busy
+from pages import table, warn_if_busy, write_page
 
 import mmdecode
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
+from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
 from mmdecode.zoo.scenes import render

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from image_speed import Subject, Way
 from pages import table, write_page
-from stopwatch import machine
 
 from mmdecode.cli.progress import only_our_output
 from mmdecode.evaluation.image_means import equivalence, mean_of, welch
 from mmdecode.evaluation.image_runs import forced_logits
 from mmdecode.evaluation.image_samples import likelihood
+from mmdecode.evaluation.stopwatch import machine
 from mmdecode.image_ar.painters import RoundCounts
 from mmdecode.testing import mistakes
 

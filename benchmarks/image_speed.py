@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import peak_memory
 import torch
-from pages import table, write_page
-from stopwatch import interleaved, load, machine, ratio, timed, warn_if_busy
+from pages import table, warn_if_busy, write_page
 
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio, timed
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.loading import load as load_model

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import soundfile
 import torch
-from stopwatch import machine
 
+from mmdecode.evaluation.stopwatch import machine
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000

@@ -21,12 +21,12 @@ import numpy as np
 import peers
 import torch
 from peers import Checkpoint
-from stopwatch import interleaved
 from transformers import WhisperProcessor
 
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.engine.decoder import Decoder
 from mmdecode.evaluation.conditions import now
+from mmdecode.evaluation.stopwatch import interleaved
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000

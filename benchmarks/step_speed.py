@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import transformers
-from stopwatch import machine, timed
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -38,6 +37,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.engine.contracts import Needs
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Proposal
+from mmdecode.evaluation.stopwatch import machine, timed
 from mmdecode.testing.table import Table, decode
 
 HERE = Path(__file__).parent

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, write_page
-from stopwatch import load, machine, warn_if_busy
+from pages import table, warn_if_busy, write_page
 
 from mmdecode.asr import Stream, Transcriber
 from mmdecode.cli.progress import only_our_output
 from mmdecode.evaluation.latency import StreamMeter, StreamReport
+from mmdecode.evaluation.stopwatch import load, machine
 from mmdecode.evaluation.wer import wer
 from mmdecode.zoo.speech import speech_test
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: seconds on the wall, bytes per second, and a name for the machine."""
+"""What speed is measured with: seconds on the wall, bytes per second, and the machine's name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +32,11 @@ def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[int, int], T]], items: int, repeats: int, device: torch.device
+    calls: Mapping[str, Callable[[int, int], T]],
+    items: int,
+    repeats: int,
+    device: torch.device,
+    done: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[T]]]:
     """Every call on every item, one item at a time, so that a drifting clock meets all alike.
 
@@ -40,6 +45,7 @@ def interleaved(
         items: How many items there are.
         repeats: How often the whole is repeated.
         device: Where the work runs.
+        done: Called after each.
 
     Returns:
         Seconds by name, repeat and item, and the results of all repeats in the same order.
@@ -56,6 +62,7 @@ def interleaved(
                 spent, result = timed(device, partial(calls[name], item, repeat))
                 seconds[name][-1].append(spent)
                 results[name].append(result)
+                done()
     return seconds, results
 
 
@@ -64,6 +71,36 @@ def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
     sums = resampled_sums(np.stack([over, under], 1))
     low, high = interval(sums[:, 0] / sums[:, 1])
     return round(float(over.sum() / under.sum()), 3), [round(float(low), 3), round(float(high), 3)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each unit cost in one way, a unit being an item or a batch of items.
+
+    Attributes:
+        amount: Seconds, or passes, ``(units,)``.
+        tokens: Tokens, their end included, ``(units,)``.
+    """
+
+    amount: np.ndarray
+    tokens: np.ndarray
+
+    def over(self, other: Cost) -> tuple[float, float, float]:
+        """How many times cheaper this is per token, with its interval.
+
+        A paired bootstrap over units, 95 %; with fewer than eight of them, smallest and largest.
+        """
+        table = np.column_stack([self.amount, self.tokens, other.amount, other.tokens])
+
+        def ratio(sums: np.ndarray) -> np.ndarray:
+            mine, my_tokens, theirs, their_tokens = sums.T
+            return (theirs / their_tokens) / (mine / my_tokens)
+
+        if len(table) < 8:
+            low, high = ratio(table).min(), ratio(table).max()
+        else:
+            low, high = interval(ratio(resampled_sums(table)))
+        return round(float(ratio(table.sum(0))), 3), round(float(low), 3), round(float(high), 3)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -77,12 +114,6 @@ def bandwidth(device: torch.device) -> float:
 def load() -> float:
     """Processes that wanted a core, on average over the last minute; NaN where nobody counts."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else float("nan")
-
-
-def warn_if_busy(facts: Mapping[str, Any]) -> None:
-    """Says so where others were at work when the benchmark began."""
-    if facts["load_at_start"] > 0.7:
-        print(f"WARNING: load {facts['load_at_start']}: times below are not to be quoted")
 
 
 def machine(device: torch.device, dtype: str) -> dict[str, Any]:
