@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
+from mmdecode.errors import OptionError
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_rows, write_images
 from mmdecode.zoo.scenes import draw_scene, render
+from mmdecode.zoo.speech import speech_test
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "Is there a ring in the image?"
@@ -101,3 +105,61 @@ def test_a_pipeline_is_guided_and_left_as_it_was(run, pictures, plain):
     assert first == f"plain:  {plain[0]}" and last == "as before: True"
     guided = Answerer.from_pretrained("zoo:llava-scenes", guide="damro", device="cpu")
     assert second == f"guided: {guided(picture, QUESTION)[0].text}"
+
+
+@pytest.mark.recipe
+def test_lists_are_corrected_and_a_run_goes_on_where_it_stopped(run, tmp_path):
+    texts = ["the cat sat on the mat.", "Helen chopped the butter.", "it was rainy."]
+    rows = [{"id": str(n), "input": [text, f"{text} now"]} for n, text in enumerate(texts)]
+    lists = tmp_path / "lists.jsonl"
+    lists.write_text("".join(json.dumps({"output": "x", **row}) + "\n" for row in rows))
+    words = ("asr/correct_lists.py", lists, "--device", "cpu", "--json", "--out")
+    done = run(*words, tmp_path / "whole")
+    assert done.code == 0, done.err
+    counts = json.loads(done.out)
+    whole = (tmp_path / "whole" / "corrected.jsonl").read_bytes()
+    found = [json.loads(line) for line in whole.splitlines()]
+    assert [row["id"] for row in found] == ["0", "1", "2"] and counts["lists"] == 3
+    assert [row["best"] for row in found] == texts
+    assert counts["refused"] == sum(row["refused"] is not None for row in found)
+    # killed in the middle of the second row
+    rows_file = tmp_path / "whole" / "corrected.jsonl"
+    rows_file.write_bytes(whole[: whole.index(b"\n") + 9])
+    again = run(*words, tmp_path / "whole", "--resume")
+    assert json.loads(again.out)["resumed"] == 1 and rows_file.read_bytes() == whole
+    with pytest.raises(OptionError, match="--resume"):
+        run(*words, tmp_path / "whole")
+    with pytest.raises(OptionError, match="distance"):
+        run(*words, tmp_path / "whole", "--resume", "--distance", "0.1")
+
+
+@pytest.mark.recipe
+def test_temperatures_are_fitted_once_and_a_folder_is_corrected(run, tmp_path):
+    clips = [clip for clip in speech_test() if clip.duration_s < 4][:2]
+    (tmp_path / "folder").mkdir()
+    for clip in clips:
+        soundfile.write(tmp_path / "folder" / f"{clip.name}.wav", clip.samples(), 16_000)
+    soundfile.write(tmp_path / "long.wav", np.zeros(9 * 16_000), 16_000)
+    rows = [{"audio": f"folder/{clip.name}.wav", "text": clip.text} for clip in clips]
+    manifest, long = tmp_path / "development.jsonl", tmp_path / "long.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long.write_text(json.dumps({"audio": "long.wav", "text": "none"}))
+    out = tmp_path / "out"
+    words = [tmp_path / "folder", "--device", "cpu", "--out", out]
+    done = run("asr/fuse_with_llm.py", manifest, *words)
+    assert done.code == 0, done.err
+    kept = json.loads((out / "temperatures.json").read_text())
+    assert 0.1 <= kept["main"] <= 10 and 0.1 <= kept["acoustic"] <= 10 and kept["tokens"] > 10
+    found = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert len(found) == 2 and all(row["uncorrected"] for row in found)
+    for row in found:
+        assert f"{Path(row['source']).name}: {row['text']}" in done.out
+    assert (out / "words.html").read_text().count('class="clip"') == 2
+    # kept temperatures are used, and what does not fit a window is no development recording
+    (out / "temperatures.json").write_text(json.dumps(kept | {"main": 3.21}))
+    (tmp_path / "folder" / "broken.wav").write_text("no audio")
+    again = run("asr/fuse_with_llm.py", long, *words)
+    assert again.code == 1 and "main_temperature=3.21" in again.out and "failed: " in again.out
+    (out / "temperatures.json").unlink()
+    refused = run("asr/fuse_with_llm.py", long, *words)
+    assert "long.wav is longer than a window; cut it to 8 s" in str(refused.code)

@@ -45,6 +45,16 @@ class WhisperAdapter(EncoderDecoderAdapter):
             getattr(self.model.generation_config, "no_timestamps_token_id", None) or self.end
         )
 
+    @property
+    def no_speech(self) -> int:
+        """Is predicted at `start` where nobody speaks."""
+        return self.no_timestamps - 1
+
+    @property
+    def start(self) -> int:
+        """Where a transcript starts, in every prompt."""
+        return int(self.model.generation_config.decoder_start_token_id)
+
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """As of any encoder-decoder; of view ``audio`` with the states of the changed recording."""
         if spec.view != "audio":

@@ -513,7 +513,23 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
     owners = [place for place, one in enumerate(segments) for _ in one.text.split()]
     before = [word for one in segments for word in one.text.split()]
     own: list[list[DecidedWord]] = [[] for _ in segments]
-    matcher = SequenceMatcher(None, before, [word.text for word in words], autojunk=False)
+    for word, place in zip(words, places_in(before, [w.text for w in words]), strict=True):
+        own[owners[place]].append(word)
+    return [
+        dataclasses.replace(one, text=" ".join(word.text for word in said), decided=said)
+        for one, said in zip(segments, own, strict=True)
+    ]
+
+
+def places_in(before: Sequence[str], words: Sequence[str]) -> list[int]:
+    """For each word of a text, the place of the word in an earlier one that it is or replaces.
+
+    Args:
+        before: Words of the earlier text, at least one.
+        words: Of the text.
+    """
+    places = []
+    matcher = SequenceMatcher(None, before, words, autojunk=False)
     for _, first, last, start, end in matcher.get_opcodes():
         for place in range(start, end):
             # words in the place of others share their places; those put in follow the word before
@@ -522,8 +538,5 @@ def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> lis
                 if last > first
                 else first - 1
             )
-            own[owners[min(max(at, 0), len(owners) - 1)]].append(words[place])
-    return [
-        dataclasses.replace(one, text=" ".join(word.text for word in said), decided=said)
-        for one, said in zip(segments, own, strict=True)
-    ]
+            places.append(max(at, 0))
+    return places

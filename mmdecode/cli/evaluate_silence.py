@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ZOO, NONE = "zoo", "none"
 SHOWN = 5  # failures listed one by one
-SEEDS = {"development": 1, "test": 2}
+SEEDS = {"development": 1, "test": 3}  # 2 was the test part of an earlier report
 PLAIN = "plain"
 
 
@@ -93,6 +93,7 @@ def silence(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.plots import drawable
     from mmdecode.evaluation.runs import SAMPLES, data_hash
     from mmdecode.evaluation.silence import SilenceReport
     from mmdecode.files import claimed
@@ -105,6 +106,7 @@ def silence(
         if out_dir is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
+            drawable()
             folder = out_dir
             stack.enter_context(claimed(folder))
             if not resume and is_taken(folder, SAMPLES):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress, TextColumn
+from rich.text import Text
 
 from mmdecode.cli.flags import (
     Device,
@@ -75,6 +76,13 @@ def command(
         typer.Option(
             help="What corrects the text, as uadf:model=zoo:lm-synth; see 'mmdecode methods "
             "correct'."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Page (.html) that colours the words of --correct by who decided them, beside "
+            "the texts of a --manifest."
         ),
     ] = None,
     out_dir: Annotated[
@@ -217,6 +225,8 @@ def command(
       mmdecode transcribe recordings/ --out texts --format txt,srt --draft medusa --resume
 
       accelerate launch --num_processes 4 -m mmdecode transcribe recordings/ --out texts
+
+      mmdecode transcribe talk.mp3 --correct uadf:model=zoo:lm-synth --report talk.html
     """
     from mmdecode.asr.formats import parse_formats
     from mmdecode.asr.inputs import STDIN, gathered
@@ -260,6 +270,10 @@ def command(
         "word_timestamps": word_method or word_timestamps,
     }
     formats_asked = parse_formats(formats)
+    if correct is None:
+        refuse_without("--correct", ["report"], context)
+    if report is not None and report.is_dir():
+        raise OptionError(f"--report {report} is a folder; expected the path of a page, as x.html")
     if not vad:
         refuse_without("--vad", VAD, context)
     if not n_best:
@@ -309,6 +323,8 @@ def command(
             **options,
         )
         tally = _transcribe(entries, load, output, team)
+        if report is not None and team.leads:
+            _write_page(report, entries, tally, output)
     if team.leads:
         _report(tally, output, several=len(entries) > 1, as_json=json)
     team.leave()
@@ -454,6 +470,36 @@ def _work(
     return tally
 
 
+def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
+    """The page of who decided the words, of this run and those that it continues."""
+    import mmdecode
+    from mmdecode.asr.jobs import RESULTS
+    from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
+    from mmdecode.files import explained, write_atomically
+    from mmdecode.tables import read_rows
+
+    if output.folder is None:
+        rows = [dataclasses.asdict(result) for result in tally.results]
+    else:
+        rows = [row for _, row in read_rows(output.folder / RESULTS)]
+    found = {row["source"]: row for row in rows if "error" not in row}
+    texts = []
+    for entry in entries:
+        if entry.id in found:
+            whole = entry.audio is not None and entry.offset_s is None
+            audio = Path(entry.audio or "") if whole else None
+            texts.append(CorrectedText.of_transcript(found[entry.id], entry.text, audio))
+    english = {row["language"] for row in found.values()} <= {None, "en"}
+    page = CorrectedTexts(texts, normaliser="whisper" if english else "basic").page(
+        {name: output.settings[name] for name in ("model", "correct", "dtype")}
+        | {"mmdecode": mmdecode.__version__}
+    )
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # names of files need not be UTF-8
+        write_atomically(path, page.encode("utf-8", "backslashreplace"))
+
+
 def _together(tallies: list[_Tally], done_before: int) -> _Tally:
     """One tally of all processes."""
     return _Tally(
@@ -510,7 +556,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
             # names of files need not be UTF-8
             name = result.source.encode("utf-8", "backslashreplace").decode()
             prefix = f"{name}: " if several else ""
-            out.print(f"{prefix}{result.text}", markup=False, highlight=False, soft_wrap=True)
+            out.print(Text(prefix) + _coloured(result), highlight=False, soft_wrap=True)
     line = (
         f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
     )
@@ -520,11 +566,29 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
             line += f", {tally.stats['acceptance_length']:.2f} tokens per pass"
     if tally.looped:
         line += f"; {tally.looped} of {tally.windows} windows looped"
+    if out.is_terminal and any(result.uncorrected is not None for result in results):
+        line += "; words in blue are the audio's, in yellow the language model's"
     console.print(line, highlight=False, soft_wrap=True)
     for failure in failures:
         console.print(
             f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
+
+
+_COLOURS = {"both": "", "audio": "blue", "language model": "yellow"}
+
+
+def _coloured(result: Transcript) -> Text:
+    """The text; on a terminal, words of a correction have the colour of who decided them."""
+    if result.uncorrected is None:
+        return Text(result.text)
+    parts = []
+    for segment in result.segments:
+        if segment.decided is None:
+            parts.append(Text(segment.text))
+        else:
+            parts += (Text(word.text, _COLOURS[word.by]) for word in segment.decided)
+    return Text(" ").join(part for part in parts if part)
 
 
 class _Meter:

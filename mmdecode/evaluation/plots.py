@@ -1,4 +1,4 @@
-"""Figures of reports on word errors, yes/no answers and captions."""
+"""Figures of reports on word errors, silence, yes/no answers and captions."""
 
 from __future__ import annotations
 
@@ -88,6 +88,37 @@ def by_duration(
     axes.set_xticks(range(len(used)), labels)
     axes.set_ylabel("WER in %")
     axes.legend()
+    return figure
+
+
+def words_per_minute(heard: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Words made up in each kind of non-speech, a bar for each mode with its 95 % interval.
+
+    Args:
+        heard: Scores (`mmdecode.evaluation.silence.Heard`) by class and mode.
+    """
+    figure, axes = _figure("Words where nobody speaks")
+    modes = list(next(iter(heard.values())))
+    figure.set_size_inches(10, 4)
+    width = 0.8 / len(modes)
+    for index, mode in enumerate(modes):
+        scores = [found[mode] for found in heard.values()]
+        places = np.arange(len(heard)) + (index - (len(modes) - 1) / 2) * width
+        spread = [
+            [max(one.rate - one.low, 0) for one in scores],
+            [max(one.high - one.rate, 0) for one in scores],
+        ]
+        axes.bar(
+            places,
+            [one.rate for one in scores],
+            width=width,
+            yerr=spread,
+            error_kw={"linewidth": 0.7},
+            label=mode.lstrip("_") or mode,
+        )
+    axes.set_xticks(range(len(heard)), [name.replace(" ", "\n", 1) for name in heard])
+    axes.set_ylabel("words per minute")
+    _legend(figure, axes, columns=2)
     return figure
 
 
@@ -243,10 +274,9 @@ def _points(
     axes.margins(0.15)
 
 
-def _legend(figure: Figure, axes: Any) -> None:
+def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
     """Names of the points below all panels, which keep their height."""
     handles, names = axes.get_legend_handles_labels()
-    columns = 4
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
 

@@ -365,16 +365,22 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def marked(steps: Sequence[Step]) -> str:
-    """An alignment as HTML: what was heard, with what was said where they differ."""
+def marked(steps: Sequence[Step], heard: Sequence[str] | None = None) -> str:
+    """An alignment as HTML: what was heard, with what was said where they differ.
+
+    Args:
+        steps: In order.
+        heard: HTML of what was heard, by step; ``None``: its text.
+    """
+    texts = [escape(step.heard) for step in steps] if heard is None else heard
     shown = []
-    for step in steps:
-        said, heard = escape(step.said), escape(step.heard)
+    for step, text in zip(steps, texts, strict=True):
+        said = escape(step.said)
         shown.append(
             {
-                "equal": heard,
-                "substitute": f'<span class="substitute">{heard}<del>{said}</del></span>',
-                "insert": f'<span class="insert">{heard}</span>',
+                "equal": text,
+                "substitute": f'<span class="substitute">{text}<del>{said}</del></span>',
+                "insert": f'<span class="insert">{text}</span>',
                 "delete": f'<del class="delete">{said}</del>',
             }[step.kind]
         )

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mmdecode.errors import OptionError
+from mmdecode.evaluation import plots
 from mmdecode.evaluation.layout import csv_text, document, html_table, markdown, percent
 from mmdecode.evaluation.normalisers import normaliser_of
 from mmdecode.evaluation.samples import Sample
@@ -284,7 +285,11 @@ class SilenceReport:
         return Worst(found[:count], errors, self.normaliser, "plain")
 
     def page(self) -> str:
-        """One HTML file that holds everything: tables, verdicts, and the worst clips."""
+        """One HTML file that holds everything: tables, verdicts, a figure, and the worst clips.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
         tables = [self.rows(), self.speech_rows(), self.all_rows()]
         shown = "".join(html_table(rows) for rows in tables if rows)
         about = html.escape(self.about()).replace("\n", "<br>")
@@ -293,7 +298,11 @@ class SilenceReport:
             for mode in self.modes
         )
         return document(
-            "Words where nobody speaks", f"<p>{about}</p>{shown}", {}, worst, self.conditions
+            "Words where nobody speaks",
+            f"<p>{about}</p>{shown}",
+            {"words per minute": plots.png(plots.words_per_minute(self.heard))},
+            worst,
+            self.conditions,
         )
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -301,6 +310,9 @@ class SilenceReport:
 
         Args:
             folder: Created where it does not exist.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,10 @@ from mmdecode.evaluation.wer import align_as_written
 if TYPE_CHECKING:
     from mmdecode.evaluation.word_report import WERReport
 
-_PLAYED = 4 << 20  # bytes of a recording that a page still holds
+PLAYED = 4 << 20
+"""Bytes of a recording that a page still holds."""
+MARKS = ".substitute,.insert,del.delete{color:#b3261e}.substitute del{color:gray;margin-left:.3em}"
+"""Styles of an alignment in a notebook; pages have those of ``report.css``."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -43,7 +46,7 @@ class Worst:
 
     def _article(self, sample: Sample, errors: int) -> str:
         audio = Path(sample.audio_filepath) if sample.audio_filepath else None
-        small = audio is not None and audio.is_file() and audio.stat().st_size <= _PLAYED
+        small = audio is not None and audio.is_file() and audio.stat().st_size <= PLAYED
         steps = align_as_written(sample.text, sample.pred_text, self.normaliser, self.scorer)
         failed = f'<p class="bad">{html.escape(sample.error)}</p>' if sample.error else ""
         return (
@@ -55,10 +58,7 @@ class Worst:
         )
 
     def _repr_html_(self) -> str:
-        return (
-            "<style>.substitute,.insert,del.delete{color:#b3261e}"
-            f".substitute del{{color:gray;margin-left:.3em}}</style>{self.as_html()}"
-        )
+        return f"<style>{MARKS}</style>{self.as_html()}"
 
     def __repr__(self) -> str:
         lines = []

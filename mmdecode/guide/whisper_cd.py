@@ -17,14 +17,24 @@ the law that heard the window and the one that heard silence; a part ``doubt`` o
 in that law counts against it, since what was really said is heard through noise, and what was made
 up of a sound is not. Where the evidence is below ``gate``, the window ends.
 
+That gate knows what sounds like silence to the model, and no more. Two others ask the model itself:
+Whisper was taught to predict a no-speech token where a transcript starts. ``no_speech`` ends a
+window whose no-speech probability under noise is above it. ``structure`` compares that probability
+with the one of a scrambled window, of the same spectrum but random phases: what was said is no
+speech any more once its order in time is gone, while noise is noise before and after, and a steady
+murmur or music is taken for speech before and after. Scrambling also fills the pauses of a window,
+and much of the evidence comes from them: a sound that stops long before its window does passes for
+speech.
+
 Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features
 are no silence, and silence behind which they stand is no reference. How much evidence speech has
 depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
-nearly all of your speech. The default ends what is surely silence.
+nearly all of your speech, and likewise ``no_speech`` and ``structure``, which are off unless given.
+The default ends what is surely silence.
 
 Source: Whisper-CD 2026, arXiv:2603.06193. The weights are not known to us; the mean, the sharing
 out of the text's probability, the plausibility cut (Li et al. 2023, arXiv:2210.15097, equation 2)
-and the gate are ours.
+and the gates are ours.
 """
 
 from __future__ import annotations
@@ -47,7 +57,7 @@ from mmdecode.guide.linear import checked_cut, generated, not_negative, plausibl
 if TYPE_CHECKING:
     from mmdecode.adapters.audio_views import Change
 
-NOISED, SILENT = "noised", "silent"
+NOISED, SILENT, SCRAMBLED = "noised", "silent", "scrambled"
 _FLOOR = -100.0  # log-probability below which a token is ruled out, in a negative branch
 _LAST = -1e4  # of a token that comes only if no other may
 
@@ -61,12 +71,15 @@ class Vocabulary:
         text: Which tokens these are, ``(V,)``.
         ended: The law that ends a window, ``(V,)``.
         timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
+        unspoken: Rows in which the no-speech token says that nobody speaks, ``(B, 1)``; ``None``:
+            nobody asked for it.
     """
 
     end: int
     text: Tensor
     ended: Tensor
     timed: Tensor
+    unspoken: Tensor | None = None
 
 
 class WhisperCD:
@@ -83,11 +96,14 @@ class WhisperCD:
         silence: Whether silence is contrasted; the gate hears it in any case.
         shift: By which part of a window the last branch hears everything later; ``None``: no such
             branch.
+        no_speech: Probability of the no-speech token, heard in noise of ``snr``, above which a
+            window ends; 1 is no gate.
+        structure: Nats by which the log-probability of that token must rise when the window is
+            scrambled, or it ends; ``None``: no gate.
 
-    Neutral: ``alpha``, ``beta`` and ``gate`` 0.
+    Neutral: ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
     """
 
-    needs = Needs()
     audio = True
     total = 1.0
 
@@ -101,6 +117,8 @@ class WhisperCD:
         snr: float | None = 10.0,
         silence: bool = True,
         shift: float | None = 0.25,
+        no_speech: float = 1.0,
+        structure: float | None = None,
     ) -> None:
         self.alpha, self.beta = not_negative("alpha", alpha), checked_cut("beta", beta)
         self.gate, self.doubt = checked_cut("gate", gate), checked_cut("doubt", doubt)
@@ -108,6 +126,15 @@ class WhisperCD:
             raise OptionError(f"tau must be more than 0, got {tau}; 1 joins the branches' laws")
         if shift is not None and not 0 < shift < 1:
             raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
+        if isinstance(structure, str) or not (structure is None or math.isfinite(structure)):
+            raise OptionError(
+                f"structure must be a number of nats, got {structure}; none is no gate"
+            )
+        if isinstance(no_speech, str) or not 0 <= no_speech <= 1:
+            raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1 is no gate")
+        self.no_speech, self.structure = no_speech, structure
+        self.asks = no_speech < 1 or structure is not None
+        self.needs = Needs(prompt_hidden=self.asks)
         self.tau = tau
         changes: dict[str, Change] = {}
         if snr is not None:
@@ -124,18 +151,23 @@ class WhisperCD:
         heard = {name: changes[name] for name in self.negatives}
         if gate:
             heard[SILENT] = silent
-        if gate and doubt:
+        if (gate and doubt) or no_speech < 1:
             if snr is None:
-                raise OptionError("doubt is about the branch in noise: give snr, or doubt=0")
+                raise OptionError(
+                    "doubt and no_speech are about the branch in noise: give snr, or doubt=0 and "
+                    "no_speech=1"
+                )
             heard[NOISED] = partial(noised, snr)
+        if structure is not None:
+            heard[SCRAMBLED] = scrambled
         self.branches = [
             BranchSpec(name=name, view="audio", view_options={"change": change})
             for name, change in heard.items()
         ]
-        self.neutral = not (alpha or beta or gate)
+        self.neutral = not (alpha or beta or gate or self.asks)
 
     def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Vocabulary:
-        """Which tokens are text, how a window ends, and which rows are timed."""
+        """Which tokens are text, how a window ends, which rows are timed, and which unspoken."""
         adapter, device = ctx.adapter, ctx.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
@@ -143,7 +175,25 @@ class WhisperCD:
         # the end may be suppressed as the first token of all; a time is no text
         ended[adapter.no_timestamps + 1] = _LAST
         timed = ctx.prompt_ids[:, -1:] != adapter.no_timestamps
-        return Vocabulary(adapter.end, text, ended, timed)
+        unspoken = self._unspoken(ctx, prefill) if self.asks else None
+        return Vocabulary(adapter.end, text, ended, timed, unspoken)
+
+    def _unspoken(self, ctx: Context, prefill: Mapping[str, Scores]) -> Tensor:
+        """Rows that end by their no-speech token, ``(B, 1)``."""
+
+        def probability(name: str) -> Tensor:  # of the token, where the transcript starts, as log
+            rows = torch.arange(ctx.batch, device=ctx.device)
+            states = prefill[name].prompt_hidden["last"][rows, start]
+            law = ctx.adapter.head(states).float().log_softmax(-1)
+            return law[:, ctx.adapter.no_speech, None]
+
+        start = (ctx.prompt_ids == ctx.adapter.start).int().argmax(1)
+        found = torch.zeros(ctx.batch, 1, dtype=torch.bool, device=ctx.device)
+        if self.no_speech < 1:
+            found = probability(NOISED).exp() > self.no_speech
+        if self.structure is not None:
+            found = found | (probability(SCRAMBLED) - probability("main") < self.structure)
+        return found
 
     def combine(
         self, constants: Vocabulary, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
@@ -156,9 +206,14 @@ class WhisperCD:
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         law = self._contrasted(constants, scores, self.beta)
-        if not self.gate:
+        if not (self.gate or self.asks):
             return law
-        ends = (self._evidence(scores) < self.gate) & first_text(constants, ctx, proposal)
+        doubtful = torch.zeros_like(law[..., 0], dtype=torch.bool)
+        if self.gate:
+            doubtful = self._evidence(scores) < self.gate
+        if constants.unspoken is not None:
+            doubtful = doubtful | constants.unspoken
+        ends = first_text(constants, ctx, proposal) & doubtful
         return torch.where(ends[..., None], constants.ended, law)
 
     def _evidence(self, scores: Mapping[str, Scores]) -> Tensor:
@@ -218,6 +273,13 @@ def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:
 def silent(samples: Tensor, draw: torch.Generator) -> Tensor:
     """As many zeros."""
     return torch.zeros_like(samples)
+
+
+def scrambled(samples: Tensor, draw: torch.Generator) -> Tensor:
+    """The spectrum of all samples with random phases: steady noise of the same colour."""
+    spectrum = torch.fft.rfft(samples)
+    phases = 2 * math.pi * torch.rand(spectrum.shape, generator=draw)
+    return torch.fft.irfft(torch.polar(spectrum.abs(), phases), len(samples))
 
 
 def delayed(shift: float, samples: Tensor, draw: torch.Generator) -> Tensor:

@@ -56,7 +56,7 @@ class Options:
         fit: How long and how fast it learns.
     """
 
-    lists: int = 900
+    lists: int = 2400
     snr_db: tuple[float, float] = (-5.0, 8.0)
     vocabulary: int = 800
     width: int = 128
@@ -70,7 +70,7 @@ class Options:
     )
     fit: FitOptions = field(
         default_factory=lambda: FitOptions(
-            steps=800, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=100, patience=8
+            steps=4000, batch=24, peak_rate=2e-3, matrix_rate=0.02, every=200, patience=8
         )
     )
 

@@ -123,7 +123,7 @@ def test_without_strength_nothing_is_run_and_every_token_stays(model, processor,
 
 @pytest.mark.parametrize("options", [{}, {"timestamps": False}], ids=["times", "no_times"])
 def test_a_batch_has_the_texts_of_its_recordings_alone(model, processor, waves, options):
-    guide = WhisperCD(gate=0.3)
+    guide = WhisperCD(gate=0.3, structure=0.0)
     together = transcripts(model, processor, waves, guide, **options)
     alone = [transcripts(model, processor, [wave], guide, **options)[0] for wave in waves]
     assert together == alone
@@ -232,10 +232,39 @@ def test_silence_is_what_contrast_alone_cannot_stop_and_the_gate_does(model, pro
         assert all(token >= begin for tokens in found for token in tokens)
 
 
-def test_the_trained_model_is_silent_in_noise_and_hears_speech_as_before():
+@pytest.mark.parametrize("prompt", [None, [5, 6, 7]], ids=["alone", "after_a_prompt"])
+def test_the_gate_reads_the_no_speech_probability_of_the_transcriber(
+    model, processor, waves, kit, prompt
+):
+    """Noise a hundred decibels below the window leaves that probability as it is."""
+    clip = [waves[1]]
+    options = make_options(
+        {"prompt": prompt, "no_speech_threshold": 1.0, "logprob_threshold": -100.0}
+    )
+    segments = Transcriber(model, processor, Decoder(seed=0), options)(clip)[0].segments
+    known = segments[0].no_speech_prob
+    begin = processor.tokenizer.convert_tokens_to_ids("<|0.00|>")
+    said = []
+    for threshold in (0.99 * known, 1.01 * known):
+        guide = WhisperCD(0, beta=0, gate=0, snr=100.0, no_speech=threshold)
+        (tokens,) = transcripts(model, processor, clip, guide, prompt=prompt)
+        said.append(any(token < begin for token in tokens))
+    assert said == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gates"),
+    [
+        ("white", "gate=0.9"),
+        ("pink", "gate=0,no_speech=0.004,snr=20"),
+        ("babble", "gate=0,structure=0.6"),
+    ],
+    ids=["silence", "no_speech", "structure"],
+)
+def test_the_trained_model_is_silent_in_noise_and_hears_speech_as_before(kind, gates):
     clips = speech_test()[:3]
-    waves = [sound("white", -20, 8.0, seed=0), *(clip.samples() for clip in clips)]
-    guide = {"guide": "whisper_cd:alpha=0,beta=0,gate=0.9"}
+    waves = [sound(kind, -20, 8.0, seed=0), *(clip.samples() for clip in clips)]
+    guide = {"guide": f"whisper_cd:alpha=0,beta=0,{gates}"}
     found = [
         Transcriber.from_pretrained("zoo:whisper-synth", device="cpu", **options)(waves)
         for options in ({}, guide, guide | {"draft": "medusa"})

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.container import BarContainer
 from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, write_sounds
+from mmdecode.evaluation.plots import words_per_minute
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.silence import SilenceReport
 
@@ -141,13 +143,34 @@ def test_tables_and_page_say_what_was_missed(tmp_path):
         "summary.json", "table.md", "table.csv", "report.html",
     ]  # fmt: skip
     assert "other: misses noise" in found.table()
-    assert "other: misses noise" in files[3].read_text()
+    page = files[3].read_text()
+    assert "other: misses noise" in page
+    assert page.count("<figure>") == 1 and "data:image/png" in page
     summary = json.loads(files[0].read_text())
     assert summary["verdicts"]["other"] == {
         "missed": ["noise"], "worse_speech": [], "passes": False,
     }  # fmt: skip
     assert summary["non_speech"]["noise"]["plain"]["rate"] == 20
     assert files[2].read_text().count("\n") == 3
+
+
+def test_the_figure_has_a_bar_with_its_interval_for_every_class_and_mode():
+    samples = [
+        heard(mode, name, words, number)
+        for mode, counts in (("plain", (0, 0, 9)), ("other", (2, 2, 2)))
+        for name in ("pink -20 dB", "music -40 dB")
+        for number, words in enumerate(counts)
+    ]
+    (axes,) = words_per_minute(SilenceReport(samples, resamples=2000).heard).axes
+    plain, other = (group for group in axes.containers if isinstance(group, BarContainer))
+    assert [bar.get_height() for bar in plain] == [6, 6]
+    assert [bar.get_height() for bar in other] == [4, 4]
+    low, high = plain.errorbar[2][0].get_segments()[0]
+    assert (low[1], high[1]) == (0, 18), "words a minute of clips"
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "pink\n-20 dB",
+        "music\n-40 dB",
+    ]
 
 
 def test_loops_are_counted_and_failures_left_out():

@@ -20,6 +20,7 @@ from mmdecode.guide.whisper_cd import (
     first_text,
     joined,
     noised,
+    scrambled,
     silent,
 )
 from tests.conformance.tiny import prompts, text_model, whisper_model
@@ -208,6 +209,85 @@ def test_each_node_is_gated_by_its_own_path():
     assert first_text(constants, ctx, proposal).tolist() == [[True, False, True, False, True]]
 
 
+# What the no-speech token says
+
+START, NO_SPEECH = 9, NO_TIMES - 1
+ASKED = SimpleNamespace(
+    **vars(ADAPTER), start=START, no_speech=NO_SPEECH, head=lambda states: states
+)
+
+
+def unspoken(guide, **probability):
+    """Of a row whose text so far stands before the start, by what each branch says there."""
+    ctx = context((3, 4, START, NO_TIMES), (11,))
+    ctx.adapter, ctx.batch = ASKED, 1
+    prefill = {}
+    for name, share in probability.items():
+        law = torch.full((1, 4, V), 1 / V)
+        law[:, 2] = (1 - share) / (V - 1)
+        law[:, 2, NO_SPEECH] = share
+        prefill[name] = Scores(logits=law[:, -1:], prompt_hidden={"last": law.log()})
+    return guide.begin(ctx, prefill).unspoken
+
+
+@pytest.mark.parametrize(
+    ("noise", "ends"), [(0.4, False), (0.6, True)], ids=["less_likely", "likelier"]
+)
+def test_a_window_ends_by_its_no_speech_token_under_noise(noise, ends):
+    guide = WhisperCD(0.0, beta=0, gate=0, no_speech=0.5)
+    assert [branch.name for branch in guide.branches] == ["noised"] and not guide.neutral
+    assert unspoken(guide, main=1 - noise, noised=noise).tolist() == [[ends]]
+
+
+@pytest.mark.parametrize(
+    ("clean", "scrambled", "ends"),
+    [(0.1, 0.3, False), (0.1, 0.26, True), (0.3, 0.1, True), (0.9, 0.9, True)],
+    ids=["speech", "too_little", "the_other_way", "noise"],
+)
+def test_a_window_ends_that_is_no_less_speech_when_it_is_scrambled(clean, scrambled, ends):
+    guide = WhisperCD(0.0, beta=0, gate=0, structure=1.0)
+    assert [branch.name for branch in guide.branches] == ["scrambled"] and not guide.neutral
+    assert unspoken(guide, main=clean, scrambled=scrambled).tolist() == [[ends]]
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.9])
+@pytest.mark.parametrize("scrambled", [0.1, 0.9])
+def test_either_of_two_gates_is_enough(noise, scrambled):
+    guide = WhisperCD(0.0, beta=0, gate=0, no_speech=0.5, structure=1.0)
+    found = unspoken(guide, main=0.1, noised=noise, scrambled=scrambled)
+    assert found.tolist() == [[noise > 0.5 or scrambled < 0.5]]
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.01])
+def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(gate):
+    main = logits(0, rows=1)
+    guide = WhisperCD(0.0, beta=0, gate=gate, structure=1.0)
+    ctx = context((START, NO_TIMES))
+    ctx.adapter, ctx.batch = ASKED, 2
+    ctx.ids, ctx.prompt_ids = ctx.ids.repeat(2, 1), ctx.prompt_ids.repeat(2, 1)
+    law = torch.zeros(2, 2, V)
+    louder = law.clone()
+    louder[1, 0, NO_SPEECH] = 9.0  # only of the second row
+    told = {
+        name: Scores(logits=main, prompt_hidden={"last": states})
+        for name, states in (("main", law), ("scrambled", louder))
+    }
+    told["silent"] = Scores(logits=logits(1, rows=1))  # says something else
+    proposal = Proposal.empty(2, ctx.device)
+    constants = guide.begin(ctx, told)
+    found = guide.apply(constants, ctx, proposal, told)
+    assert found[0].argmax() == END and found[0].softmax(-1).max() == 1
+    assert torch.equal(found[1], main[1])
+    ctx.ids, ctx.length = torch.tensor([[START, NO_TIMES, 3]] * 2), torch.tensor([1, 1])
+    assert torch.equal(guide.apply(constants, ctx, proposal, told), main), "there is text already"
+
+
+def test_the_prompt_is_read_for_the_no_speech_token_alone():
+    assert not WhisperCD().needs.prompt_hidden
+    assert WhisperCD(structure=0.5).needs.prompt_hidden
+    assert WhisperCD(no_speech=0.5).needs.prompt_hidden
+
+
 # What is heard
 
 
@@ -233,6 +313,19 @@ def test_what_is_later_begins_in_silence_and_loses_its_end():
     assert silent(wave, draw()).tolist() == [0] * 8
 
 
+def test_scrambled_samples_keep_their_spectrum_and_nothing_of_their_order():
+    wave = torch.zeros(4000)
+    wave[:1000] = torch.sin(torch.arange(1000) / 3)
+    found = scrambled(wave, draw())
+    spectra = [torch.fft.rfft(one).abs()[1:-1] for one in (found, wave)]
+    torch.testing.assert_close(*spectra, atol=1e-2, rtol=1e-3)
+    quarters = found.reshape(4, -1).square().sum(1) / found.square().sum()
+    assert quarters.max() < 0.5, "the sound is still where it was"
+    assert len(scrambled(wave[:-1], draw())) == 3999
+    assert torch.equal(scrambled(torch.zeros(9), draw()), torch.zeros(9))
+    assert not torch.equal(scrambled(wave, draw(1)), scrambled(wave, draw(2)))
+
+
 # What is refused
 
 
@@ -245,7 +338,11 @@ def test_what_is_later_begins_in_silence_and_loses_its_end():
         ({"tau": 0.0}, "tau"),
         ({"shift": 1.0}, "shift"),
         ({"doubt": 2.0}, "doubt"),
-        ({"snr": None, "doubt": 0.1}, "doubt is about"),
+        ({"snr": None, "doubt": 0.1}, "are about the branch in noise"),
+        ({"snr": None, "no_speech": 0.5}, "are about the branch in noise"),
+        ({"no_speech": 1.5}, "no_speech"),
+        ({"structure": math.inf}, "structure"),
+        ({"structure": "much"}, "structure"),
         ({"snr": None, "silence": False, "shift": None}, "nothing to contrast"),
     ],
 )

@@ -1,0 +1,226 @@
+"""``mmdecode bench``: how fast drafts are beside plain decoding, on this model and machine."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
+from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.errors import OptionError
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.draft_speed import Speed
+
+app = typer.Typer(help="Measure speed against plain decoding.", no_args_is_help=True)
+SCENES = "zoo:scenes"
+LOOKUP = {"generate": {}, "generate, lookup": {"prompt_lookup_num_tokens": 4}}
+"""Transformers' own loop, and with its own draft."""
+
+
+@app.callback()
+def group() -> None:
+    """Measure speed against plain decoding."""
+
+
+@app.command("vlm")
+def vlm(
+    model: Annotated[
+        str, typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME.")
+    ] = "zoo:llava-scenes",
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A draft, as name or name:key=value,...; see 'mmdecode methods draft'. Repeat for "
+            "several. [default: lookup]"
+        ),
+    ] = None,
+    guide: Annotated[
+        str | None, typer.Option(help="The law that tokens follow; see 'mmdecode methods guide'.")
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="A table of questions about images, as for 'mmdecode ask', or zoo:scenes."
+        ),
+    ] = SCENES,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Questions decoded at once; repeat for several. [default: 1]"),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="0 is greedy; repeat for several. [default: 0]"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
+    limit: Annotated[int, typer.Option(min=1, help="Questions, at most.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 1,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Time transformers' own loop too.")
+    ] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Write all numbers here as JSON, after each setting.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Time drafts on your own model, images and machine, against the same loop without one.
+
+    All ways see the same prompts, interleaved. The undrafted loop is timed twice: what its second
+    row says is what the clock is worth. Close everything else; the load is told.
+
+    For example:
+
+      mmdecode bench vlm --draft lookup --draft recycling --batch 1 --batch 4
+
+      mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
+    """
+    from mmdecode import registry
+    from mmdecode.evaluation.draft_speed import Setting, calls, entropy_bits, measure
+    from mmdecode.evaluation.stopwatch import load, machine
+    from mmdecode.vlm import Answerer
+
+    only_our_output()
+    answerer = Answerer.from_pretrained(model, device=device, dtype=dtype)
+    at_hand = {"target": answerer.model, "model_id": model}
+    names = draft or ["lookup"]
+    facts = machine(answerer.model.device, dtype)
+    if facts["load_at_start"] > 0.7:
+        console.print(
+            f"load {facts['load_at_start']}: others are at work, times are not to be told"
+        )
+    cases: list[dict[str, Any]] = []
+    for size in batch or [1]:
+        batches = prompts_of(answerer, data, limit, size)
+        asked = LOOKUP if peers and guide is None else {}
+        others, failed = working(answerer.model, batches[0], asked)
+        for name, why in failed.items():
+            console.print(f"left out: {name} at batch {size}: {why}", highlight=False, markup=False)
+        for heat in temperature or [0.0]:
+            setting = Setting(
+                max_new_tokens=max_new_tokens, temperature=heat, seed=seed, repeats=repeats
+            )
+            drafts = {name: registry.create("draft", name, **at_hand) for name in names}
+            law = None if guide is None else registry.create("guide", guide, **at_hand)
+            title = f"batch {size}, temperature {heat:g}" + (f", {guide}" if guide else "")
+            with progress_bar() as bar:
+                total = calls(len(batches), len(drafts), len(others), setting)
+                task = bar.add_task(title, total=total)
+                found = measure(
+                    answerer.model,
+                    batches,
+                    drafts,
+                    setting,
+                    guide=law,
+                    peers=others,
+                    done=partial(bar.advance, task),
+                )
+            entropy = entropy_bits(answerer.model, batches, setting, law)
+            cases.append(
+                {
+                    "model": model,
+                    "guide": guide,
+                    "batch": size,
+                    "batches": len(batches),
+                    "temperature": heat,
+                    "max_new_tokens": max_new_tokens,
+                    "entropy_bits": round(entropy, 3),
+                    "left_out": failed,
+                    "rows": [row.as_dict() for row in found],
+                }
+            )
+            if not json:
+                out.print(table_of(found, f"{title}; {entropy:.2f} bits a token"))
+            facts["load_at_end"] = load()
+            if output is not None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json_module.dumps({"machine": facts, "cases": cases}) + "\n")
+    if output is not None and not json:
+        print_line(str(output))
+    if json:
+        emit_json({"machine": facts, "cases": cases})
+
+
+def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str, Any]]:
+    """Model inputs of whole batches.
+
+    Raises:
+        OptionError: There are fewer questions than a batch has.
+    """
+    from mmdecode.vlm.requests import read_requests
+
+    requests = scenes(limit) if data == SCENES else read_requests(data, limit)
+    if len(requests) < size:
+        raise OptionError(f"{len(requests)} questions for a batch of {size}; raise --limit")
+    questions = [
+        answerer.prompts.question(
+            one.text, [source.read() for source in one.images], text_only=True
+        )
+        for one in requests
+    ]
+    groups = [questions[at : at + size] for at in range(0, len(questions) - size + 1, size)]
+    device = answerer.model.device
+    return [
+        {name: value.to(device) for name, value in answerer.prompts.build(group).items()}
+        for group in groups
+    ]
+
+
+def scenes(count: int) -> list[Any]:
+    """Requests for detailed descriptions of scenes that the zoo's model was not trained on."""
+    from PIL import Image
+
+    from mmdecode.vlm.requests import requests_of
+    from mmdecode.zoo.scene_sets import scene_of, scene_rows
+    from mmdecode.zoo.scene_text import DESCRIBE
+    from mmdecode.zoo.scenes import render
+
+    rows = scene_rows("test", "chair")[:count]
+    images = [Image.fromarray(render(scene_of(row["image"]))) for row in rows]
+    return requests_of(images, DESCRIBE["detailed"])
+
+
+def working(model: Any, inputs: Any, peers: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those of transformers' ways that get through a few tokens, and what the others say."""
+    found, failed = {}, {}
+    for name, options in peers.items():
+        try:
+            model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
+        except Exception as problem:  # whatever it is, it is not ours
+            failed[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
+        else:
+            found[name] = options
+    return found, failed
+
+
+def table_of(found: Sequence[Speed], title: str) -> Table:
+    """For a terminal."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("way", overflow="fold")
+    for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("decoding", "end to\nend", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        value, low, high = row.decode
+        table.add_row(
+            row.way,
+            "" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}",
+            "" if row.draft_share is None else f"{row.draft_share:.0%}",
+            f"{row.first_token_ms:.0f}",
+            f"{row.ms_per_token:.2f}",
+            f"x{value:.2f} [{low:.2f}, {high:.2f}]",
+            f"x{row.end_to_end[0]:.2f}",
+            "" if row.identical is None else f"{row.identical:.0%}",
+        )
+    return table
