@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--development", type=int, default=40, help="at each level")
     parser.add_argument("--snr", type=float, nargs="+", default=[9.0, 3.0, 0.0], help="in dB")
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion" / "zoo.json")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
     arguments = parser.parse_args()
     only_our_output()
