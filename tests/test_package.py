@@ -400,6 +400,7 @@ MAY_IMPORT = {
     **{room: set() for room in EVERYONE},
     "engine": set(),
     **{room: {"engine"} for room in METHODS},
+    "draft": {"engine", "models"},
     "adapters": {"engine", "models"},
     "frontdoor": {"engine", *METHODS},
     **{room: {"engine", "frontdoor", *METHODS} for room in MODALITIES},

@@ -151,6 +151,17 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         marks = torch.tensor(self._marks, device=ids.device)
         return torch.isin(ids, marks)
 
+    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+        """Tokens of each image of a prompt, row by row; ``None``: not known."""
+        encoded = (prompt.inputs.get(_ENCODED) or {}).get("image")
+        features = getattr(encoded, "pooler_output", None)
+        if features is not None:
+            return [len(own) for own in features]
+        values = prompt.inputs.get("pixel_values")
+        if values is None or values.ndim != 4 or "image_sizes" in prompt.inputs:
+            return None
+        return [int(self.image_mask(prompt.ids).sum()) // len(values)] * len(values)
+
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
         """Each row's own of what the caller handed over; ``ids (rows, P)`` tell which."""
         counts = self.per_row(raw, self.image_mask(ids))
@@ -398,6 +409,10 @@ class IdeficsAdapter(VisionLanguageAdapter):
     model_types = ("idefics3", "smolvlm")
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
 
+    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+        """Not known: features come by row."""
+        return None
+
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
         """One entry a row."""
         has = self.image_mask(ids).any(1).tolist()
@@ -544,6 +559,14 @@ class QwenVLAdapter(VisionLanguageAdapter):
                     rows[row][name] = own
                     rows[row][described] = raw[described].split(counts)[row]
         return rows
+
+    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+        """As of any; cells of the grids over the square of what is merged."""
+        grids = prompt.inputs.get("image_grid_thw")
+        if grids is None:
+            return super().image_sizes(prompt)
+        config: Any = self.model.config
+        return (grids.prod(1) // config.vision_config.spatial_merge_size**2).tolist()
 
     def images(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
         """Patches of each image, and of each video."""

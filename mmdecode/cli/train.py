@@ -47,6 +47,70 @@ def medusa(
         emit_json(report)
 
 
+@app.command()
+def drafter(
+    model: Annotated[str, typer.Option(help="The target: folder, Hub id or zoo:NAME.")],
+    out: Annotated[Path, typer.Option(help="Folder for the drafter; state lies in it too.")],
+    data: Annotated[
+        str, typer.Option(help="Table of questions, with images or without, or zoo:scenes.")
+    ] = "zoo:scenes",
+    kind: Annotated[
+        str, typer.Option(help="'eagle', 'eagle3', 'vispec', 'dream', 'flash' or 'medusa'.")
+    ] = "eagle",
+    steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    passes: Annotated[
+        int | None, typer.Option(help="Passes a step, those after the first over own states.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Chain by which training is judged.")] = 4,
+    held_out: Annotated[int, typer.Option(help="Requests that are not learnt.")] = 32,
+    temperature: Annotated[
+        float, typer.Option(help="At which the target answers; 0: greedy.")
+    ] = 0.0,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Tokens of eagle3's own head; default: all.")
+    ] = None,
+    queries: Annotated[
+        int | None, typer.Option(help="Of an image: vispec's (2), flash's latents (64).")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="That a pass of flash makes.")] = 5,
+    limit: Annotated[int | None, typer.Option(help="Use so many requests.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Train a drafter on a decoder-only model's own states and answers; run again to resume.
+
+    Heads for a Whisper are trained by 'mmdecode train medusa'.
+    """
+    from dataclasses import replace
+
+    from mmdecode.train import drafter as recipe
+
+    usual = recipe.Options(kind=kind)
+    pace: dict[str, Any] = {"steps": steps, "batch": batch, "peak_rate": rate, "seed": seed}
+    options = replace(
+        usual,
+        passes=passes,
+        length=length,
+        held_out=held_out,
+        temperature=temperature,
+        draft_vocabulary=vocabulary,
+        queries=queries,
+        tokens=tokens,
+        fit=replace(usual.fit, **{k: v for k, v in pace.items() if v is not None}),
+    )
+    card = recipe.train_from(model, data, out, options, limit=limit, device=device)
+    console.print(
+        f"drafter in [bold]{out}[/bold]; with a chain of {length} a pass commits "
+        f"{card['tokens_per_pass']} tokens of held-out answers, whose law has "
+        f"{card['entropy_bits_per_token']} bits a token"
+    )
+    if json:
+        emit_json(card)
+
+
 @app.command("alignment-heads")
 def alignment_heads(
     model: Annotated[str, typer.Option(help="A Whisper: folder, Hub id or zoo:NAME.")],

@@ -18,14 +18,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Context, Draft, Needs, Outcome, Scores
+from mmdecode.engine.contracts import Adapter, Context, Draft, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -56,7 +56,7 @@ class Depth:
 
 
 class Adaptive:
-    """Wraps a draft and chooses its depth from call to call.
+    """Wraps a draft and chooses its depth from call to call, for each batch size on its own.
 
     Args:
         draft: The draft, or its name with options.
@@ -70,7 +70,8 @@ class Adaptive:
             though not its law, would depend on measured times.
 
     Lossless under every exact rule. Nothing is read from the device during a call. The calls should
-    be alike: of one batch size, and of similar inputs. It looks at a clock in each round, so rounds
+    be alike, of similar inputs; batches count as alike up to the next power of two rows, since what
+    a wider pass costs depends on how many there are. It looks at a clock in each round, so rounds
     are not captured as wholes, whatever the draft says of its own.
     """
 
@@ -91,10 +92,12 @@ class Adaptive:
             raise OptionError(
                 f"memory={memory}, doubt={doubt}; expected memory >= 2 and doubt >= 0"
             )
-        self._measured = [Depth(levels) for levels in depths]
+        self._depths = tuple(depths)
+        self._by_size: dict[int, list[Depth]] = {}
+        self._measured = self._of_size(1)
         self.memory, self.doubt, self.sampled = memory, doubt, sampled
         self.kinds: tuple[Kind, ...] = self.draft.kinds
-        self.needs: Needs = self.draft.needs
+        self.needs: Needs | Callable[[Adapter], Needs] = self.draft.needs
         self.own_tokens_only: bool = getattr(self.draft, "own_tokens_only", False)
         self._warm = False
         self._now: Depth | None = None
@@ -116,12 +119,17 @@ class Adaptive:
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Chooses the depth of this call."""
-        self._now = None
+        self._now, self._measured = None, self._of_size(len(ctx.length))
         if self.sampled or ctx.draft_free:
             self._now = self._choose()
         self._times, self._end = [time.perf_counter()], None
         if not self._off:
             self.draft.begin(ctx, prefill, kind)
+
+    def _of_size(self, rows: int) -> list[Depth]:
+        """What was measured with so many rows, up to the next power of two."""
+        size = 1 << (rows - 1).bit_length()
+        return self._by_size.setdefault(size, [Depth(levels) for levels in self._depths])
 
     @property
     def _off(self) -> bool:
@@ -129,7 +137,7 @@ class Adaptive:
 
     @property
     def measured(self) -> list[Depth]:
-        """What is known of each depth, the last call included."""
+        """What is known of each depth at the last call's batch size, that call included."""
         if self._last is not None:  # read here, where a call begins, and not where one ends
             now, length, rounds, gaps = self._last
             # round 0 is the prompt's: one token and one round per row that cost no pass

@@ -4,8 +4,12 @@ Its branch lags one token behind on purpose: each round begins by re-reading the
 tokens, which overwrites whatever a rejected draft left in its cache and covers the token that a
 fully accepted draft never read. Rows therefore need no case distinction.
 
-Source: Leviathan et al. 2023, arXiv:2211.17192. A Whisper assistant hears the target's encoder
-states when both have the same width (distil-Whisper shares the encoder).
+A drafter without eyes beside a model that sees reads the words of the prompt alone, at positions of
+their own; its drafts do not depend on the image.
+
+Sources: Leviathan et al. 2023, arXiv:2211.17192; Gagrani et al. 2024, arXiv:2404.08856 (a language
+model drafts for a vision-language model). A Whisper assistant hears the target's encoder states
+when both have the same width (distil-Whisper shares the encoder).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from mmdecode import registry
 from mmdecode.checkpoints import config_of, loading, local_path
 from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Guide, Needs, Outcome, Scores
+from mmdecode.engine.contracts import BranchSpec, Context, Guide, Needs, Outcome, Scores
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, OptionError
@@ -38,6 +42,10 @@ class Assistant:
         guide: What drafts are guided by, with branches of the drafting model: drafts then follow a
             target that is guided alike. It must not look inside the model.
         warp: What is made of the logits before a token is drawn, likewise.
+        text_only: Leave image tokens out of its prompt; ``None``: where the target sees images and
+            ``model`` does not.
+        risk: How likely a row's tokens may be, by their own laws, to hold one that is rejected; the
+            token that exceeds it is the row's last of the round. 1 is neutral. See `Going`.
 
     Proposes argmax tokens (``deterministic``), draws (``iid``, with their law), or argmax of
     log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
@@ -54,17 +62,24 @@ class Assistant:
         length: int = 5,
         guide: Guide | None = None,
         warp: Callable[[Tensor], Tensor] | None = None,
+        text_only: bool | None = None,
+        risk: float = 1.0,
     ) -> None:
-        if length < 0:
-            raise OptionError(f"length must be >= 0, got {length}")
+        if length < 0 or not 0 <= risk <= 1:
+            raise OptionError(
+                f"length={length}, risk={risk}; expected length >= 0 and risk from 0 to 1"
+            )
         self.model, self.length, self.guide, self.warp = model, length, guide, warp
+        self.text_only, self.risk = text_only, risk
         self._constants: Any = None  # of the guide
         self._branch: ModelBranches | None = None
         self._kind: Kind = "deterministic"
         self._loaded: dict[type, Any] = {}  # by the target's class, also for copies of this
 
     @classmethod
-    def from_options(cls, model: Any, length: int = 5) -> Assistant:
+    def from_options(
+        cls, model: Any, length: int = 5, text_only: bool | None = None, risk: float = 1.0
+    ) -> Assistant:
         """From a string: ``model`` is a folder or Hub name, or an object from the context.
 
         What is named is loaded when decoding begins, since the target decides its class and where
@@ -76,7 +91,7 @@ class Assistant:
         if isinstance(model, str):
             model = local_path(model)
             _type_of(model)  # refuse before anything is decoded
-        return cls(model, length)
+        return cls(model, length, text_only=text_only, risk=risk)
 
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
         """This assistant with the law of a target, where it has none of its own."""
@@ -110,7 +125,11 @@ class Assistant:
                 f"{prefill.logits.shape[-1]}",
                 "use an assistant with the same tokenizer",
             )
-        return ModelBranches(adapter, [MAIN, *(self.guide.branches if self.guide else ())])
+        text_only = self.text_only
+        if text_only is None:
+            text_only = _sees(ctx.adapter) and not _sees(adapter)
+        main = _words(ctx) if text_only and _sees(ctx.adapter) else MAIN
+        return ModelBranches(adapter, [main, *(self.guide.branches if self.guide else ())])
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""
@@ -118,7 +137,9 @@ class Assistant:
         assert branch is not None, "begin was not called"
         if length <= 0:
             return Proposal.empty(ctx.batch, ctx.device)
-        tokens, laws = [], []
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        going = Going(self.risk, ctx)
         feed, offset = ctx.last(self._lag(ctx)), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
         longest = min(ctx.longest + self.length + 1, ctx.limit)
@@ -132,8 +153,10 @@ class Assistant:
             logits = self._law(ctx, branch, states["last"][:, -1:], position)
             token = self._draw(ctx, logits, position)
             laws.append(logits)
-            tokens.append(token)
+            tokens.append(going.submitted(token))
             feed = token[:, None]
+            if going.ended(logits, token):
+                break
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
 
@@ -176,6 +199,57 @@ class Assistant:
     def reset(self) -> None:
         """Forgets the call."""
         self._branch = None
+
+
+class Going:
+    """Which rows go on drafting: until a token of theirs is likely enough to be rejected.
+
+    A token is submitted whatever its own probability is, and ends the row behind it; so a stop
+    depends on nothing that a rule has yet to see, and sampled drafts stay exact. Tokens behind are
+    unused. The host looks only where that is free: on another device than the CPU the steps are
+    taken all the same, and what is saved is their verification.
+
+    Args:
+        risk: As of `Assistant`.
+        ctx: Of the call.
+
+    Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
+    product of acceptance probabilities exceeds a threshold. Differs: these are not predicted by a
+    trained head but taken from the law that each token was drawn from.
+    """
+
+    def __init__(self, risk: float, ctx: Context) -> None:
+        self.risk, self.looks = risk, ctx.device.type == "cpu" and not ctx.fixed
+        self.kept = ctx.open.float()  # that no token so far is rejected
+
+    def submitted(self, token: Tensor) -> Tensor:
+        """A token ``(B,)``, -1 in rows that have stopped."""
+        return token if self.risk >= 1 else token.masked_fill(1 - self.kept > self.risk, -1)
+
+    def ended(self, logits: Tensor, token: Tensor) -> bool:
+        """Notes a token ``(B,)`` of the law ``(B, V)``; says whether all rows are known to stop."""
+        if self.risk >= 1:
+            return False
+        self.kept *= logits.softmax(-1).gather(1, token[:, None])[:, 0]
+        return self.looks and bool((1 - self.kept > self.risk).all())
+
+
+def _sees(adapter: Any) -> bool:
+    """Whether a model reads images."""
+    return getattr(adapter, "shows_images", False)
+
+
+def _words(ctx: Context) -> BranchSpec:
+    """The prompt without its image tokens.
+
+    The last token stays whatever it is, since the first round reads it again.
+    """
+    keep = ctx.prompt_mask & ~ctx.adapter.image_mask(ctx.prompt_ids)
+    keep[:, -1] = True
+    width = int(keep.sum(1).amax())
+    order = keep.long().argsort(dim=1, stable=True)[:, -width:]
+    ids, mask = ctx.prompt_ids.gather(1, order), keep.gather(1, order)
+    return BranchSpec(name="main", prompt=ids, prompt_mask=mask)
 
 
 def _loaded(path: str, target: Any) -> Any:

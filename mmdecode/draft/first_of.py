@@ -14,7 +14,15 @@ from torch.nn.functional import pad
 
 from mmdecode import registry
 from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import Context, Draft, Needs, Outcome, Scores
+from mmdecode.engine.contracts import (
+    Adapter,
+    Context,
+    Draft,
+    Needs,
+    Outcome,
+    Scores,
+    needs_of,
+)
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 
@@ -46,7 +54,6 @@ class FirstOf:
                     "that the other part drafted",
                     "combine lookup, source, recycling or medusa",
                 )
-        self.needs: Needs = first.needs.union(second.needs)
         self.static: bool = all(getattr(draft, "static", False) for draft in (first, second))
 
     @classmethod
@@ -60,6 +67,10 @@ class FirstOf:
         """
         behind = registry.create("draft", second, model_id=model_id, target=target)
         return cls(Source(length, least=2), behind)
+
+    def needs(self, adapter: Adapter) -> Needs:
+        """What either wants."""
+        return needs_of(self.first, adapter).union(needs_of(self.second, adapter))
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Begins both."""

@@ -6,15 +6,15 @@ the model's own last norm and head. No parameters; how well it drafts depends on
 ordinary models were not trained to be cut short.
 
 Sources: Zhang et al. 2023 (Draft & Verify), arXiv:2309.08168; Elhoushi et al. 2024 (LayerSkip),
-arXiv:2404.16710, section 4.3. Differs from both: the layers to skip are given, not searched for,
-and the keys and values of the draft are not reused by verification.
+arXiv:2404.16710, section 4.3. Differs from both: the layers to skip are given, not searched for (as
+in `mmdecode.draft.layer_search`), and verification does not reuse the draft's keys and values.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,8 +117,12 @@ class LayerSkip:
         self._inner = None
 
 
-def shallow(adapter: Any, keep: Sequence[int]) -> Any:
+def shallow(
+    adapter: Any, keep: Sequence[int], change: Callable[[int, nn.Module], nn.Module] | None = None
+) -> Any:
     """The adapter's model with the layers ``keep`` alone; it shares every weight with the model.
+
+    ``change(index, layer)`` says what stands in the place of a layer that is kept, if not itself.
 
     Only the modules between the model and its list of layers are copied. Layers know their own
     place in a cache, so a cache of the full depth serves the view, and skipped layers stay empty
@@ -142,17 +146,20 @@ def shallow(adapter: Any, keep: Sequence[int]) -> Any:
             f"the {len(layers)} layers of {type(adapter.model).__name__} are in no module list",
             "use an assistant model, or a draft without one",
         )
-    view = copied = _copy(adapter.model)
+    view = copied = without_hooks(adapter.model)
     *above, last = lists[0].split(".")
     for part in above:
-        copied._modules[part] = _copy(copied._modules[part])
+        copied._modules[part] = without_hooks(copied._modules[part])
         copied = copied._modules[part]
-    copied._modules[last] = nn.ModuleList(layers[index] for index in keep)
+    copied._modules[last] = nn.ModuleList(
+        change(index, layers[index]) if change else layers[index] for index in keep
+    )
     mark(view, adapter.model)
     return view
 
 
-def _copy(module: Any) -> Any:
+def without_hooks(module: Any) -> Any:
+    """A copy of a module that shares its parts, and has none of its hooks or wrappers."""
     module = copy.copy(module)
     module._modules = dict(module._modules)
     own = vars(module)

@@ -11,7 +11,7 @@ products of accuracies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -63,6 +63,38 @@ def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
 
     collect((), nodes)
     return sorted(paths, key=lambda path: (-_product(rates, path), len(path), path))
+
+
+def affordable(
+    rates: Sequence[Sequence[float]], seconds: Callable[[int, int], float], most: int = 64
+) -> list[Path]:
+    """The tree that commits most tokens a second; empty where drafting would lose.
+
+    Sequoia's choice of a size for a machine (section 3.3), by what was measured of it. Sizes are
+    powers of two, as the widths of passes are.
+
+    Args:
+        rates: As of `plan`.
+        seconds: ``(nodes, levels)`` to what a round takes that drafts so many levels and scores so
+            many nodes; ``(0, 0)`` is a pass without a draft.
+        most: Nodes of the largest tree.
+    """
+    sizes = [1 << power for power in range(most.bit_length())] if most else []
+    best: tuple[float, list[Path]] = (1 / seconds(0, 0), [])
+    for levels in range(1, len(rates) + 1):
+        for nodes in sizes:
+            paths = plan(rates[:levels], nodes)
+            if not paths:
+                continue
+            speed = value(rates, paths) / seconds(len(paths), max(map(len, paths)))
+            if speed > best[0]:
+                best = (speed, paths)
+    return best[1]
+
+
+def value(rates: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
+    """Tokens that a pass commits on average: the law's own, and each node's with its whole path."""
+    return 1 + sum(_product(rates, path) for path in paths)
 
 
 def choose_tree(hits: Tensor, nodes: int) -> list[Path]:

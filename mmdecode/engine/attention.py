@@ -107,6 +107,8 @@ class Plan:
         keys: Tokens before each key, ``(R, K)``.
         noise: Of the rows of one branch; those of all branches draw alike.
         strengths: By edit, ``(rows of the edit, Q)``.
+        texts: Queries whose weights are kept on average in all layers, ``(R, T)``, -1 unused.
+        means: What they attend to, layer to ``(R, H, K)``.
         weights: What was read, layer to ``(R, H, Q, K)``; of a prompt, its last row.
     """
 
@@ -121,6 +123,8 @@ class Plan:
     keys: Tensor
     noise: Noise
     strengths: Mapping[int, Tensor] = field(default_factory=dict)
+    texts: Tensor | None = None
+    means: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)
 
     def active(self, layer: int) -> list[tuple[int, AttentionEdit, slice]]:
@@ -277,11 +281,15 @@ def attend(
     chosen = 0 if plan is None or layer is None else plan.queries(layer, count)
     stock = stock_attention(getattr(module, "config", None))
 
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(plan, Plan) and layer is not None and plan.texts is not None:
+        seen = _seen(module, query, key, attention_mask, is_causal)
+        plan.means[layer] = mean_weights(query, key, seen, scale, softcap, plan.texts)
+
     def in_the_open(
         last: int, plan: Plan | TowerPlan | None, layer: int | None
     ) -> tuple[Tensor, Tensor]:
         seen = _seen(module, query, key, attention_mask, is_causal)[..., -last:, :]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _in_the_open(query[:, :, -last:], key, value, seen, scale, softcap, plan, layer)
 
     if chosen == count:
@@ -318,10 +326,8 @@ def _in_the_open(
 ) -> tuple[Tensor, Tensor]:
     """Attention by its scores and weights, edited and read as planned; shapes as of `attend`."""
     heads = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(heads, 1) if heads > 1 else t for t in (key, value))
-    scores = query @ key.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+    value = value.repeat_interleave(heads, 1) if heads > 1 else value
+    scores = _scores(query, key, scale, softcap)
     if plan is not None and layer is not None:
         scores = plan.apply(scores.float(), layer, seen, "scores")
     weights = masked_softmax(scores, seen)
@@ -332,6 +338,43 @@ def _in_the_open(
             plan.keep(layer, weights)
     weights = weights.to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scaled and capped, ``(B, H, Q, K)``; query heads of a group share their key."""
+    heads = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(heads, 1) if heads > 1 else key
+    scores = query @ key.transpose(2, 3) * scale
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+def mean_weights(
+    query: Tensor,
+    key: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
+    chosen: Tensor,
+) -> Tensor:
+    """What some of the queries attend to on average, float32 ``(R, H, K)``.
+
+    Only their part of the matrix of queries and keys is made.
+
+    Args:
+        query: ``(R, H, Q, D)``; ``key`` alike, of as many heads or a divisor.
+        key: See ``query``.
+        seen: Keys each query may see, ``(R or 1, 1, Q, K)``.
+        scale: Of the scores.
+        softcap: Of the scores.
+        chosen: Queries, ``(R, T)``, -1 unused.
+    """
+    place = chosen.clamp_min(0)[:, None, :, None]
+    own = query.gather(2, place.expand(-1, query.shape[1], -1, query.shape[3]))
+    seen = seen.expand(len(query), -1, -1, -1)
+    seen = seen.gather(2, place.expand(-1, seen.shape[1], -1, seen.shape[3]))
+    weights = masked_softmax(_scores(own, key, scale, softcap), seen)
+    there = (chosen >= 0)[:, None, :, None]
+    return (weights * there).sum(2) / there.sum(2).clamp_min(1)
 
 
 def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:

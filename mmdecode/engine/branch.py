@@ -65,10 +65,13 @@ class ModelBranches:
         self._past: Any = None
         self._forward: Callable[..., Tensor] = adapter.forward
         self.width = 0  # slots of the widest prompt
+        self.left_out: Tensor | int = 0  # tokens of the prompt that are in no slot, per row
+        self._means: Mapping[int, Tensor] = {}  # see Scores.text_attention
         self._images: Tensor | None = None  # of the prompts, where somebody asks
         self._strengths: Mapping[int, Tensor] = {}
         self._noise: Noise | None = None
-        looks = any(isinstance(e, AttentionEdit) for e in self.edits) or self.needs.attention
+        reads = self.needs.attention or self.needs.text_attention
+        looks = reads or any(isinstance(e, AttentionEdit) for e in self.edits)
         modules = adapter.attention_sites() if looks else ()
         self._sites = {id(module): layer for layer, module in enumerate(modules)}
 
@@ -170,7 +173,7 @@ class ModelBranches:
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         top = None if adapter.max_positions is None else adapter.max_positions - 1
-        logical = (begin - self.pads)[:, None] + depths
+        logical = (begin - self.pads + self.left_out)[:, None] + depths
         positions = logical.clamp(min=0, max=top)
         cache.open(visible, offset)
         states: dict[int | str, Tensor] = {}
@@ -183,6 +186,7 @@ class ModelBranches:
                 states["last"] = adapter.prefill(prompt, mask, positions, self._past)
             else:
                 states["last"] = self._forward(tokens.clamp_min(0), mask, positions, self._past)
+        self._means = plan.means if plan else {}
         return states, plan.weights if plan else {}
 
     def _read_edits(
@@ -190,7 +194,7 @@ class ModelBranches:
     ) -> None:
         """What edits depend on in the pass to come."""
         attention = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
-        if not (attention or self.needs.attention):
+        if not (attention or self.needs.attention or self.needs.text_attention):
             return
         self._noise = ctx.noise
         if prompt is not None:
@@ -210,7 +214,8 @@ class ModelBranches:
         is_prompt: bool,
     ) -> Plan | None:
         """Lets edits and readings hold for a pass; what is read lies in the plan."""
-        if not (self.edits or self.needs.attention):
+        averages = is_prompt and self.needs.text_attention
+        if not (self.edits or self.needs.attention or averages):
             return None
         batch = len(self.pads) // len(specs)
         rows = {spec.name: slice(i * batch, (i + 1) * batch) for i, spec in enumerate(specs)}
@@ -231,7 +236,7 @@ class ModelBranches:
                     else given.expand(-1, width)
                 )
             attention.append((edit, rows[edit.branch]))
-        if not (attention or self.needs.attention):
+        if not (attention or self.needs.attention or averages):
             return None
         assert self._images is not None and self._noise is not None, "read with the prompt"
         law = torch.ones_like(positions.expand(len(self.pads), -1), dtype=torch.bool)
@@ -251,6 +256,7 @@ class ModelBranches:
             keys=first + places(slots - first - self.pads[:, None], positions - first),
             noise=self._noise,
             strengths=strengths,
+            texts=_places(~self._images & (positions >= 0)) if averages else None,
         )
         hooks.enter_context(planned(plan))
         return plan
@@ -268,6 +274,28 @@ class ModelBranches:
         if repeat > 1:
             path, count = path.repeat(repeat, 1), count.repeat(repeat)
         self.cache.commit(count, None if chain else path)
+
+    def rows_of(self, name: str) -> slice:
+        """The rows of one branch."""
+        batch = len(self.pads) // len(self.specs)
+        first = [spec.name for spec in self.specs].index(name) * batch
+        return slice(first, first + batch)
+
+    def use(self, adapter: Adapter) -> None:
+        """Lets another view of the model read from now on, behind what was read before."""
+        self.adapter, self._forward = adapter, adapter.forward
+
+    def fork(self, name: str) -> ModelBranches:
+        """One of the branches behind the same prompt, with an empty cache of its own."""
+        rows = self.rows_of(name)
+        spec = next(spec for spec in self.specs if spec.name == name)
+        own = ModelBranches(self.adapter, [spec])
+        own.cache = RaggedCache(self.adapter.num_layers, len(self.pads), self.pads.device)
+        own._past = self.adapter.join([self._past], own.cache)
+        order = torch.arange(rows.start, rows.stop, device=self.pads.device)
+        own._past.reorder_cache(order)
+        own.pads, own.width = self.pads[rows], self.width
+        return own
 
     def rename(self, name: str, new: str) -> None:
         """Lets a branch, if it is here, answer to another name."""
@@ -303,6 +331,11 @@ class ModelBranches:
                 hidden={key: value[rows] for key, value in states.items()},
                 exits={key: value[rows] for key, value in exits.items()},
                 attention={key: value[rows] for key, value in weights.items()},
+                text_attention={
+                    key: value[rows, :, : self._images.shape[1]]
+                    for key, value in self._means.items()
+                    if self._images is not None
+                },
                 images=None if self._images is None else self._images[rows],
                 prompt_hidden={key: value[rows] for key, value in prompt.items()},
             )
@@ -394,7 +427,7 @@ def refuse_closed(
     part: str, adapter: Any, edits: Sequence[AttentionEdit | StateEdit], needs: Needs
 ) -> None:
     """Raises where a part looks into a model whose adapter does not show its inside."""
-    inside = edits or needs.attention or needs.exits
+    inside = edits or needs.attention or needs.text_attention or needs.exits
     if inside and not hasattr(adapter, "attention_sites"):
         raise IncompatibleError.between(
             part,
@@ -407,6 +440,13 @@ def refuse_closed(
 def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
     """Depths ``(1, Q)`` of a chain, and no ancestors: each token sees all before it."""
     return torch.arange(width, device=device)[None], None
+
+
+def _places(there: Tensor) -> Tensor:
+    """Columns where ``there (R, P)``, in order from the left, -1 behind: ``(R, most of a row)``."""
+    most = int(there.sum(1).amax())
+    order = (~there).long().argsort(dim=1, stable=True)[:, :most]
+    return torch.where(there.gather(1, order), order, -1)
 
 
 def _edit_states(

@@ -175,6 +175,26 @@ class RaggedCache(Cache):
                     states.scatter_(2, place, states.gather(2, moved))
         self.rows.start += count
 
+    def copy(self, source: RaggedCache, rows: slice, slots: Sequence[Tensor], visible: int) -> None:
+        """Writes slots of another cache's rows behind each row's start; commits nothing.
+
+        Args:
+            source: A cache of the same model.
+            rows: Those of its rows that stand beside the rows here.
+            slots: By layer, ``(B, H or 1, n)``; beyond the end, the last is copied.
+            visible: Slots that the storage must hold.
+        """
+        self.open(visible)
+        for layer, other, index in zip(self.layers, source.layers, slots, strict=True):
+            if not other.is_initialized:
+                continue  # a view of the model leaves it out
+            copied = []
+            for states in (other.keys[rows], other.values[rows]):
+                place = index.clamp_max(states.shape[2] - 1)[..., None]
+                shape = (-1, states.shape[1], -1, states.shape[3])
+                copied.append(states.gather(2, place.expand(shape)))
+            layer.update(*copied)
+
     def set_start(self, start: Tensor) -> None:
         """Moves the write positions without touching the slots."""
         self.rows.start.copy_(start)

@@ -49,6 +49,8 @@ class Context:
         tail: How a rule refills a rejected chain, see `Needs.tails`.
         draft_free: Whether the rule's tokens do not depend on the draft, see `Accept`.
         adapter: Of the main model: what drafts and guides ask about it.
+        branch: The `Scorer` that holds the main branch, for drafts that copy its keys and values;
+            ``None`` before the prompt was read.
         longest: Generated tokens of the longest row at the last transfer; a host number. Where
             rounds are captured it is rounded up, so that shapes which follow from it change rarely.
         copies: Rows that came of one, one after the other, by ``num_return_sequences``.
@@ -67,6 +69,7 @@ class Context:
     tail: Tail | None = None
     draft_free: bool = False
     adapter: Any = None
+    branch: Any = None
     longest: int = 0
     copies: int = 1
     fixed: bool = False
@@ -115,7 +118,10 @@ class Scores:
         prompt_hidden: At prefill, the same for the whole prompt, ``(B, P, H)``, where asked for.
         exits: Layer to ``(B, N + 1, V)``: logits of ``hidden[i]`` through the final norm and head.
         attention: Layer to weights over the columns of the prompt, ``(B, heads, N + 1, P)``.
-        images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention``.
+        text_attention: At prefill, layer to what the prompt's text tokens attend to on average,
+            ``(B, heads, P)``, where asked for.
+        images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention`` and
+            ``text_attention``.
     """
 
     logits: Tensor
@@ -123,6 +129,7 @@ class Scores:
     hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
     exits: Mapping[int, Tensor] = field(default_factory=dict)
     attention: Mapping[int, Tensor] = field(default_factory=dict)
+    text_attention: Mapping[int, Tensor] = field(default_factory=dict)
     images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
 
@@ -138,6 +145,7 @@ class Needs:
             proposal that was agreed; see `Tail`.
         exits: Layers whose exit logits are wanted.
         attention: Layers whose attention weights over the prompt are wanted.
+        text_attention: Whether it is wanted at prefill what text attends to, in all layers.
     """
 
     hidden: frozenset[int | str] = frozenset()
@@ -145,6 +153,7 @@ class Needs:
     tails: Mapping[Kind, Tail] = field(default_factory=dict)
     exits: frozenset[int] = frozenset()
     attention: frozenset[int] = frozenset()
+    text_attention: bool = False
 
     def union(self, other: Needs) -> Needs:
         """Both."""
@@ -154,6 +163,7 @@ class Needs:
             tails={**other.tails, **self.tails},
             exits=self.exits | other.exits,
             attention=self.attention | other.attention,
+            text_attention=self.text_attention or other.text_attention,
         )
 
 
@@ -203,7 +213,10 @@ class Draft(Protocol):
 
     kinds: tuple[Kind, ...]
     """What it can propose; `begin` is told which."""
-    needs: Needs
+
+    @property
+    def needs(self) -> Needs | Callable[[Adapter], Needs]:
+        """What it wants of the passes; a method where that depends on the model's depth."""
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Called once per call, after the prompt was read and before round 0 is decided."""
@@ -397,6 +410,13 @@ class Guide(Protocol):
         self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
     ) -> Tensor:
         """Unnormalised log-law at root and nodes, ``(B, N + 1, V)``."""
+
+
+def needs_of(part: Draft | Guide | None, adapter: Adapter) -> Needs:
+    """What a part wants of the passes of a model."""
+    if part is None:
+        return Needs()
+    return part.needs(adapter) if callable(part.needs) else part.needs
 
 
 def plain_main(guide: Guide | None) -> bool:

@@ -35,6 +35,7 @@ from mmdecode.engine.contracts import (
     Outcome,
     Scorer,
     Scores,
+    needs_of,
     plain_main,
 )
 from mmdecode.engine.law import Law, Processors, rows_along
@@ -238,7 +239,7 @@ class Decoder:
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         adapter = mm_adapter or registry.adapter_for(model, mm_model)
-        wanted = _needs(guide, adapter)
+        wanted = needs_of(guide, adapter)
         _refuse(guide, wanted, adapter)
         ctx = setup.open_context(
             input_ids,
@@ -252,10 +253,11 @@ class Decoder:
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
-        ctx.tail = self.draft.needs.tails.get(kind)
+        own = needs_of(self.draft, adapter)
+        ctx.tail = own.tails.get(kind)
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
-        needs = self.draft.needs.union(wanted)
+        needs = own.union(wanted)
         places = adapter.max_positions
         if places is not None and ctx.prompt_length + ctx.limit > places:
             raise OptionError(
@@ -363,6 +365,7 @@ class Run:
             scores |= scorer.prefill(ctx, scores)
         self.constants = self.guide.begin(ctx, scores) if self.guide else None
         self.replace(scores)
+        ctx.branch = next((s for s in self.scorers if "main" in _branches(s)), None)
         self.draft.begin(ctx, scores["main"], self.kind)
         if self.streamer is not None:
             self.streamer.put(ctx.prompt_ids.cpu())
@@ -575,16 +578,14 @@ class NoDraft:
         """Nothing to forget."""
 
 
-def _needs(guide: Guide | None, adapter: Any) -> Needs:
-    """What a guide wants of the passes of this model."""
-    if guide is None:
-        return Needs()
-    return guide.needs(adapter) if callable(guide.needs) else guide.needs
+def _branches(scorer: Scorer) -> list[str]:
+    """Names of the model's branches that a scorer holds."""
+    return [spec.name for spec in scorer.specs] if isinstance(scorer, ModelBranches) else []
 
 
 def _looks_inside(guide: Guide | None, needs: Needs) -> bool:
     """Whether attention is edited or read in this call."""
-    if needs.attention:
+    if needs.attention or needs.text_attention:
         return True
     return any(isinstance(edit, AttentionEdit) for edit in getattr(guide, "edits", ()))
 

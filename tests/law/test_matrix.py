@@ -16,12 +16,16 @@ from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.jacobi import Jacobi
+from mmdecode.draft.layer_search import Clasp
 from mmdecode.draft.layer_skip import LayerSkip
+from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
+from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
@@ -29,6 +33,7 @@ from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear
 from mmdecode.guide.margin_shift import MarginShift
 from mmdecode.guide.near_ties import NearTies
+from mmdecode.models.eagle import Eagle3
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import (
     LEVEL,
@@ -40,6 +45,8 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
+from tests.draft.test_seeing import CLASSES as SEEING
+from tests.draft.test_seeing import table_draft
 from tests.law import guides
 
 V = 4
@@ -55,15 +62,27 @@ def medusa():
     return Medusa(heads, paths=[(0,), (1,), (0, 0), (1, 2)])
 
 
+def eagle():
+    sizes = {"hidden_size": 4, "target_hidden_size": 1, "vocab_size": V, "intermediate_size": 4}
+    torch.manual_seed(0)
+    drafter = Eagle3({**sizes, "num_attention_heads": 2}, own_embedding=True)
+    return Eagle(drafter, depth=2, top_k=2, nodes=4)
+
+
 EXAMPLES = {
     # a part that cannot be made without options, or says nothing on a table model without them
     "draft": {
         "assistant": lambda: Assistant(OTHER, length=2),
         "medusa": medusa,
+        "eagle": eagle,
+        **{kind: functools.partial(table_draft, kind, V) for kind in SEEING},
         "recycling": lambda: Recycling(nodes=6),
         "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
         "amateur": lambda: Amateur(2, view=None, prompt="last_token"),
         "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
+        "clasp": lambda: Clasp(share=0.5, length=2, every=2),
+        "sparse": lambda: Sparse(length=2),
+        "lookahead": lambda: Lookahead(window=2, ngram=3, guesses=2),
         "adaptive": lambda: Adaptive(Assistant(OTHER, length=3), (2,), sampled=True),
         "first_of": lambda: FirstOf(
             Source(length=3, ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]], least=2), Recycling(nodes=6)

@@ -11,9 +11,11 @@ from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_skip import LayerSkip
+from mmdecode.draft.lookahead import Lookahead
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
+from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.branch import ModelBranches
 from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.cfg import CFG
@@ -114,6 +116,8 @@ SOUND = {
     "recycling": (Recycling, "auto"),
     "source": (lambda: Source(ids=[[0, 1, 2, 3, 4, 0, 1]]), "auto"),
     "layer_skip": (lambda: LayerSkip(exit_layer=1), "auto"),
+    "sparse": (lambda: Sparse(length=2), "auto"),
+    "lookahead": (Lookahead, "auto"),
     "adaptive": (lambda: Adaptive(Recycling(), (2,)), "auto"),
     "iid_tree": (lambda: drafts.Siblings(bigram(5), kinds=("iid",)), "rejection"),
     "wor_tree": (lambda: drafts.Siblings(bigram(5), kinds=("without_replacement",)), "ensemble"),

@@ -1,0 +1,81 @@
+"""DREAM: three blocks that look at the model's own states draft trees, over a part of the image.
+
+The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.features`.
+
+Source: Hu et al. 2025, arXiv:2505.19201, section 3.3 for the image. Differs from the reference,
+whose call is commented out: the attention that counts is that of the prompt's words in the last
+layer, which the engine shows without the matrix of all tokens, and a token that is left out takes
+the state beside it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+from mmdecode.draft.features import FeatureDraft
+from mmdecode.engine.contracts import Adapter, Needs, Scores
+from mmdecode.errors import OptionError
+from mmdecode.models.dream import Dream as Model
+from mmdecode.models.dream import most_received
+from mmdecode.models.feature_drafter import FeatureDrafter, Rows
+
+
+class Dream(FeatureDraft):
+    """Drafts with a DREAM model.
+
+    Args:
+        drafter: The model.
+        share: Of each prompt's image tokens, how many the drafter sees: those that the words
+            attend to most in the last layer. 1, the neutral setting, all; the paper 0.75.
+        **options: As of `FeatureDraft`.
+
+    Raises:
+        OptionError: An option is out of range.
+    """
+
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+
+    def __init__(self, drafter: FeatureDrafter, *, share: float = 1.0, **options: Any) -> None:
+        if not 0 < share <= 1:
+            raise OptionError(f"share={share}; expected above 0 and at most 1")
+        super().__init__(drafter, **options)
+        self.share = share
+
+    @classmethod
+    def from_options(
+        cls,
+        path: str,
+        length: int | None = None,
+        depth: int = 5,
+        top_k: int = 8,
+        nodes: int = 31,
+        images: str = "all",
+        share: float = 1.0,
+    ) -> Self:
+        """From a string; ``length`` drafts a chain of so many tokens instead of a tree."""
+        draft = super().from_options(path, length, depth, top_k, nodes, images)
+        return cls(
+            draft.drafter,
+            depth=draft.depth,
+            top_k=draft.top_k,
+            nodes=draft.nodes,
+            images=images,
+            share=share,
+        )
+
+    def needs(self, adapter: Adapter) -> Needs:
+        """As of any; where images are thinned out, what words attend to."""
+        thinned = self.share < 1 and getattr(adapter, "shows_images", False)
+        return super().needs(adapter).union(Needs(text_attention=thinned))
+
+    def _shown(self, rows: Rows, prefill: Scores) -> Rows:
+        rows = super()._shown(rows, prefill)
+        weights = max(prefill.text_attention.items(), default=None)
+        if self.share == 1 or weights is None:
+            return rows
+        assert rows.kept is not None and rows.images is not None
+        images = rows.images > 0
+        stays = most_received(weights[1].mean(1), images & rows.kept, self.share)
+        return replace(rows, kept=rows.kept & (stays | ~images))

@@ -1,0 +1,68 @@
+"""FLASH: latents in place of images, and several tokens a pass of the drafter.
+
+The first K levels of a tree are read off the states that the last committed row made; then one pass
+reads the nodes of all K levels, each with the state that was made for it, and so on. What a node's
+children are does not depend on the node within K levels, only the weight of its path does. The
+model is in `mmdecode.models.flash`.
+
+Source: Wang et al. 2025, arXiv:2505.12728. Differs from it: there is no released routine for
+drafting; a pass reads all tokens drafted since the last one and not the last alone, so that the
+drafter's cache has no holes, at the price of a wider pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode.draft.features import FeatureDraft, extended, gathered, tree_mask
+from mmdecode.engine.cache import bucket
+from mmdecode.engine.contracts import Context
+from mmdecode.models.feature_drafter import FeatureDrafter, Rows
+from mmdecode.models.flash import Flash as Model
+
+
+class Flash(FeatureDraft):
+    """Drafts with a FLASH model; see `FeatureDraft` for the options."""
+
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+
+    def _reader(
+        self, ctx: Context, levels: int
+    ) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
+        assert self._state is not None, "observe was not called"
+        drafter = self._running
+        assert isinstance(drafter, Model)
+        width, steps = drafter.width, drafter.steps
+        made, sees = self._state, None  # of each node of the frontier, (B, k, steps * H)
+        unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass
+        logits = drafter.logits(made[..., :width], ctx.adapter)
+        visible = bucket(self._reach + (levels - 1) * min(self.top_k, logits.shape[-1]))
+
+        def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
+            nonlocal made, sees
+            top_k, place = tokens.shape[1], level % steps
+            made, sees = gathered(made, above), extended(sees, above)
+            states = made.unflatten(-1, (steps, width))
+            slots = (self._cache.start + level)[:, None].expand(-1, top_k)
+            unread.append((tokens, states[:, :, place], slots, sees))
+            if place < steps - 1:
+                return drafter.logits(states[:, :, place + 1], ctx.adapter)
+            parts = list(zip(*unread, strict=True))
+            unread.clear()
+            rows = Rows(
+                embeds=drafter.embed(torch.cat(parts[0], 1), ctx.adapter),
+                features=torch.cat(parts[1], 1),
+                positions=self._positions(torch.cat(parts[2], 1)),
+            )
+            seen = torch.cat([pad(own, (0, sees.shape[2] - own.shape[2])) for own in parts[3]], 1)
+            mask = tree_mask(self._cache.start, self._pads, seen, visible, rows.embeds.dtype)
+            first = (level - place) * top_k
+            made = self._run(rows, mask, visible, offset=first)[:, -top_k:]
+            return drafter.logits(made[..., :width], ctx.adapter)
+
+        return logits, step

@@ -1,0 +1,103 @@
+"""Sparse to dense: the model drafts while it looks at the image tokens that matter, and no others.
+
+When the prompt was read, every head of every layer keeps the ``cells`` image tokens that the words
+of the prompt attend to most, and all words. Drafts are written behind this small cache, at the
+positions that the tokens have, and verified with the whole one. No training, and no second reading
+of the prompt. It pays where image tokens are many times the words (videos, many tiles), so that
+what a pass costs is reading them: at a few hundred of them it does not.
+
+Source: Zhang et al. 2025 (Sparse-to-Dense), arXiv:2505.19155, section 3. The score of image token j
+is the mean over the text tokens i of the prompt of A(i, j), summed over the query heads that share
+a key; chosen once. Differs: there is no reference code; the number of image tokens is given, where
+the paper gives that of image tokens and words together (1024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmdecode.draft.mirror import Mirror
+from mmdecode.engine.branch import model_name
+from mmdecode.engine.contracts import Context, Needs, Scores
+from mmdecode.engine.proposal import Kind
+from mmdecode.errors import IncompatibleError, OptionError
+
+
+class Sparse(Mirror):
+    """Drafts ``length`` tokens with ``cells`` image tokens in sight.
+
+    Args:
+        cells: Image tokens that each head keeps; as many as there are is the model itself, and
+            accepts everything.
+        length: Tokens per round; 0 is neutral.
+        risk: As of `mmdecode.draft.assistant.Assistant`.
+
+    Lossless under every exact rule, whatever is kept.
+
+    Raises:
+        IncompatibleError: At the call: layers of the model see a window of tokens, or its adapter
+            does not show the inside of the model.
+    """
+
+    needs = Needs(text_attention=True)
+
+    def __init__(self, cells: int = 512, length: int = 9, risk: float = 1.0) -> None:
+        if cells < 0:
+            raise OptionError(f"cells must be >= 0, got {cells}")
+        super().__init__(length, risk)
+        self.cells = cells
+
+    @classmethod
+    def from_options(  # type: ignore[override]
+        cls, cells: int = 512, length: int = 9, risk: float = 1.0
+    ) -> Sparse:
+        """From a string: ``sparse:cells=256``."""
+        return cls(cells, length, risk)
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Chooses the image tokens, and copies what the model keeps of them."""
+        if any(window is not None for window in ctx.adapter.windows.values()):
+            raise IncompatibleError.between(
+                "draft Sparse",
+                model_name(ctx.adapter),
+                "some of its layers see a window of tokens, which is counted in slots",
+                "use layer_skip or amateur",
+            )
+        super().begin(ctx, prefill, kind)
+
+    def _chosen(self, ctx: Context, prefill: Scores) -> tuple[Sequence[Tensor], Tensor]:
+        images = prefill.images
+        assert images is not None, "asked for by text_attention"
+        columns = torch.arange(images.shape[1], device=ctx.device)
+        real = columns >= self._main.pads[self._rows][:, None]
+        images = images & real
+        kept = (real & ~images).sum(1) + images.sum(1).clamp_max(self.cells)
+        width = int(kept.amax())
+        slots = []
+        for index, layer in enumerate(self._main.cache.layers):
+            # a model without attention sites has no image tokens either
+            weights = prefill.text_attention.get(index, images[:, None].float())
+            groups = layer.keys.shape[1] if layer.is_initialized else 1
+            best = most_attended(weights, images, self.cells, groups)
+            keep = best | (real & ~images)[:, None]
+            slots.append(keep.long().argsort(dim=2, stable=True)[..., -width:])
+        return slots, kept
+
+
+def most_attended(weights: Tensor, images: Tensor, cells: int, groups: int) -> Tensor:
+    """The image tokens that a layer's heads attend to most, bool ``(B, groups, P)``.
+
+    Args:
+        weights: By query head, ``(B, H, P)``; heads of a group follow one another.
+        images: ``(B, P)``.
+        cells: How many, or all of a row that has fewer.
+        groups: Heads of keys.
+    """
+    groups = min(groups, weights.shape[1])
+    score = weights.unflatten(1, (groups, -1)).sum(2)
+    score = score.masked_fill(~images[:, None], -1.0)
+    best = score.topk(min(cells, score.shape[2]), dim=2).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter(2, best, True) & images[:, None]

@@ -1,0 +1,22 @@
+"""ViSpec: EAGLE's layer over summaries of images, with a global image vector behind them.
+
+The model is in `mmdecode.models.vispec`, how a tree is grown in `mmdecode.draft.features`. Images
+are told apart by what the adapter says of their sizes, so that two side by side are two.
+
+Source: Kang et al. 2025, arXiv:2509.15235.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from mmdecode.draft.features import FeatureDraft
+from mmdecode.models.feature_drafter import FeatureDrafter
+from mmdecode.models.vispec import ViSpec as Model
+
+
+class ViSpec(FeatureDraft):
+    """Drafts with a ViSpec model; see `FeatureDraft` for the options."""
+
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}

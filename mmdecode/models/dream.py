@@ -1,0 +1,171 @@
+"""DREAM: three blocks, of which the middle one looks at the states of the target.
+
+Block 0 attends over embeddings alone, block 1 crosses from what that made to the target's states
+after the final norm, through two gates that are closed at first, block 2 attends once more, and a
+norm makes the state. A row holds a token's embedding and the state of the token before it, so what
+the row may see of states is what it may see of rows: the mask of a tree holds for both. The first
+token's row has no state.
+
+Source: Hu et al. 2025 (DREAM), arXiv:2505.19201, section 3; checked against SAI-Lab-NYU/DREAM.
+Differs from it: nodes of a tree see the states of their own path alone, there also those of
+siblings. Weights as published expect that the first row, which has no state to look at, is given
+the mean over all, later ones among them; ``"first_row": "zero"`` of the configuration gives it
+nothing instead, and then a row depends on earlier ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmdecode.errors import InputError
+from mmdecode.models.eagle import EagleLayer
+from mmdecode.models.feature_drafter import MLP, FeatureDrafter, Level, Rows, norm_of
+
+FIRST_ROWS = ("uniform", "zero")
+
+
+class CrossAttention(nn.Module):
+    """From a drafter's rows to the target's states, normed by head and without positions."""
+
+    def __init__(self, config: Mapping[str, Any], index: int, uniform: bool) -> None:
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        groups = config.get("num_key_value_heads") or heads
+        self.dim = config.get("head_dim") or width // heads
+        self.index, self.grouped, self.uniform = index, groups != heads, uniform
+        self.q_proj = nn.Linear(width, heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(width, groups * self.dim, bias=False)
+        self.v_proj = nn.Linear(width, groups * self.dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.dim, width, bias=False)
+        self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
+
+    def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
+        """``(B, Q, H)`` twice to the same; the first slot that a query sees has no feature."""
+        query, key, value = (
+            part(given).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+            for part, given in (
+                (self.q_proj, states),
+                (self.k_proj, features),
+                (self.v_proj, features),
+            )
+        )
+        key, value = past.update(self.k_norm(key), value, self.index)
+        low = torch.finfo(mask.dtype).min
+        seen = mask > low / 2
+        seen = seen & (seen.cumsum(-1) > 1)
+        mask = (~seen).to(mask.dtype) * low
+        found = F.scaled_dot_product_attention(
+            self.q_norm(query), key, value, attn_mask=mask, enable_gqa=self.grouped
+        )
+        found = torch.where(seen.any(-1, keepdim=True), found, self._instead(value, seen))
+        return self.o_proj(found.transpose(1, 2).flatten(2))
+
+    def _instead(self, value: Tensor, seen: Tensor) -> Tensor:
+        """What a query gets that sees nothing: 0, or the mean over what any other sees."""
+        if not self.uniform:
+            return value.new_zeros(())
+        there = seen.any(2).to(value.dtype)  # (B, 1, K)
+        mean = (there[:, :, None] @ value) / there.sum(-1).clamp_min(1)[:, :, None, None]
+        heads = self.q_proj.out_features // self.dim
+        return mean.repeat_interleave(heads // value.shape[1], 1)
+
+
+class CrossBlock(nn.Module):
+    """``x + tanh(g_a) attention``, then ``x + tanh(g_m) MLP``; both gates are zero at first."""
+
+    def __init__(self, config: Mapping[str, Any], index: int, uniform: bool) -> None:
+        super().__init__()
+        self.cross_attn = CrossAttention(config, index, uniform)
+        self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
+        self.mlp = MLP(config)
+        self.input_layernorm = norm_of(config)
+        self.post_attention_layernorm = norm_of(config)
+
+    def forward(self, states: Tensor, features: Tensor, mask: Tensor, past: Any) -> Tensor:
+        """``(B, Q, H)`` twice to the same."""
+        found = self.cross_attn(self.input_layernorm(states), features, mask, past)
+        states = states + self.cross_attn_attn_gate.tanh() * found
+        made = self.mlp(self.post_attention_layernorm(states))
+        return states + self.cross_attn_mlp_gate.tanh() * made
+
+
+class Dream(FeatureDrafter):
+    """DREAM's three blocks over embeddings and the target's last states, and the target's head."""
+
+    kind: ClassVar[str] = "dream"
+    marker: ClassVar[str] = "layers.1.cross_attn."
+    reads_first: ClassVar = True
+    cache_layers = 3
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        first_row = config.get("first_row", FIRST_ROWS[0])
+        if first_row not in FIRST_ROWS:
+            raise InputError(
+                f"first_row={first_row!r} of the drafter's configuration; expected one of "
+                f"{', '.join(FIRST_ROWS)}"
+            )
+        self.layers = nn.ModuleList(
+            [
+                EagleLayer(config, 0),
+                CrossBlock(config, 1, uniform=first_row == "uniform"),
+                EagleLayer(config, 2),
+            ]
+        )
+        self.norm = norm_of(config)
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """The states after the final norm."""
+        return ("last",)
+
+    def stages(self, rows: Rows, mask: Tensor, past: Any) -> list[Tensor]:
+        """States behind each block and behind the norm, ``(B, Q, H)`` four times."""
+        rotation = self.rotary(rows.positions, rows.embeds.dtype)
+        first = self.layers[0](rows.embeds, rotation, mask, past)
+        crossed = self.layers[1](first, rows.features, mask, past)
+        last = self.layers[2](crossed, rotation, mask, past)
+        return [first, crossed, last, self.norm(last)]
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """See `FeatureDrafter.forward`."""
+        return self.stages(rows, mask, past)[-1]
+
+
+def most_received(weights: Tensor, images: Tensor, share: float) -> Tensor:
+    """The image tokens that are kept, bool ``(B, P)``.
+
+    Args:
+        weights: Attention that each token receives on average, ``(B, P)``.
+        images: Image tokens, ``(B, P)`` bool.
+        share: Of a row's image tokens, rounded down, but at least one; 1 keeps all.
+    """
+    count = (images.sum(1).double() * share).long().clamp_min(1)
+    order = weights.masked_fill(~images, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    return (order.argsort(dim=1) < count[:, None]) & images
+
+
+def entropies(weights: Tensor) -> Tensor:
+    """Entropy of attention in nats, mean over heads, ``(B, heads, Q, K)`` to ``(B, Q)``."""
+    return torch.special.entr(weights).sum(-1).mean(1)
+
+
+def early_layers(num_layers: int, share: float = 0.4) -> range:
+    """Layers whose inputs may be learnt from: those of the first ``share`` but the ends."""
+    return range(1, int(num_layers * share) - 1)
+
+
+def least_entropy(states: Tensor, uncertain: Tensor) -> Tensor:
+    """Of each token, the state of the layer whose attention is surest.
+
+    Args:
+        states: Inputs of layers, ``(layers, B, Q, H)``.
+        uncertain: `entropies` of the same layers, ``(layers, B, Q)``; of equals the first counts.
+    """
+    chosen = uncertain.argmin(0)[None, ..., None].expand(-1, -1, -1, states.shape[-1])
+    return states.gather(0, chosen)[0]

@@ -1,0 +1,161 @@
+"""EAGLE's drafters: a layer over the target's last states, or over three levels of them.
+
+`Eagle` reads the states after the final norm and uses the target's own head; `Eagle3` fuses states
+of three layers, norms both inputs, and has a head over a vocabulary of its own, which may be a part
+of the target's. Both load the published layouts, key by key.
+
+Sources: Li et al. 2024, arXiv:2401.15077, section 3 (EAGLE); arXiv:2406.16858 (EAGLE-2, the same
+weights); 2025, arXiv:2503.01840, section 3 (EAGLE-3); checked against SafeAILab/EAGLE. Differs from
+it: the target's layers are named by the configuration where it names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode.models.feature_drafter import (
+    MLP,
+    Attention,
+    FeatureDrafter,
+    Level,
+    Rows,
+    norm_of,
+)
+
+
+class EagleLayer(nn.Module):
+    """A Llama layer; the first of a drafter has no norm before its attention."""
+
+    def __init__(self, config: Mapping[str, Any], index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, index)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = norm_of(config)
+        if index:
+            self.input_layernorm = norm_of(config)
+
+    def forward(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+    ) -> Tensor:
+        """``(B, Q, H)`` to the same."""
+        normed = self.input_layernorm(states) if self.self_attn.index else states
+        states = states + self.self_attn(normed, rotation, mask, past)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle(FeatureDrafter):
+    """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head."""
+
+    kind: ClassVar[str] = "eagle"
+    marker: ClassVar[str] = "fc."
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        self.cache_layers = config.get("num_hidden_layers", 1)
+        self.fc = nn.Linear(2 * self.width, self.width, bias=config.get("bias", True))
+        self.layers = nn.ModuleList(EagleLayer(config, i) for i in range(self.cache_layers))
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """The states after the final norm."""
+        return ("last",)
+
+    def read(self, rows: Rows) -> Tensor:
+        """What the first layer reads, ``(B, Q, H)``."""
+        return self.fc(torch.cat([rows.embeds, rows.features], -1))
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """See `FeatureDrafter.forward`."""
+        states = self.read(rows)
+        rotation = self.rotary(rows.positions, states.dtype)
+        for layer in self.layers:
+            states = layer(states, rotation, mask, past)
+        return states
+
+
+class Eagle3Layer(nn.Module):
+    """Attention over both inputs, normed and side by side; the residual is the feature alone."""
+
+    def __init__(self, config: Mapping[str, Any], embedding: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, inputs=embedding + config["hidden_size"])
+        self.mlp = MLP(config)
+        self.hidden_norm = norm_of(config)
+        self.input_layernorm = norm_of(config, embedding)
+        self.post_attention_layernorm = norm_of(config)
+
+    def forward(
+        self, rows: Rows, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+    ) -> Tensor:
+        """States ``(B, Q, H)``."""
+        both = torch.cat([self.input_layernorm(rows.embeds), self.hidden_norm(rows.features)], -1)
+        states = rows.features + self.self_attn(both, rotation, mask, past)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3(FeatureDrafter):
+    """EAGLE-3: three levels of the target's states, a norm and a head of its own.
+
+    The inputs of layers 2, n // 2 and n - 3 of n are read unless the configuration names others:
+    ``eagle_aux_hidden_state_layer_ids`` at the top counts them so too, inside ``eagle_config`` it
+    counts layers whose outputs are read.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    marker: ClassVar[str] = "midlayer."
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        name = "eagle_aux_hidden_state_layer_ids"
+        inputs, outputs = config.get(name), (config.get("eagle_config") or {}).get(name)
+        named = inputs or [layer + 1 for layer in outputs or ()]
+        self._named: tuple[Level, ...] = tuple(named)
+        size = config.get("draft_vocab_size") or config["vocab_size"]
+        self.fc = nn.Linear((len(named) or 3) * self.target_width, self.width, bias=False)
+        self.midlayer = Eagle3Layer(config, self.target_width)
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(self.width, size, bias=False)
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        part = size != config["vocab_size"]
+        # what the drafter's ids are behind themselves in the target's, and which of those it has
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if part else None)
+        known = torch.arange(config["vocab_size"]) < size
+        self.register_buffer("t2d", known if part else None)
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """Low, middle and high; of a target with few layers they coincide."""
+        if self._named:
+            return self._named
+        return min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """By one matrix."""
+        return self.fc(features)
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """See `FeatureDrafter.forward`."""
+        rotation = self.rotary(rows.positions, rows.features.dtype)
+        return self.midlayer(rows, rotation, mask, past)
+
+    def logits(self, states: Tensor, adapter: Any) -> Tensor:
+        """By the own norm and head."""
+        return self.lm_head(self.norm(states))
+
+    def target_ids(self) -> Tensor | None:
+        """Each id and its offset."""
+        if self.d2t is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @staticmethod
+    def ignored(key: str) -> bool:
+        """Of a whole vocabulary the tables say nothing."""
+        return key.endswith("rotary_emb.inv_freq") or key in ("d2t", "t2d")
+
+
+KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3, "eagle": Eagle}
+"""By name, those with more of their own first."""

@@ -1,0 +1,339 @@
+"""What small models share that draft from the states of a large one: feature drafters.
+
+Row t of such a model pairs the state of token t, as the target computed it, with the embedding of
+token t + 1, and makes of both a state from which token t + 2 is read. The state it made stands in
+for the target's in the next row, so it can go on alone. A method is a `FeatureDrafter`: which
+states it reads, what it does with rows of images, how it runs, and how logits are read off.
+`mmdecode.draft.features` drafts with any of them, `mmdecode.train.drafter` trains them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from mmdecode.checkpoints import local_path, read_weights
+from mmdecode.errors import InputError, UnsupportedModelError
+
+Level = int | str
+"""Key of `mmdecode.engine.contracts.Scores.hidden`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a drafter reads in one pass.
+
+    Attributes:
+        embeds: Of the token after each row's own, ``(B, Q, E)``.
+        features: State of the row's token, fused by the drafter or made by it, ``(B, Q, H)``.
+        positions: Of the row's token, ``(B, Q)``, or in time, height and width, ``(B, 3, Q)``.
+        kept: Rows that are no padding and that later rows may see, ``(B, Q)``; ``None``: all.
+        images: Which image the row's embedding is a part of, counted from 1, ``(B, Q)``; 0 of
+            none. ``None``: none of any.
+        carried: What the drafter keeps of the prompt for later rows, ``(B, 1 or Q, C)``.
+    """
+
+    embeds: Tensor
+    features: Tensor
+    positions: Tensor
+    kept: Tensor | None = None
+    images: Tensor | None = None
+    carried: Tensor | None = None
+
+    def packed(self) -> tuple[Rows, Tensor]:
+        """Rows that are kept, moved to the right, and how many slots stay empty, ``(B,)``.
+
+        Asks for the largest number of kept rows on the host.
+        """
+        assert self.kept is not None and self.images is not None
+        count = self.kept.sum(1)
+        width = int(count.max())
+        # a stable sort puts what is left out first and keeps the order of the rest
+        order = self.kept.long().argsort(dim=1, stable=True)[:, self.kept.shape[1] - width :]
+
+        def moved(rows: Tensor) -> Tensor:
+            return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[-1]))
+
+        positions = self.positions
+        index = order if positions.ndim == 2 else order[:, None].expand(-1, 3, -1)
+        carried = self.carried
+        if carried is not None and carried.shape[1] > 1:
+            carried = moved(carried)
+        packed = replace(
+            self,
+            embeds=moved(self.embeds),
+            features=moved(self.features),
+            positions=positions.gather(-1, index),
+            kept=self.kept.gather(1, order),
+            images=self.images.gather(1, order),
+            carried=carried,
+        )
+        return packed, width - count
+
+
+class Rotary:
+    """Rotary cosines and sines in the form that a configuration names.
+
+    With sections in time, height and width (M-RoPE of Qwen2-VL), each frequency turns by one of
+    three positions.
+
+    Raises:
+        UnsupportedModelError: Frequencies depend on the length, or sections are interleaved.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        sections = given.get("mrope_section")
+        if given.get("mrope_interleaved"):
+            raise UnsupportedModelError(
+                "the drafter interleaves its sections of M-RoPE, and only sections that follow one "
+                "another are known; use a drafter with 1-D positions"
+            )
+        self.sections = None if sections is None else tuple(sections)
+        names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+        shape = {name: config[name] for name in names if config.get(name) is not None}
+        rope = {k: v for k, v in given.items() if not k.startswith("mrope")}
+        kind = rope.pop("type", None) or rope.pop("rope_type", None) or "default"
+        kind = "default" if kind == "mrope" else kind
+        if kind == "longrope" or "dynamic" in kind:
+            raise UnsupportedModelError(
+                f"the drafter's rotary form is {kind!r}, whose frequencies change with the length "
+                "of a pass; use a drafter with another form"
+            )
+        theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        rope |= {"rope_type": kind, "rope_theta": theta}
+        inner = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=rope))
+        self.scaling: float = inner.attention_scaling
+        # no buffer: a copy in half precision must not round frequencies
+        self._frequencies = {torch.device("cpu"): inner.inv_freq.float()}
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(B, Q)`` or ``(B, 3, Q)`` to two ``(B, Q, D)``."""
+        device = positions.device
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
+        angles = positions[..., None].float() * self._frequencies[device]
+        if positions.ndim == 3:
+            parts = angles.split(self.sections, dim=-1)
+            angles = torch.cat([part[:, axis % 3] for axis, part in enumerate(parts)], -1)
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention through one layer of a cache, with grouped keys and values.
+
+    Args:
+        config: Sizes.
+        index: Of the layer in the cache.
+        inputs: Width of what is read; ``None``: the hidden size.
+    """
+
+    def __init__(self, config: Mapping[str, Any], index: int = 0, inputs: int | None = None):
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        groups = config.get("num_key_value_heads") or heads
+        self.dim = config.get("head_dim") or width // heads
+        self.index, self.grouped = index, groups != heads
+        inputs = inputs or width
+        bias = bool(config.get("qkv_bias") or config.get("attention_bias"))
+        self.q_proj = nn.Linear(inputs, heads * self.dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, groups * self.dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, groups * self.dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.dim, width, bias=bool(config.get("attention_bias")))
+
+    def forward(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+    ) -> Tensor:
+        """``(B, Q, inputs)`` to ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
+        query, key, value = (
+            part(states).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotation)
+        key, value = past.update(key, value, self.index)
+        found = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=self.grouped
+        )
+        return self.o_proj(found.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Llama's gated feed-forward part."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``(..., H)`` to the same."""
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+def norm_of(config: Mapping[str, Any], width: int | None = None) -> nn.RMSNorm:
+    """The root-mean-square norm of a configuration."""
+    return nn.RMSNorm(width or config["hidden_size"], eps=config.get("rms_norm_eps", 1e-6))
+
+
+class FeatureDrafter(nn.Module):
+    """A small model over the states of a large one; what methods override.
+
+    Args:
+        config: As in ``config.json``: the sizes of a Llama, and what a method adds. What it says of
+            the target is checked: ``target_hidden_size``, ``target_num_layers``, ``vocab_size``.
+        own_embedding: Whether it brings a table of embeddings; else the target's is used.
+
+    Raises:
+        UnsupportedModelError: The configuration asks for a window or an unknown rotary form.
+    """
+
+    kind: ClassVar[str]
+    """Its name in ``config.json`` and in training."""
+    marker: ClassVar[str]
+    """Beginning of a key that a published checkpoint of this kind has."""
+    reads_first: ClassVar[bool] = False
+    """Whether it also has a row for the first token, which has no state before it."""
+    cache_layers: int = 1
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__()
+        if config.get("use_sliding_window"):
+            raise UnsupportedModelError(
+                "the drafter has layers that see a window; expected full attention: use another "
+                "drafter"
+            )
+        if config.get("hidden_act", "silu") != "silu":
+            raise UnsupportedModelError(
+                f"the drafter's activation is {config['hidden_act']!r}; expected 'silu'"
+            )
+        self.config = dict(config)
+        self.width: int = config["hidden_size"]
+        self.rotary = Rotary(config)
+        self.embed_tokens = (
+            nn.Embedding(config["vocab_size"], self.target_width) if own_embedding else None
+        )
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's states."""
+        return self.config.get("target_hidden_size") or self.width
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """Which states of a target with so many layers make a feature, in order."""
+        raise NotImplementedError
+
+    def embed(self, ids: Tensor, adapter: Any) -> Tensor:
+        """Embeddings of the target's ids, by the own table where there is one."""
+        if self.embed_tokens is None:
+            return adapter.model.get_input_embeddings()(ids)
+        # a placeholder of an image may have an id of its own behind the vocabulary
+        return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """What becomes of the target's states, ``(B, Q, levels * E)`` to ``(B, Q, H)``."""
+        return features
+
+    def prepare(self, rows: Rows) -> Rows:
+        """What the drafter makes of the prompt's rows; rows with ``kept`` unset are left out."""
+        return rows
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """States ``(B, Q, H)``, which are features for the rows after.
+
+        Args:
+            rows: What is read.
+            mask: Additive, ``(B, 1, Q, K)``.
+            past: A cache with ``update(keys, values, layer)``.
+        """
+        raise NotImplementedError
+
+    def logits(self, states: Tensor, adapter: Any) -> Tensor:
+        """Logits over the drafter's vocabulary, ``(..., H)`` to ``(..., D)``."""
+        return adapter.head(states)
+
+    def target_ids(self) -> Tensor | None:
+        """The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same."""
+        return None
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes ``config.json`` and half-precision weights with the published keys."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {
+            name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
+            for name, value in self.state_dict().items()
+        }
+        save_file(weights, folder / "model.safetensors")
+        config = self.config | {"drafter": self.kind}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_weights(
+        cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
+    ) -> FeatureDrafter:
+        """The module of a checkpoint, in float32 and evaluation mode.
+
+        Raises:
+            InputError: A weight is missing, unknown or of another shape.
+        """
+        module = cls(config, "embed_tokens.weight" in weights)
+        wanted = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+        given = {k: v for k, v in weights.items() if k in wanted or not cls.ignored(k)}
+        shapes = {key: tuple(value.shape) for key, value in given.items()}
+        wrong = sorted(k for k in {*wanted, *shapes} if wanted.get(k) != shapes.get(k))
+        if wrong:
+            shown = "; ".join(
+                f"{key}: {shapes.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}"
+                for key in wrong[:4]
+            )
+            raise InputError(
+                f"{name} does not fit {cls.__name__} in {len(wrong)} weights ({shown}); give the "
+                "config.json that belongs to the weights"
+            )
+        module.load_state_dict(given)
+        return module.float().eval()
+
+    @staticmethod
+    def ignored(key: str) -> bool:
+        """Whether a checkpoint may hold what no module needs: tables that follow from others."""
+        return key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight"
+
+
+def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) -> FeatureDrafter:
+    """A drafter in our layout or a published one.
+
+    Args:
+        name: A folder, a Hub id or ``zoo:NAME``.
+        kinds: What may be there, by name; of published layouts the first whose marker is found.
+
+    Raises:
+        InputError: The checkpoint holds none of these.
+    """
+    config, weights = read_weights(local_path(name))
+    weights = {key.removeprefix("model."): value for key, value in weights.items()}
+    found = kinds.get(config.get("drafter", ""))
+    for cls in kinds.values():
+        if found is None and any(key.startswith(cls.marker) for key in weights):
+            found = cls
+    if found is None or "hidden_size" not in config:
+        shown = ", ".join(sorted(weights)[:4])
+        markers = ", ".join(f"{cls.marker}* of {kind}" for kind, cls in kinds.items())
+        raise InputError(
+            f"{name} holds no drafter ({shown}); expected config.json and weights {markers}: give "
+            "the checkpoint of the drafter, not the bare model"
+        )
+    return found.from_weights(config, weights, name)

@@ -1,0 +1,89 @@
+"""FLASH: a drafter that sees an image as a few latents and makes several states in one pass.
+
+Rows of A attend to the target's states of an image, ``softmax(A H^T) H``, and what they find lies
+at the last positions of the image, whose other rows are left out; positions keep their gap. One
+layer of attention and a wide product make of row t the states of tokens t + 1 to t + K.
+
+Source: Wang et al. 2025 (FLASH), arXiv:2505.12728, from the formulas: the released class cannot run
+(ZihuaEvan/FlashSD, flash/model/llama_sar.py). Differs from it: heads share keys in groups, where it
+sums over all groups for every head; attention has a residual; any number of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode.models.feature_drafter import Attention, FeatureDrafter, Level, Rows
+from mmdecode.models.image_rows import at_last_places, members_of
+
+
+class Head(Attention):
+    """Attention, and a product that makes ``k`` states of each row."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__({"attention_bias": True, **config})
+        width = config["hidden_size"]
+        self.ar_proj = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, config["k"] * width)
+        )
+
+
+class Flash(FeatureDrafter):
+    """FLASH: ``k`` states a row, side by side, and the target's head for each.
+
+    ``k`` and ``compress_len`` (rows of A) are read from the configuration. With ``k = 1`` it is
+    asked what EAGLE is asked.
+    """
+
+    kind: ClassVar[str] = "flash"
+    marker: ClassVar[str] = "layers.ar_proj."
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        self.steps: int = config["k"]
+        self.A = nn.Parameter(torch.randn(config.get("compress_len", 64), self.width) * 0.02)
+        self.fc = nn.Linear(2 * self.width, self.width, bias=config.get("bias", True))
+        self.layers = Head(config)
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """The states after the final norm."""
+        return ("last",)
+
+    def prepare(self, rows: Rows) -> Rows:
+        """Latents in place of the last rows of each image, without the rows before."""
+        assert rows.images is not None and rows.kept is not None
+        images = rows.images * rows.kept
+        members = members_of(images)
+        if not members.shape[1]:
+            return rows
+        scores = torch.einsum("ch,blh->bcl", self.A, rows.features)[:, None]
+        low = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(~members[:, :, None], low).softmax(-1)  # (B, I, C, L)
+        latents = torch.einsum("bicl,blh->bich", weights, rows.features)
+        embeds, stays = at_last_places(latents, members, rows.embeds)
+        kept = rows.kept & ((images == 0) | stays)
+        return replace(rows, embeds=embeds, kept=kept, images=images * stays)
+
+    def read(self, rows: Rows) -> Tensor:
+        """``W [e; h]`` of text, latents as they are."""
+        states = self.fc(torch.cat([rows.embeds, rows.features], -1))
+        if rows.images is None:
+            return states
+        return torch.where((rows.images > 0)[..., None], rows.embeds, states)
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """States of the ``k`` tokens behind each row's, ``(B, Q, k * H)``."""
+        states = self.read(rows)
+        rotation = self.rotary(rows.positions, states.dtype)
+        return self.layers.ar_proj(states + self.layers(states, rotation, mask, past))
+
+    def logits(self, states: Tensor, adapter: Any) -> Tensor:
+        """Of each state, ``(..., n * H)`` to ``(..., n, V)``; of one ``(..., V)``."""
+        if states.shape[-1] == self.width:
+            return adapter.head(states)
+        return adapter.head(states.unflatten(-1, (-1, self.width)))

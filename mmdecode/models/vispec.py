@@ -1,0 +1,111 @@
+"""ViSpec: a drafter that sees each image as a few summaries and one vector for all text behind it.
+
+Learned queries attend to the embeddings of an image. All answers but the last become the drafter's
+rows at the last positions of the image, whose other rows are left out; positions keep their gap.
+The last answer is the image's global vector, which every later row of text mixes into its feature,
+until another image comes.
+
+Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, section 3; checked against KangJialiang/ViSpec.
+Differs from it: rows of a batch may be unlike, and images may lie anywhere, also side by side. An
+image with fewer tokens than summaries keeps the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from mmdecode.models.eagle import Eagle
+from mmdecode.models.feature_drafter import FeatureDrafter, Rows
+from mmdecode.models.image_rows import at_last_places, members_of
+
+
+class Adaptor(nn.Module):
+    """Learned queries over the embeddings of an image, without residual, norm or positions."""
+
+    def __init__(self, config: Mapping[str, Any], queries: int) -> None:
+        super().__init__()
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        self.dim = config.get("head_dim") or width // heads
+        bias = bool(config.get("qkv_bias") or config.get("attention_bias"))
+        self.q = nn.Parameter(torch.randn(queries, heads, self.dim) * self.dim**-0.5)
+        self.k_proj = nn.Linear(width, heads * self.dim, bias=bias)
+        self.v_proj = nn.Linear(width, heads * self.dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.dim, width, bias=bool(config.get("attention_bias")))
+
+    def forward(self, embeds: Tensor, members: Tensor) -> Tensor:
+        """``(B, L, H)`` and the rows of each image ``(B, I, L)`` bool to ``(B, I, queries, H)``."""
+        key, value = (
+            part(embeds).unflatten(-1, (-1, self.dim)) for part in (self.k_proj, self.v_proj)
+        )
+        scores = torch.einsum("qhd,blhd->bhql", self.q, key) * self.dim**-0.5
+        low = torch.finfo(scores.dtype).min
+        weights = scores[:, None].masked_fill(~members[:, :, None, None], low).softmax(-1)
+        return self.o_proj(torch.einsum("bihql,blhd->biqhd", weights, value).flatten(-2))
+
+
+class ViSpec(Eagle):
+    """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` in place of the feature h of text.
+
+    ``num_queries`` of the configuration counts the global vector. At first ``W_g`` is the identity
+    on h and zero on g: EAGLE's weights go on as they are. Positions are those of the tokens, also
+    behind a target that counts in time, height and width.
+    """
+
+    kind: ClassVar[str] = "vispec"
+    marker: ClassVar[str] = "imadpt."
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        self.rotary.sections = None
+        self.imadpt = Adaptor(config, config.get("num_queries", 2))
+        self.img_fc = nn.Linear(2 * self.width, self.width, bias=config.get("bias", True))
+        with torch.no_grad():
+            self.img_fc.weight.copy_(torch.eye(self.width, 2 * self.width))
+            if self.img_fc.bias is not None:
+                self.img_fc.bias.zero_()
+
+    @classmethod
+    def from_weights(
+        cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
+    ) -> FeatureDrafter:
+        """The module of a checkpoint; published ones tell the queries by the weights alone."""
+        if "imadpt.q" in weights:
+            config = {**config, "num_queries": len(weights["imadpt.q"])}
+        return super().from_weights(config, weights, name)
+
+    def prepare(self, rows: Rows) -> Rows:
+        """Summaries in place of the last rows of each image, without the rows before."""
+        assert rows.images is not None and rows.kept is not None
+        images = rows.images * rows.kept
+        members = members_of(images)
+        if not members.shape[1]:
+            return rows
+        made = self.imadpt(rows.embeds, members)
+        embeds, stays = at_last_places(made[:, :, :-1], members, rows.embeds)
+        vectors = pad(made[:, :, -1], (0, 0, 1, 0))  # before the first image: zeros
+        latest = images.cummax(1).values[..., None].expand(-1, -1, self.width)
+        return replace(
+            rows,
+            embeds=embeds,
+            kept=rows.kept & ((images == 0) | stays),
+            images=images * stays,
+            carried=vectors.gather(1, latest),
+        )
+
+    def read(self, rows: Rows) -> Tensor:
+        """``W [e; W_g [h; g]]`` of text, summaries as they are."""
+        vector = rows.carried
+        if vector is None or not vector.shape[1]:
+            vector = rows.features.new_zeros(())
+        features = self.img_fc(torch.cat([rows.features, vector.expand_as(rows.features)], -1))
+        states = self.fc(torch.cat([rows.embeds, features], -1))
+        if rows.images is None:
+            return states
+        return torch.where((rows.images > 0)[..., None], rows.embeds, states)
