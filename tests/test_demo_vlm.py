@@ -1,5 +1,6 @@
 """``mmdecode demo vlm``: questions about scenes answered plainly and with guides, and its page."""
 
+import dataclasses
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from mmdecode import registry
 from mmdecode.cli import demo_vlm
 from mmdecode.cli.app import app
+from mmdecode.engine.decoder import Decoder, Round
 from mmdecode.errors import MMDecodeError
 from mmdecode.evaluation import answer_page as page
 from mmdecode.evaluation.attention_map import AttentionMap, attention_map
@@ -88,6 +90,13 @@ def test_demo_asks_and_writes_a_page(tmp_path):
     looked = answers["pai:alpha=1"]["attention_on_image"]
     assert 0 < looked["plain"] < looked["edited"] < 1
     assert "attention_on_image" not in answers["vcd"]
+    assert found["draft"] == "eagle:path=zoo:llava-scenes-eagle" and found["identical"]
+    *short, caption = (one["answers"].values() for one in found["questions"])
+    assert not any("drafted" in answer for answers in short for answer in answers)
+    passes = [(one["drafted"]["passes"], one["drafted"]["undrafted"]) for one in caption]
+    assert all(0 < drafted < undrafted for drafted, undrafted in passes)
+    sums = [sum(column) for column in zip(*passes, strict=True)]
+    assert sums == [found["drafted"]["passes"], found["drafted"]["undrafted"]]
     for one in found["questions"]:
         assert one["answers"]["plain"]["changed"] == []
         for method in found["methods"][1:]:
@@ -96,8 +105,12 @@ def test_demo_asks_and_writes_a_page(tmp_path):
             assert same == (not answer["changed"])
     shown = Path(found["files"]["report.html"])
     assert shown == tmp_path / "demo" / "report.html" and str(shown) in done.stderr
-    parser = checked(shown.read_text())
+    text = shown.read_text()
+    parser = checked(text)
     assert all(address.startswith("data:") for address in parser.fetched)
+    assert text.count('<div class="strip">') == 3 and text.count("<details open>") == 1
+    assert f"<b>{sums[0]}</b> passes of the model in place of {sums[1]}" in text
+    assert "every token the same" in text and "every token the same" in done.stderr
     assert "pai:alpha=1" in done.stderr and "Is there" in done.stderr
 
 
@@ -160,6 +173,50 @@ def test_what_plain_would_say_is_what_plain_says(answerer, png):
     asked = ["Is there a ring in the image?", "Describe the image."]
     plain = answerer(png, asked, max_new_tokens=12)
     assert demo_vlm._plain_choices(answerer, png, plain) == [one.token_ids for one in plain]
+
+
+# Drafted captions
+
+
+def test_a_zoo_model_drafts_with_its_own_drafter_and_others_with_what_needs_none():
+    assert demo_vlm.drafter_of("zoo:llava-scenes") == "eagle:path=zoo:llava-scenes-eagle"
+    assert demo_vlm.drafter_of("zoo:lm-synth") == demo_vlm.drafter_of("llava-scenes") == "lookup"
+
+
+def test_a_caption_that_drafting_changed_is_told(answerer, png):
+    [plain] = answerer(png, "Describe the image.", max_new_tokens=demo_vlm.CAPTION_TOKENS)
+    decoder = Decoder(registry.create("draft", "lookup"))
+    found = demo_vlm._drafted(answerer, decoder, png, plain)
+    assert found.same and found.undrafted == plain.passes
+    tokens = [t for step in found.rounds for t in (*step.accepted, step.decided)[: step.kept]]
+    assert tokens == plain.token_ids and len(found.rounds) == found.passes + 1
+    written = "".join(map(found.label, tokens))
+    assert written == f" {plain.text}[end]"
+    other = dataclasses.replace(plain, token_ids=plain.token_ids[:-1])
+    assert not demo_vlm._drafted(answerer, decoder, png, other).same
+
+
+def drafted(**changes):
+    rounds = [Round((), (), 1, False, 1), Round((2, 3), (2,), 4, False, 2)]
+    fields = {"rounds": rounds, "passes": 1, "undrafted": 2, "same": True, "label": str}
+    return page.Drafted(**fields | changes)
+
+
+def test_page_shows_who_wrote_each_token_of_a_drafted_caption():
+    answers = [given(drafted=drafted()), given(method="vcd", drafted=drafted(passes=3))]
+    text = page.page(report(*answers, draft="eagle:path=<p>"))
+    checked(text)
+    assert "<code>eagle:path=&lt;p&gt;</code>" in text
+    assert "<b>4</b> passes of the model in place of 4" in text
+    assert "<details open><summary>plain, drafted: 1 passes in place of 2</summary>" in text
+    assert "<details><summary>vcd, drafted: 3 passes in place of 2</summary>" in text
+    for chip in ("first", "accepted", "corrected"):
+        assert text.count(f'<span class="chip {chip}">') == 2 + 1  # and the legend
+    assert 'class="chip bonus"' not in text and text.count('<del class="chip">3</del>') == 2
+    assert "tokens differ" not in text
+    text = page.page(report(given(drafted=drafted(same=False)), given(drafted=drafted())))
+    assert 'class="bad">but tokens differ' in text and '<b class="bad">tokens differ' in text
+    assert 'class="chip' not in page.page(report())
 
 
 # Attention

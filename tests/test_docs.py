@@ -72,7 +72,7 @@ def test_the_commands_on_asking_run_as_they_stand(tmp_path, monkeypatch):
     [table] = [text for kind, text in blocks if kind == "json"]
     Path("questions.jsonl").write_text(table)
     commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands:
         done = CliRunner().invoke(app, shlex.split(command)[1:])
         assert done.exit_code == 0, (command, done.output, done.exception)

@@ -13,6 +13,7 @@ import soundfile
 from PIL import Image
 
 from mmdecode.errors import OptionError
+from mmdecode.evaluation.draft_speed import AGAIN, PLAIN
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_rows, write_images
 from mmdecode.zoo.scenes import draw_scene, render
@@ -94,6 +95,44 @@ def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
     assert json.loads((folder / "summary.json").read_text())["questions"] == len(asked)
     refused = run("vlm/pope.py", tmp_path)
     assert refused.code == 2 and "or --zoo" in refused.err
+
+
+@pytest.mark.recipe
+def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pictures, tmp_path):
+    for name, count in (("learnt", 3), ("test", 1)):
+        rows = [
+            {"id": f"{picture.stem} {asked}", "image": str(picture), "question": asked}
+            for picture in sorted(pictures.iterdir())[:count]
+            for asked in ("Describe the image.", QUESTION)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    learnt, test, out = tmp_path / "learnt.jsonl", tmp_path / "test.jsonl", tmp_path / "drafter"
+    words = ("vlm/train_drafter.py", learnt, "--out", out, "--device", "cpu", "--steps", "60")
+    words += ("--held-out", "2", "--max-new-tokens", "16")
+    done = run(*words, "--test", test)
+    assert done.code == 0, done.err
+    card = json.loads((out / "card.json").read_text())
+    assert card["requests"] == {"learnt": 4, "held_out": 2}
+    asked = [json.loads(line)["id"] for line in learnt.read_text().splitlines()]
+    answered = (out / "state" / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in answered] == asked
+    lines = re.findall(
+        r"^(.+?) +(\S+) tokens a pass .* (\d+)% of the answers", done.out, re.MULTILINE
+    )
+    assert [way for way, *_ in lines] == [PLAIN, AGAIN, "lookup", "eagle, chain", "eagle, tree"]
+    assert {same for *_, same in lines} == {"100"}
+    passes = {way: float(number) for way, number, _ in lines}
+    assert passes[PLAIN] == 1 < passes["eagle, tree"]  # what was learnt by heart
+    *_, shown, last = done.out.splitlines()
+    drafted, plain = re.fullmatch(r"(\d+) passes for (\d+); the same: True", last).groups()
+    assert int(drafted) < int(plain) and "[" in shown
+    [answer] = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")(
+        sorted(pictures.iterdir())[0], "Describe the image.", max_new_tokens=16
+    )
+    assert re.sub(r"[][]| \|", "", shown).strip() == answer.text
+    refused = run(*words)
+    assert refused.code == 2 and "--test with another" in refused.err
 
 
 @pytest.mark.recipe

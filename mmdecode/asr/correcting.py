@@ -49,7 +49,9 @@ class DecidedWord:
     Attributes:
         text: It.
         by: ``both``: each alone would have written it, given the words before; ``language model``:
-            the audio alone would not; ``audio``: the language model alone would not.
+            the audio alone would not; ``audio``: the language model alone would not. The audio is
+            asked about the language model's likeliest tokens alone, so that a word of both may be
+            in no hypothesis. An answer that was refused is the first hypothesis, of the audio.
     """
 
     text: str

@@ -66,7 +66,10 @@ def command(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Who drafts; see 'mmdecode methods draft'. Answers stay as they are."),
+        typer.Option(
+            help="Who drafts: lookup, or eagle:path=... with a drafter that was trained for the "
+            "model; see 'mmdecode methods draft'. Answers stay as they are."
+        ),
     ] = None,
     accept: Annotated[
         str, typer.Option(help="The acceptance rule; auto keeps answers as without a draft.")

@@ -87,7 +87,8 @@ def command(
     """Transcribe shipped speech, ask about shipped images, and draw, with shipped models.
 
     Speech is transcribed plainly and drafted: the text must not change, the time should. Questions
-    about images are answered plainly and under guides, side by side: the answers may change.
+    about images are answered plainly and under guides, side by side: the answers may change. Their
+    captions are written once more with a draft: in fewer passes, the tokens the same.
     Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the law. Each writes
     a page to look at (report.html). The exit code is 1 if drafting changed a single token.
     """

@@ -16,8 +16,9 @@ from mmdecode.cli.progress import only_our_output
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from mmdecode.engine.contracts import Guide
-    from mmdecode.evaluation.answer_page import Answers, Asked, Given, Token
+    from mmdecode.engine.contracts import Draft, Guide
+    from mmdecode.engine.decoder import Decoder
+    from mmdecode.evaluation.answer_page import Answers, Asked, Drafted, Given, Token
     from mmdecode.evaluation.chair import Vocabulary
     from mmdecode.vlm.answerer import Answer, Answerer
     from mmdecode.zoo.scenes import Scene
@@ -76,6 +77,8 @@ def run(
     network, processor = load(model, device, dtype)
     methods: dict[str, Guide | None] = {PLAIN: None}
     methods |= {name: registry.create("guide", name, target=network) for name in names}
+    drafter = drafter_of(model)
+    draft = registry.create("draft", drafter, target=network)
     plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
     pictures = []
@@ -84,7 +87,7 @@ def run(
             track(scenes, description="asking", console=console, transient=True), start=1
         ):
             png = drawn_image(image_name(scene))
-            asked = _ask(plain, methods, png, scene, words, seed, warm=number == 1)
+            asked = _ask(plain, methods, draft, png, scene, words, seed, warm=number == 1)
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
             pictures.append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
     report = Answers(
@@ -93,6 +96,7 @@ def run(
         pictures=pictures,
         scores=_scores([a for p in pictures for a in p.asked], list(methods)),
         conditions=_conditions(network, seed),
+        draft=drafter,
     )
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "report.html", answer_page.page(report))
@@ -101,6 +105,15 @@ def run(
     summary["files"] = {"report.html": str(out / "report.html")}
     _show(report, summary)
     return summary
+
+
+def drafter_of(model: str) -> str:
+    """What drafts captions: the drafter that belongs to a zoo model, else what needs none."""
+    from mmdecode.checkpoints import zoo_names
+
+    paired = f"{model.removeprefix('zoo:')}-eagle"
+    has_one = model.startswith("zoo:") and paired in zoo_names()
+    return f"eagle:path=zoo:{paired}" if has_one else "lookup"
 
 
 def is_tempting(scene: Scene) -> bool:
@@ -141,6 +154,7 @@ def tasks(scene: Scene) -> Iterator[Task]:
 def _ask(
     plain: Answerer,
     methods: Mapping[str, Guide | None],
+    draft: Draft,
     png: bytes,
     scene: Scene,
     words: Vocabulary,
@@ -148,7 +162,7 @@ def _ask(
     *,
     warm: bool,
 ) -> list[Asked]:
-    """All questions about one image, each method one question at a time."""
+    """All questions about one image, each method one question at a time; captions drafted too."""
     from mmdecode.engine.decoder import Decoder
     from mmdecode.evaluation.answer_page import Asked, Given
     from mmdecode.evaluation.attention_map import attention_map
@@ -190,10 +204,36 @@ def _ask(
                     attention=attention_map(plain, png, task.text, guide)
                     if guide is not None and place == TEMPTING
                     else None,
+                    drafted=None
+                    if task.choices
+                    else _drafted(plain, Decoder(draft, guide, seed=seed), png, answer),
                 )
             )
         found.append(Asked(text=task.text, truth=task.truth, answers=row))
     return found
+
+
+def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
+    """An answer once more, with a draft."""
+    from mmdecode.evaluation.answer_page import Drafted
+    from mmdecode.vlm.answerer import Answerer
+
+    [again] = Answerer(plain.model, plain.processor, decoder)(
+        png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True, raise_errors=True
+    )
+    tokenizer = plain.processor.tokenizer
+    special = set(tokenizer.all_special_ids)
+
+    def label(token: int) -> str:
+        return "[end]" if token in special else tokenizer.decode([token])
+
+    return Drafted(
+        rounds=again.trace or (),
+        passes=again.passes,
+        undrafted=answer.passes,
+        same=again.token_ids == answer.token_ids,
+        label=label,
+    )
 
 
 def _margins(answer: Answer, guided: bool) -> dict[str, float]:
@@ -306,10 +346,17 @@ def _scores(asked: Sequence[Asked], methods: Sequence[str]) -> dict[str, dict[st
             "made up in captions": f"{sum(one.made_up or 0 for one in given)}",
             "answers changed": f"{sum(other)} of {len(other)}",
             "tokens changed": f"{sum(one.changed for one in given)}",
+            "caption passes, drafted": _passes(given),
             "seconds in all": f"{times[place]:.2f}",
             "times plain": f"{times[place] / max(times[0], 1e-9):.2f}",
         }
     return found
+
+
+def _passes(given: Sequence[Given]) -> str:
+    """Of drafted answers, beside those without the draft."""
+    drafted = [one.drafted for one in given if one.drafted is not None]
+    return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 
 
 def _conditions(network: Any, seed: int) -> dict[str, str]:
@@ -326,6 +373,8 @@ def _conditions(network: Any, seed: int) -> dict[str, str]:
 
 
 def _summary(report: Answers) -> dict[str, Any]:
+    from mmdecode.evaluation.answer_page import drafting
+
     questions = []
     for picture in report.pictures:
         for one in picture.asked:
@@ -338,8 +387,12 @@ def _summary(report: Answers) -> dict[str, Any]:
                     "answers": answers,
                 }
             )
+    drafted = drafting(report)
     return {
         "model": report.model,
+        "draft": report.draft,
+        "drafted": drafted,
+        "identical": drafted["same"],
         "methods": list(report.methods),
         "images": len(report.pictures),
         "scores": {method: dict(found) for method, found in report.scores.items()},
@@ -357,6 +410,12 @@ def _plainly(given: Given) -> dict[str, Any]:
         "seconds": round(given.seconds, 4),
         "changed": [dataclasses.asdict(t) for t in given.tokens if t.instead is not None],
     }
+    if given.drafted is not None:
+        found["drafted"] = {
+            "passes": given.drafted.passes,
+            "undrafted": given.drafted.undrafted,
+            "same": given.drafted.same,
+        }
     if given.attention is not None:
         found["attention_on_image"] = {
             "plain": float(given.attention.plain.sum()),
@@ -384,6 +443,13 @@ def _show(report: Answers, summary: Mapping[str, Any]) -> None:
     for method in report.methods:
         scores.add_row(method, *report.scores[method].values())
     console.print(scores)
+    drafted = summary["drafted"]
+    verdict = "every token the same" if drafted["same"] else "[red]tokens differ[/]"
+    console.print(
+        f"captions again with {report.draft}: {drafted['passes']:,} passes in place of "
+        f"{drafted['undrafted']:,}, {verdict}",
+        highlight=False,
+    )
     for text in report.conditions.values():
         console.print(text, style="dim", markup=False, highlight=False)
     for path in summary["files"].values():

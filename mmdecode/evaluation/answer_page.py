@@ -1,21 +1,23 @@
 """One HTML file that shows what guides did to answers about images: nothing to fetch.
 
 Beside each image stand its questions with the answers of every method, the yes-no margins of the
-branches as bars, the tokens that a guide changed, and where attention guides look.
+branches as bars, the tokens that a guide changed, where attention guides look, and which tokens of
+a caption were drafted.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.report import asset, data_url, head
+from mmdecode.evaluation.report import asset, data_url, head, legend, strip
 
 if TYPE_CHECKING:
+    from mmdecode.engine.decoder import Round
     from mmdecode.evaluation.attention_map import AttentionMap
 
 PLAIN = "plain"
@@ -44,6 +46,25 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """An answer that was written again, with a draft.
+
+    Attributes:
+        rounds: What each pass drafted and kept, the prompt's first.
+        passes: Of the model, after the prompt.
+        undrafted: The same without the draft.
+        same: Whether all tokens are.
+        label: The text of a token id.
+    """
+
+    rounds: Sequence[Round]
+    passes: int
+    undrafted: int
+    same: bool
+    label: Callable[[int], str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Given:
     """What one method says to one question.
 
@@ -56,6 +77,7 @@ class Given:
         margins: Yes-no margins by branch, ``guided`` with the guide; empty for other questions.
         seconds: What it took.
         attention: Where it looks; ``None``: it leaves attention alone.
+        drafted: The same once more; ``None``: it was not drafted.
     """
 
     method: str
@@ -66,6 +88,7 @@ class Given:
     margins: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     attention: AttentionMap | None = None
+    drafted: Drafted | None = None
 
     @property
     def text(self) -> str:
@@ -120,6 +143,7 @@ class Answers:
         pictures: The images.
         scores: By method what is said of it, by what it is about.
         conditions: What the numbers depend on, by name.
+        draft: Name of what drafted, where something did.
     """
 
     model: str
@@ -127,6 +151,7 @@ class Answers:
     pictures: Sequence[Pictured]
     scores: Mapping[str, Mapping[str, str]]
     conditions: Mapping[str, str]
+    draft: str = ""
 
 
 def page(report: Answers) -> str:
@@ -164,6 +189,7 @@ whole page; <i>guided</i> is what is decided from, and the <i>main</i> branch of
 attention is edited already</li>
 {_LOOKS if looks else ""}
 </ul>
+{_drafting(report)}
 {"".join(_picture(one, widest) for one in report.pictures)}
 </section>
 <section>
@@ -180,6 +206,30 @@ attention is edited already</li>
 
 _LOOKS = """<li><span class="sample look"></span> where the last word of the prompt looks, before
 and under the edit: the mean over heads and the edited layers, on one scale for both</li>"""
+
+
+def drafting(report: Answers) -> dict[str, Any]:
+    """Over all drafted answers: ``passes``, those ``undrafted``, and whether all are ``same``."""
+    every = [given.drafted for given in _all(report) if given.drafted is not None]
+    return {
+        "passes": sum(one.passes for one in every),
+        "undrafted": sum(one.undrafted for one in every),
+        "same": all(one.same for one in every),
+    }
+
+
+def _drafting(report: Answers) -> str:
+    """What drafting saved and what its colours mean; nothing where nothing was drafted."""
+    windows = [given.drafted.rounds for given in _all(report) if given.drafted is not None]
+    if not windows:
+        return ""
+    found = drafting(report)
+    verdict = "every token the same" if found["same"] else "but tokens differ"
+    return f"""<p>Each caption was written once more with
+<code>{escape(report.draft)}</code> guessing ahead:
+<b>{found["passes"]:,}</b> passes of the model in place of {found["undrafted"]:,},
+<b class="{"good" if found["same"] else "bad"}">{verdict}</b>. A box is one pass.</p>
+<ul class="legend">{legend(windows)}</ul>"""
 
 
 def _right(report: Answers, method: str) -> int:
@@ -220,9 +270,15 @@ def _asked(asked: Asked, one: Pictured, widest: float) -> str:
         for given in asked.answers
         if given.attention is not None and given.attention.side
     )
+    drafts = "".join(
+        _drafted(given.method, given.drafted, shown=not place)
+        for place, given in enumerate(asked.answers)
+        if given.drafted is not None
+    )
     return f"""<section class="question"><h4>{escape(asked.text)}
 <small>true: {escape(asked.truth)}</small></h4>
 <table class="answers"><tbody>{rows}</tbody></table>
+{drafts}
 {f'<div class="maps">{maps}</div>' if maps else ""}</section>"""
 
 
@@ -237,6 +293,15 @@ def _row(given: Given, widest: float) -> str:
         f'<tr><th scope="row">{_breakable(given.method)}</th>'
         f'<td class="mark {mood}"><span role="img" aria-label="{said}">{mark}</span></td>'
         f"{cells}</tr>"
+    )
+
+
+def _drafted(method: str, found: Drafted, shown: bool) -> str:
+    """Which tokens were drafted, folded up unless ``shown``."""
+    same = "" if found.same else ' <b class="bad">tokens differ</b>'
+    return (
+        f"<details{' open' * shown}><summary>{escape(method)}, drafted: {found.passes} passes in "
+        f"place of {found.undrafted}{same}</summary>{strip(found.rounds, found.label)}</details>"
     )
 
 

@@ -7,7 +7,7 @@ one decoder pass stand together, and what the draft proposed in vain is struck t
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -165,10 +165,6 @@ def page(report: Report) -> str:
     )
     conditions = escape(" \u00b7 ".join(report.conditions.values()))
     clips = "".join(_item(item, report.label) for item in report.items)
-    used = {origin: text for origin, text in ORIGINS.items() if origin in _used(report)}
-    legend = "".join(
-        f'<li><span class="chip {origin}">token</span> {text}</li>' for origin, text in used.items()
-    )
     return f"""{head(f"mmdecode demo: {speed}")}<body>
 <header>
 <p class="eyebrow">mmdecode demo</p>
@@ -187,8 +183,7 @@ and with the draft, in turns, clip by clip.</p>
 <section>
 <h2>Clip by clip</h2>
 <p>A box is one pass of the decoder. Without a draft every token takes a box of its own.</p>
-<ul class="legend">{legend}
-<li><del class="chip">token</del> guessed in vain: the model wanted something else</li></ul>
+<ul class="legend">{legend(rounds for item in report.items for rounds in item.windows)}</ul>
 <ul class="legend words"><li><span class="substitute">heard<del>said</del></span> another word</li>
 <li><span class="insert">heard</span> word too many</li>
 <li><del class="delete">said</del> word missing</li>
@@ -210,14 +205,18 @@ and with the draft, in turns, clip by clip.</p>
 """
 
 
-def _used(report: Report) -> set[str]:
-    return {
-        origin
-        for item in report.items
-        for rounds in item.windows
-        for step in passes(rounds)
-        for _, origin in step.committed
+def legend(windows: Iterable[Sequence[Round]]) -> str:
+    """What the chips of strips mean, as items of a list."""
+    found = {
+        origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
+    used = "".join(
+        f'<li><span class="chip {origin}">token</span> {text}</li>'
+        for origin, text in ORIGINS.items()
+        if origin in found
+    )
+    vain = "guessed in vain: the model wanted something else"
+    return f'{used}\n<li><del class="chip">token</del> {vain}</li>'
 
 
 def _cards(report: Report, low: float, high: float) -> str:
@@ -322,15 +321,15 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
     steps = align_as_written(item.reference, item.hypothesis)
     wrong = sum(step.kind != "equal" for step in steps)
     ratio = f"{item.plain_s / max(item.drafted_s, 1e-9):.2f} \u00d7"
-    strips = [_strip(rounds, label) for rounds in item.windows]
+    strips = [strip(rounds, label) for rounds in item.windows]
     if len(strips) > 3:
-        strips = [f"<li>{strip}</li>" for strip in strips]
-        strip = (
+        strips = [f"<li>{one}</li>" for one in strips]
+        shown = (
             f"<details><summary>{len(strips)} windows, token by token</summary>"
             f"<ol>{''.join(strips)}</ol></details>"
         )
     else:
-        strip = "".join(strips)
+        shown = "".join(strips)
     lines = [("said", escape(item.reference)), ("heard", marked(steps))]
     if item.noisy is not None:
         lines.append(("in noise", marked(align_as_written(item.reference, item.noisy))))
@@ -348,7 +347,7 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 </header>
 {player(item.audio)}
 <dl>{rows}</dl>
-{strip}
+{shown}
 </article>
 """
 
@@ -398,7 +397,13 @@ def spoken(words: Sequence[Word]) -> str:
     )
 
 
-def _strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
+def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:
+    """Passes as boxes of chips, the prompt's first.
+
+    Args:
+        rounds: Of one decoding.
+        label: The text of a token id.
+    """
     groups = []
     for number, step in enumerate(passes(rounds)):
         words: dict[str, list[str]] = {}

@@ -4,6 +4,7 @@ import math
 import random
 import string
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -159,6 +160,29 @@ def definitions(recogniser, features):
     return [Definition(recogniser, one) for one in features]
 
 
+def test_the_space_behind_a_word_decides_how_it_is_written(recogniser):
+    spelling = recogniser.spelling
+    [upper], [lower] = (spelling.ids(word) for word in ("The", "the"))
+    spaced = (token for token, name in spelling.name.items() if name.startswith(spelling.space))
+    other = next(token for token in spaced if token not in (upper, lower))
+    size = spelling.end + 1
+
+    def law(*told):
+        made = np.full(size, np.log(1e-9))
+        for token, value in told:
+            made[token] = np.log(value)
+        return made
+
+    behind = {(upper,): law((other, 0.01)), (lower,): law((other, 0.9))}
+    listener = Listener(spelling, law((upper, 0.6), (lower, 0.3)))
+    while (found := listener.score("The ")) is None:
+        block = listener.block()
+        laws = [behind.get(prefix, law()) for prefix in block.prefixes]
+        listener.hear(block, dict(enumerate(laws)))
+    # more likely by itself, "The" is hardly a word of its own there
+    assert found == pytest.approx(math.log(0.3 * 0.9), abs=1e-3)
+
+
 class Fixed:
     """A scorer at work on texts alone, as the engine would run it."""
 
@@ -233,7 +257,7 @@ def test_scores_do_not_depend_on_what_was_asked_and_cached_before(recogniser, fe
     for count in range(1, len(words)):
         text = " ".join(words[:count])
         steps([[(f"{text} {other}", False) for other in ("the", words[count][:2])], [], [None]])
-        steps.scorer.listeners[0].commit(text)
+        steps.scorer.listeners[0].commit(f"{text} {words[count][:1]}")  # a word may be begun
     found = steps([[last], [("The", False)], []])
     assert found[0] == pytest.approx(whole, abs=2e-3)
     assert int(steps.scorer.branches.cache.start[0]) > len(words) - 2  # the prefix was cached
