@@ -113,7 +113,9 @@ def run(arguments: argparse.Namespace) -> Path:
     if arguments.only:
         wanted = {name: wanted[name] for name in arguments.only}
     cases: list[dict[str, Any]] = []
-    path = arguments.out / f"vlm-{answerer.model.device.type}-torch{torch.__version__}.json"
+    version = torch.__version__.partition("+")[0]
+    name = f"vlm-{answerer.model.device.type}-torch{version}-{facts['date']}.json"
+    path = arguments.out / name
     for case in CASES:
         count = max(arguments.scenes, 2 * case.batch)
         batches = prompts_of(answerer, SCENES, count, case.batch)

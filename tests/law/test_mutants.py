@@ -457,8 +457,8 @@ def test_a_wrong_mask_is_found(check, mutant, monkeypatch):
 def test_positions_that_count_padding_are_found(check, monkeypatch):
     run = branch.ModelBranches.run
     source = inspect.getsource(run)
-    assert "(begin - self.pads)" in source
-    monkeypatch.setattr(branch.ModelBranches, "run", edited(run, "(begin - self.pads)", "(begin)"))
+    assert "(begin - self.pads +" in source
+    monkeypatch.setattr(branch.ModelBranches, "run", edited(run, "begin - self.pads +", "begin +"))
     rejected(check)
 
 
