@@ -264,6 +264,16 @@ def test_scores_do_not_depend_on_what_was_asked_and_cached_before(recogniser, fe
     assert int(steps.scorer.branches.cache.start[1]) == len(recogniser.prompt)
 
 
+def test_a_candidate_stands_for_the_text_with_it_and_the_end_for_the_text(recogniser, features):
+    scorer = Fixed(recogniser, features[:1]).scorer
+    scorer.ends, scorer.pieces = frozenset([0]), [" the end", " dog", None]
+    assert scorer._asked("a red", 1) == ("a red dog", False)
+    assert scorer._asked("a red", 0) == ("a red", True)
+    # special tokens, the padding of the vocabulary, unused rows and parts of a character
+    assert scorer._asked("a red", 2) is scorer._asked("a red", 9) is None
+    assert scorer._asked(None, 1) is scorer._asked("a \ufffd", 1) is None
+
+
 def test_a_fork_goes_on_by_itself(recogniser, features, clips):
     words = clips[1].text.split()
     one = Fixed(recogniser, features[1:2])
