@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from pages import table, warn_if_busy, write_page
 from speech import clean, encode, engine, windows
+from torch.special import entr
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from mmdecode import registry
@@ -246,8 +247,7 @@ def entropy_bits(subject: Subject, case: Case) -> float:
     entropies = []
     for item, clip in enumerate(subject.features.split(1)):
         scores = torch.cat(run(encode(subject.model, clip), mm_request=[(item, 0, 0)]).scores)
-        log_p = scores.log_softmax(-1)
-        entropies.append(-(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1) / math.log(2))
+        entropies.append(entr(scores.softmax(-1)).sum(-1) / math.log(2))
     return float(torch.cat(entropies).mean())
 
 

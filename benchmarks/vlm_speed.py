@@ -24,10 +24,10 @@ import torch
 from pages import table, warn_if_busy, write_page
 
 from mmdecode import registry
-from mmdecode.cli.bench import LOOKUP, SCENES, prompts_of, working
+from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation.draft_speed import Setting, Speed, entropy_bits, measure
+from mmdecode.evaluation.draft_speed import PEERS, Setting, Speed, entropy_bits, measure, working
 from mmdecode.evaluation.stopwatch import load, machine
 from mmdecode.testing.drafts import Random
 from mmdecode.vlm import Answerer
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> Path:
             repeats=arguments.repeats,
         )
         law = None if case.guide is None else registry.create("guide", case.guide)
-        asked = LOOKUP if case.guide is None else {}
+        asked = PEERS if case.guide is None else {}
         peers, failed = working(answerer.model, batches[0], asked)
         print(f"{case.title}, {len(batches)} batches")
         found = measure(

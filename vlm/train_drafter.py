@@ -20,13 +20,13 @@ import argparse
 from pathlib import Path
 
 from mmdecode import registry
-from mmdecode.cli.bench import scenes
 from mmdecode.engine.decoder import Decoder
 from mmdecode.evaluation.draft_speed import Setting, measure
 from mmdecode.train.drafter import Options, scene_requests, train
 from mmdecode.train.image_codes import FitOptions
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.requests import read_requests
+from mmdecode.zoo.scene_sets import descriptions
 
 KINDS = {
     "eagle": "eagle",
@@ -59,21 +59,11 @@ def parse_args():
 def main():
     args = parse_args()
     answerer = Answerer.from_pretrained(args.model, device=args.device)
-    prompts = answerer.prompts
-
-    def build(requests):
-        pictures = [[source.read() for source in request.images] for request in requests]
-        return prompts.build(
-            [
-                prompts.question(request.text, shown, text_only=True)
-                for request, shown in zip(requests, pictures, strict=True)
-            ]
-        )
-
+    build = answerer.prompts.read
     if args.questions:
         requests, tested = read_requests(args.questions, args.limit), read_requests(args.test, 8)
     else:
-        requests, tested = scene_requests(args.limit or 1000), scenes(8)
+        requests, tested = scene_requests(args.limit or 1000), descriptions(8)
     fit = FitOptions(
         steps=args.steps, peak_rate=2e-3, weight_decay=0.01, every=max(args.steps // 10, 1)
     )

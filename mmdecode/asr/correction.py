@@ -38,6 +38,7 @@ from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.draft.source import Source
 from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.setup import token_ids
 from mmdecode.errors import (
     IncompatibleError,
     InputError,
@@ -493,9 +494,7 @@ class Corrector:
         if isinstance(guide, str):
             guide = registry.create("guide", guide, target=model)
         self.decoder = Decoder(draft, guide, seed=seed)
-        ends = model.generation_config.eos_token_id
-        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        self._ends = sorted({*listed, self.prompts.eos})
+        self._ends = sorted({*token_ids(model.generation_config.eos_token_id), self.prompts.eos})
         self._places = getattr(model.config, "max_position_embeddings", None)
         self.max_new_tokens = max_new_tokens
         if self.seq2seq and self._places is not None:

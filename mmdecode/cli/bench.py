@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure speed against plain decoding.", no_args_is_help=True)
 SCENES = "zoo:scenes"
-LOOKUP = {"generate": {}, "generate, lookup": {"prompt_lookup_num_tokens": 4}}
-"""Transformers' own loop, and with its own draft."""
 
 
 @app.callback()
@@ -86,7 +84,14 @@ def vlm(
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
     from mmdecode import registry
-    from mmdecode.evaluation.draft_speed import Setting, calls, entropy_bits, measure
+    from mmdecode.evaluation.draft_speed import (
+        PEERS,
+        Setting,
+        calls,
+        entropy_bits,
+        measure,
+        working,
+    )
     from mmdecode.evaluation.stopwatch import load, machine
     from mmdecode.vlm import Answerer
 
@@ -102,7 +107,7 @@ def vlm(
     cases: list[dict[str, Any]] = []
     for size in batch or [1]:
         batches = prompts_of(answerer, data, limit, size)
-        asked = LOOKUP if peers and guide is None else {}
+        asked = PEERS if peers and guide is None else {}
         others, failed = working(answerer.model, batches[0], asked)
         for name, why in failed.items():
             console.print(f"left out: {name} at batch {size}: {why}", highlight=False, markup=False)
@@ -158,49 +163,13 @@ def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str
         OptionError: There are fewer questions than a batch has.
     """
     from mmdecode.vlm.requests import read_requests
+    from mmdecode.zoo.scene_sets import descriptions
 
-    requests = scenes(limit) if data == SCENES else read_requests(data, limit)
+    requests = descriptions(limit) if data == SCENES else read_requests(data, limit)
     if len(requests) < size:
         raise OptionError(f"{len(requests)} questions for a batch of {size}; raise --limit")
-    questions = [
-        answerer.prompts.question(
-            one.text, [source.read() for source in one.images], text_only=True
-        )
-        for one in requests
-    ]
-    groups = [questions[at : at + size] for at in range(0, len(questions) - size + 1, size)]
-    device = answerer.model.device
-    return [
-        {name: value.to(device) for name, value in answerer.prompts.build(group).items()}
-        for group in groups
-    ]
-
-
-def scenes(count: int) -> list[Any]:
-    """Requests for detailed descriptions of scenes that the zoo's model was not trained on."""
-    from PIL import Image
-
-    from mmdecode.vlm.requests import requests_of
-    from mmdecode.zoo.scene_sets import scene_of, scene_rows
-    from mmdecode.zoo.scene_text import DESCRIBE
-    from mmdecode.zoo.scenes import render
-
-    rows = scene_rows("test", "chair")[:count]
-    images = [Image.fromarray(render(scene_of(row["image"]))) for row in rows]
-    return requests_of(images, DESCRIBE["detailed"])
-
-
-def working(model: Any, inputs: Any, peers: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Those of transformers' ways that get through a few tokens, and what the others say."""
-    found, failed = {}, {}
-    for name, options in peers.items():
-        try:
-            model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
-        except Exception as problem:  # whatever it is, it is not ours
-            failed[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
-        else:
-            found[name] = options
-    return found, failed
+    starts = range(0, len(requests) - size + 1, size)
+    return [answerer.prompts.read(requests[at : at + size]) for at in starts]
 
 
 def table_of(found: Sequence[Speed], title: str) -> Table:

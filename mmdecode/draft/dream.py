@@ -55,15 +55,7 @@ class Dream(FeatureDraft):
         share: float = 1.0,
     ) -> Self:
         """From a string; ``length`` drafts a chain of so many tokens instead of a tree."""
-        draft = super().from_options(path, length, depth, top_k, nodes, images)
-        return cls(
-            draft.drafter,
-            depth=draft.depth,
-            top_k=draft.top_k,
-            nodes=draft.nodes,
-            images=images,
-            share=share,
-        )
+        return cls.shaped(path, length, depth, top_k, nodes, images=images, share=share)
 
     def needs(self, adapter: Adapter) -> Needs:
         """As of any; where images are thinned out, what words attend to."""

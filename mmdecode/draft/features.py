@@ -109,9 +109,16 @@ class FeatureDraft:
         images: str = "all",
     ) -> Self:
         """From a string; ``length`` drafts a chain of so many tokens instead of a tree."""
+        return cls.shaped(path, length, depth, top_k, nodes, images=images)
+
+    @classmethod
+    def shaped(
+        cls, path: str, length: int | None, depth: int, top_k: int, nodes: int, **options: Any
+    ) -> Self:
+        """A draft of a chain of ``length`` tokens, or where that is ``None`` of a tree."""
         if length is not None:
             depth, top_k, nodes = length, 1, max(length, 1)
-        return cls.from_pretrained(path, depth=depth, top_k=top_k, nodes=nodes, images=images)
+        return cls.from_pretrained(path, depth=depth, top_k=top_k, nodes=nodes, **options)
 
     def needs(self, adapter: Adapter) -> Needs:
         """The states that make a feature; of a model with images, what stands for them too.

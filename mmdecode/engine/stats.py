@@ -103,6 +103,12 @@ class Stats:
         self._reduce()
         return list(self._counts)
 
+    @property
+    def by_depth(self) -> list[float]:
+        """Share of the row passes that accepted at least 1, 2, ... nodes."""
+        counts = self.histogram
+        return [sum(counts[depth:]) / max(self.rounds, 1) for depth in range(1, len(counts))]
+
     def as_dict(self) -> dict[str, Any]:
         """All of it, as plain numbers."""
         return {

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.special import entr
 
 from mmdecode.engine.contracts import Draft, Guide
 from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.setup import token_ids
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.stopwatch import Cost, interleaved, timed
 from mmdecode.frontdoor import generate
@@ -29,6 +31,11 @@ from mmdecode.frontdoor import generate
 Inputs = Mapping[str, Any]
 """Of a model, for a batch of prompts that are padded on the left."""
 PLAIN, AGAIN = "undrafted", "undrafted, again"
+PEERS: Mapping[str, Mapping[str, Any]] = {
+    "generate": {},
+    "generate, lookup": {"prompt_lookup_num_tokens": 4},
+}
+"""Transformers' own loop, and with its own draft."""
 _CLOCKED = 4  # batches on which a draft's own time is taken
 
 
@@ -160,7 +167,7 @@ def measure(
     for decoder in decoders.values():
         decoder.stats.reset()
     seconds, results = interleaved(ways, len(batches), setting.repeats, device, done)
-    ends = _ends(model)
+    ends = token_ids(model.generation_config.eos_token_id)
     seen: dict[str, _Seen] = {}
     for name in runs:
         whole, first = f"{name}/{setting.max_new_tokens}", f"{name}/1"
@@ -177,6 +184,22 @@ def measure(
         _speed(name, seen[name], seen[PLAIN], decoders.get(name), runs[name], setting, device)
         for name in runs
     ]
+
+
+def working(
+    model: Any, inputs: Inputs, peers: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+    """Those of transformers' ways that get through a few tokens, and what the others say."""
+    found: dict[str, Mapping[str, Any]] = {}
+    failed = {}
+    for name, options in peers.items():
+        try:
+            model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
+        except Exception as problem:  # whatever it is, it is not ours
+            failed[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
+        else:
+            found[name] = options
+    return found, failed
 
 
 def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:
@@ -225,8 +248,7 @@ def _speed(
         stats = decoder.stats
         length = round(stats.acceptance_length, 3)
         accepted = round(stats.accepted / max(stats.rounds, 1), 3)
-        reached = np.cumsum(stats.histogram[::-1])[::-1]
-        depths = [round(float(count / max(stats.rounds, 1)), 3) for count in reached[1:]]
+        depths = [round(share, 3) for share in stats.by_depth]
         if stats.drafted:
             share = _draft_share(decoder.draft, run, seen, setting, device)
     return Speed(
@@ -314,16 +336,11 @@ def _theirs(
     return model.generate(**batches[item], **given)
 
 
-def _up_to_end(row: list[int], prompt: int, ends: set[int]) -> list[int]:
+def _up_to_end(row: list[int], prompt: int, ends: Sequence[int]) -> list[int]:
     """What a row has generated, the token that ends it included."""
     new = row[prompt:]
     places = (place for place, token in enumerate(new, 1) if token in ends)
     return new[: next(places, None)]
-
-
-def _ends(model: Any) -> set[int]:
-    end = model.generation_config.eos_token_id
-    return {end} if isinstance(end, int) else set(end or ())
 
 
 @torch.no_grad()
@@ -334,7 +351,7 @@ def entropy_bits(
 
     Greedy answers are weighed by the law that they are the most likely tokens of.
     """
-    entropies, ends = [], _ends(model)
+    entropies, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
     for item, batch in enumerate(batches):
         rows = range(len(batch["input_ids"]))
@@ -348,8 +365,7 @@ def entropy_bits(
             **batch,
             **setting.generation(),
         )
-        log_p = torch.stack(output.scores, 1).float().log_softmax(-1)
-        bits = -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1) / math.log(2)
+        bits = entr(torch.stack(output.scores, 1).float().softmax(-1)).sum(-1) / math.log(2)
         prompt = batch["input_ids"].shape[1]
         for row, own in zip(output.sequences.tolist(), bits, strict=True):
             entropies.append(own[: len(_up_to_end(row, prompt, ends))])

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from mmdecode.checkpoints import local_path, read_weights
+from mmdecode.checkpoints import fill, local_path, read_weights
 from mmdecode.errors import InputError, UnsupportedModelError
 
 Level = int | str
@@ -291,21 +291,9 @@ class FeatureDrafter(nn.Module):
             InputError: A weight is missing, unknown or of another shape.
         """
         module = cls(config, "embed_tokens.weight" in weights)
-        wanted = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+        wanted = module.state_dict()
         given = {k: v for k, v in weights.items() if k in wanted or not cls.ignored(k)}
-        shapes = {key: tuple(value.shape) for key, value in given.items()}
-        wrong = sorted(k for k in {*wanted, *shapes} if wanted.get(k) != shapes.get(k))
-        if wrong:
-            shown = "; ".join(
-                f"{key}: {shapes.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}"
-                for key in wrong[:4]
-            )
-            raise InputError(
-                f"{name} does not fit {cls.__name__} in {len(wrong)} weights ({shown}); give the "
-                "config.json that belongs to the weights"
-            )
-        module.load_state_dict(given)
-        return module.float().eval()
+        return fill(module, given, name)
 
     @staticmethod
     def ignored(key: str) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.special import entr
 
 from mmdecode import registry
 from mmdecode.draft.assistant import Assistant
@@ -44,6 +45,7 @@ from mmdecode.draft.vispec import ViSpec as ViSpecDraft
 from mmdecode.engine.contracts import Adapter, Context, Draft, Needs, Scores
 from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.engine.proposal import Kind
+from mmdecode.engine.setup import token_ids
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.files import RUN, append_line, check_settings, complete_lines, note_settings
 from mmdecode.frontdoor import generate
@@ -744,8 +746,7 @@ def answered(
     if options.temperature:
         given |= {"do_sample": True, "temperature": options.temperature}
         given |= {"top_k": 0, "top_p": 1.0}
-    end = model.generation_config.eos_token_id
-    ends = {end} if isinstance(end, int) else {*(end or ())}
+    ends = token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(seed=options.fit.seed)
     with file.open("ab") as opened:
         for start in progress(range(0, len(missing), 32), "answers"):
@@ -784,11 +785,10 @@ def measured(
     for start in range(0, len(requests), 32):
         inputs = build(requests[start : start + 32])
         generate(model, decoder=decoder, **inputs, **_greedily(options.max_new_tokens))
-    counts = decoder.stats.histogram
-    passes = max(sum(counts), 1)
+    found = decoder.stats.by_depth
     return Drafted(
         tokens_per_pass=decoder.stats.acceptance_length,
-        by_position=[sum(counts[place:]) / passes for place in range(1, options.length + 1)],
+        by_position=[*found, *[0.0] * (options.length - len(found))],
     )
 
 
@@ -797,8 +797,8 @@ def entropy(model: Any, build: Build, samples: Sequence[Sample]) -> float:
     total, tokens = 0.0, 0
     for start in range(0, len(samples), 32):
         batch = collect(model, None, build, samples[start : start + 32])
-        law = batch.logits()[:, :-1][batch.asked[:, 1:]].log_softmax(-1)
-        total -= float((law.exp() * law.clamp_min(-1e4)).sum())
+        law = batch.logits()[:, :-1][batch.asked[:, 1:]].softmax(-1)
+        total += float(entr(law).sum())
         tokens += len(law)
     return total / max(tokens, 1) * BITS
 
@@ -924,19 +924,7 @@ def loaded(model_id: str, device: str = "cpu") -> tuple[Any, Build]:
         model, tokenizer = load_text(model_id, device)
         return model.eval(), partial(_texts, tokenizer, model.device)
     model, processor = load(model_id, device, None)
-    return model.eval(), partial(_questions, Prompts(model, processor))
-
-
-def _questions(prompts: Any, requests: Sequence[Request]) -> dict[str, Tensor]:
-    """Inputs of a vision-language model."""
-    return prompts.build(
-        [
-            prompts.question(
-                request.text, [source.read() for source in request.images], text_only=True
-            )
-            for request in requests
-        ]
-    )
+    return model.eval(), Prompts(model, processor).read
 
 
 def _texts(tokenizer: Any, device: torch.device, requests: Sequence[Request]) -> dict[str, Tensor]:

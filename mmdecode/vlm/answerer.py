@@ -17,6 +17,7 @@ from torch import Tensor
 from mmdecode import registry
 from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.engine.decoder import Decoder, Round
+from mmdecode.engine.setup import token_ids
 from mmdecode.errors import (
     InputError,
     MissingExtraError,
@@ -178,8 +179,7 @@ class Answerer:
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
-        end = model.generation_config.eos_token_id
-        self._ends = {end} if isinstance(end, int) else set(end or ())
+        self._ends = set(token_ids(model.generation_config.eos_token_id))
         self._places: int | None = None
         # some hand their decoder a model inside of them, which sets its own limit
         with contextlib.suppress(UnsupportedModelError):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from mmdecode.vlm.requests import Request
+
 PLACEHOLDER = "<image>"
 """Where an image stands in a question, whatever the model's own placeholder is."""
 
@@ -172,6 +174,19 @@ class Prompts:
                 f"the chat template of {type(self.processor).__name__} cannot be filled in: "
                 f"{error}; expected one that takes a user's message of images and text"
             ) from error
+
+    def read(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """Model inputs of requests whose images are not read yet, or which have none.
+
+        Raises:
+            InputError: An image cannot be read, or the processor refuses one.
+        """
+        return self.build(
+            [
+                self.question(one.text, [image.read() for image in one.images], text_only=True)
+                for one in requests
+            ]
+        )
 
     def build(self, questions: Sequence[Question]) -> dict[str, Tensor]:
         """Model inputs, one row per question; see `Question`.

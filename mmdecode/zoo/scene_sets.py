@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.zoo.scene_text import (
@@ -44,6 +44,9 @@ from mmdecode.zoo.scenes import (
     render,
     visible_shares,
 )
+
+if TYPE_CHECKING:
+    from mmdecode.vlm.requests import Request
 
 FOLDER = Path(__file__).parent / "data" / "scenes-test"
 Part = Literal["development", "test"]
@@ -322,3 +325,14 @@ def scene_rows(part: Part, name: str) -> list[Row]:
     if not path.exists():
         raise InputError(f"there is no set {name!r} of {part}; expected one of {', '.join(SETS)}")
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def descriptions(count: int) -> list[Request]:
+    """Requests for detailed descriptions of test scenes."""
+    from PIL import Image
+
+    from mmdecode.vlm.requests import requests_of
+
+    rows = scene_rows("test", "chair")[:count]
+    images = [Image.fromarray(render(scene_of(row["image"]))) for row in rows]
+    return requests_of(images, DESCRIBE["detailed"])

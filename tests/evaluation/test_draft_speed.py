@@ -8,7 +8,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mmdecode.cli import bench
 from mmdecode.cli.app import app
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
@@ -164,7 +163,7 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
             if wrong:
                 raise ValueError("no\nmore")
 
-    found, failed = bench.working(Fails(), {}, {"good": {}, "bad": {"wrong": True}})
+    found, failed = draft_speed.working(Fails(), {}, {"good": {}, "bad": {"wrong": True}})
     assert found == {"good": {}} and failed == {"bad": "ValueError: no"}
 
 
