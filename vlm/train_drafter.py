@@ -22,8 +22,9 @@ from pathlib import Path
 from mmdecode import registry
 from mmdecode.engine.decoder import Decoder
 from mmdecode.evaluation.draft_speed import Setting, measure
-from mmdecode.train.drafter import Options, scene_requests, train
-from mmdecode.train.image_codes import FitOptions
+from mmdecode.train.drafter import scene_requests, train
+from mmdecode.train.drafter_recipes import Options
+from mmdecode.train.fitting import FitOptions
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.requests import read_requests
 from mmdecode.zoo.scene_sets import descriptions

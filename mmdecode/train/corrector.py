@@ -40,7 +40,7 @@ from mmdecode.asr.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.wer import count_errors
 from mmdecode.files import RUN, check_settings, note_settings
-from mmdecode.train.image_codes import BITS, FitOptions, fit, save_half
+from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.medusa import write_state
 
 METHODS = ("lora", "full", "scratch")

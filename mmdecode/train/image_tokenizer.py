@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.models.vq import VQConfig, VQModel
-from mmdecode.train.image_codes import progress, save_half
+from mmdecode.train.fitting import progress, save_half
 from mmdecode.train.medusa import write_state
 from mmdecode.train.scene_images import to_pixels
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.train import image_codes
-from mmdecode.train.image_codes import FitOptions, Setting, save_half, write_setting
+from mmdecode.train.fitting import FitOptions, fit, save_half
+from mmdecode.train.image_codes import Setting, write_setting
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo.scenes import digit_scans
 
@@ -136,7 +137,7 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         save_half(model, out)
         write_setting(options.setting, out)
 
-    log = image_codes.fit(
+    log = fit(
         model,
         loss_at=partial(loss_at, model, training, options),
         held_out=lambda: image_codes.bits_per_code(model, development.classes, development.codes),

@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
-from mmdecode.train import image_codes, image_tokenizer
+from mmdecode.train import fitting, image_codes, image_tokenizer
 from mmdecode.train.ahead import Ahead
-from mmdecode.train.image_codes import FitOptions, Setting, save_half
+from mmdecode.train.fitting import FitOptions, progress, save_half
+from mmdecode.train.image_codes import Setting
 from mmdecode.train.image_tokenizer import TokenizerOptions
 from mmdecode.train.medusa import write_state
 from mmdecode.train.scene_images import (
@@ -192,7 +193,7 @@ def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
     """The training pictures' codes, in shards that are kept; resumable."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
-    for start in image_codes.progress(range(0, options.pictures, SHARD), "encoding"):
+    for start in progress(range(0, options.pictures, SHARD), "encoding"):
         file = folder / f"{start:07d}.npz"
         seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + SHARD, options.pictures))
         if not file.exists():
@@ -388,7 +389,7 @@ def train_part(
         learner.export(folder, own)
 
     coming = Ahead(partial(learner.batch_at, corpus, fit), fit.steps, options.workers)
-    log = image_codes.fit(
+    log = fitting.fit(
         learner,
         loss_at=lambda step: learner.loss(coming(step)),
         held_out=partial(learner.bits, held[0]),

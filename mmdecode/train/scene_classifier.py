@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.evaluation.image_classifier import Classifier, import_timm
-from mmdecode.train.image_codes import BITS, FitOptions, fit
+from mmdecode.train.fitting import BITS, FitOptions, fit
 from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE
 

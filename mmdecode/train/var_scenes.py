@@ -31,7 +31,8 @@ from mmdecode.image_ar.next_scale import VAR, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
 from mmdecode.models.var import VarConfig, VarForImageGeneration
 from mmdecode.train.ahead import Ahead
-from mmdecode.train.image_codes import BITS, FitOptions, entropy_of, fit, save_half, write_card
+from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
+from mmdecode.train.image_codes import entropy_of, write_card
 from mmdecode.train.image_tokenizer import reconstruction_loss
 from mmdecode.train.scene_images import pictures, shown, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS

@@ -18,7 +18,7 @@ from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.train.drafter import Targets, eagle_losses, law_losses, unrolled
+from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "eagle"
 EXPECTED = load_file(DATA / "expected.safetensors")

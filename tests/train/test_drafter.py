@@ -19,17 +19,15 @@ from mmdecode.engine.cache import RaggedCache
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train import drafter as recipe
-from mmdecode.train.drafter import (
+from mmdecode.train import drafter_recipes as recipes
+from mmdecode.train.drafter import answered, collect, train, with_answers
+from mmdecode.train.drafter_recipes import (
     Options,
     Sample,
-    answered,
-    collect,
     law_losses,
     sizes_of,
     targets_of,
-    train,
     unrolled,
-    with_answers,
 )
 from mmdecode.vlm.requests import Request
 from tests.conformance.tiny import VOCAB, WIDTH, text_model
@@ -205,7 +203,7 @@ def test_what_a_pass_is_asked_is_the_token_so_many_places_on():
 def test_nothing_is_asked_where_the_likeliest_token_is_outside_the_vocabulary():
     wanted = torch.zeros(1, 3, 6)
     wanted[0, :, 4], wanted[0, 1, 2] = 1.0, 3.0
-    targets = recipe.Targets(features=wanted, logits=wanted, asked=torch.ones(1, 3).bool())
+    targets = recipes.Targets(features=wanted, logits=wanted, asked=torch.ones(1, 3).bool())
     own = torch.tensor([0, 2, 5])
     losses, asked = law_losses(torch.zeros(1, 3, 3), targets, own)
     assert asked.tolist() == [[False, True, False]]
@@ -216,7 +214,7 @@ def test_nothing_is_asked_where_the_likeliest_token_is_outside_the_vocabulary():
 # Trainings
 
 
-@pytest.mark.parametrize("kind", recipe.RECIPES)
+@pytest.mark.parametrize("kind", recipes.RECIPES)
 def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     model = text_model("llama", layers=3)
     options = replace(SMALL, kind=kind, draft_vocabulary=40)
@@ -250,7 +248,7 @@ def test_a_text_drafter_learns_laws_of_words_that_close_ranks():
     batch = collect(model, None, lambda asked: dict(given), some)
     adapter = registry.adapter_for(model)
     assert not (batch.words & adapter.image_mask(batch.ids)).any()
-    own = recipe.RECIPES["text"]
+    own = recipes.RECIPES["text"]
     module = own.build(adapter, some, Options(kind="text", layers=2)).eval()
     law, losses = batch.logits().log_softmax(-1), []
     for row in range(3):

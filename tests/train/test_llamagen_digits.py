@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
-from mmdecode.train.image_codes import FitOptions
+from mmdecode.train.fitting import FitOptions
 from mmdecode.train.llamagen_digits import LEVELS, Options, run, shift, split
 from mmdecode.zoo.scenes import digit_scans
 

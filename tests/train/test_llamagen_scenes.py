@@ -14,7 +14,8 @@ from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
 from mmdecode.train import image_codes, image_tokenizer, llamagen_scenes
-from mmdecode.train.image_codes import FitOptions, Setting, bits_per_code, draw, fit, reach
+from mmdecode.train.fitting import BITS, FitOptions, fit
+from mmdecode.train.image_codes import Setting, bits_per_code, draw, reach
 from mmdecode.train.image_tokenizer import Codebook, TokenizerOptions
 from mmdecode.train.llamagen_scenes import (
     NAMES,
@@ -259,7 +260,7 @@ def test_drawn_images_follow_the_law_they_are_said_to_follow(loud):
     law = setting.law(logits)
     torch.testing.assert_close(image_codes.entropy_of(law), drawn.entropy, atol=1e-3, rtol=1e-3)
     assert law.gather(-1, drawn.codes[..., None]).min() > -20
-    own = -law.gather(-1, drawn.codes[..., None]).mean() * image_codes.BITS
+    own = -law.gather(-1, drawn.codes[..., None]).mean() * BITS
     assert float(own) == pytest.approx(float(drawn.entropy.mean()), rel=0.1)
     moving = reach(loud, features, drawn.codes, setting, torch.Generator().manual_seed(0), mask)
     assert moving["1"] > 0.02
@@ -292,7 +293,7 @@ def test_bits_per_code_are_those_of_the_laws(loud):
     codes = torch.randint(32, (5, 256), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         law = loud.code_logits(features, codes).log_softmax(-1)
-    expected = -float(law.gather(-1, codes[..., None]).mean()) * image_codes.BITS
+    expected = -float(law.gather(-1, codes[..., None]).mean()) * BITS
     assert bits_per_code(loud, features, codes, batch=2) == pytest.approx(expected, rel=1e-4)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.checkpoints import local_path
-from mmdecode.train.image_codes import FitOptions
+from mmdecode.train.fitting import FitOptions
 from mmdecode.train.lm_synth import (
     Confusions,
     Examples,

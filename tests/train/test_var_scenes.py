@@ -9,8 +9,8 @@ from mmdecode.cli.app import app
 from mmdecode.image_ar.loading import labels_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ
-from mmdecode.train import image_codes, var_scenes
-from mmdecode.train.image_codes import BITS, FitOptions
+from mmdecode.train import fitting, var_scenes
+from mmdecode.train.fitting import BITS, FitOptions
 from mmdecode.train.scene_images import class_of, draw_picture, pictures, shown, to_pixels
 from mmdecode.train.var_scenes import (
     TOKENIZER,
@@ -92,7 +92,7 @@ def test_the_shipped_sizes_fit_the_zoo():
 
 
 def test_a_run_stopped_in_every_part_equals_an_uninterrupted_one(made, tmp_path, monkeypatch):
-    write = image_codes.write_state
+    write = fitting.write_state
     for stage in ("plain", "coded", "var-scenes", "var-scenes-small"):
 
         def write_and_stop(path, state, stage=stage):
@@ -100,10 +100,10 @@ def test_a_run_stopped_in_every_part_equals_an_uninterrupted_one(made, tmp_path,
             if path.parent.name == stage and state["step"] == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(image_codes, "write_state", write_and_stop)
+        monkeypatch.setattr(fitting, "write_state", write_and_stop)
         with pytest.raises(KeyboardInterrupt):
             run(OPTIONS, tmp_path / "work", tmp_path / "out")
-    monkeypatch.setattr(image_codes, "write_state", write)
+    monkeypatch.setattr(fitting, "write_state", write)
     folder, result = made
     again = run(OPTIONS, tmp_path / "work", tmp_path / "out")
     assert {**again, "folder": ""} == {**result, "folder": ""}

@@ -1,0 +1,171 @@
+"""The training loop of all that is small: resumable, and stopped by what is held out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mmdecode.train.medusa import write_state
+
+BITS = 1 / math.log(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """How long and how fast a model learns.
+
+    Attributes:
+        steps: At most; the learning rate falls over the last two thirds.
+        batch: Images per step.
+        peak_rate: Highest learning rate (AdamW).
+        matrix_rate: That of the matrices of layers, by Muon, which needs fewer steps; 0: they are
+            trained by AdamW like all others.
+        weight_decay: Of matrices.
+        condition_dropout: Share of images whose condition is left out, so that guidance can be.
+        every: Steps between looks at the held-out images.
+        patience: Looks without a better likelihood before it stops.
+        seed: Of everything; a step's batch depends on it and the step alone.
+    """
+
+    steps: int
+    batch: int = 16
+    peak_rate: float = 2e-3
+    matrix_rate: float = 0.0
+    weight_decay: float = 0.05
+    condition_dropout: float = 0.1
+    every: int = 100
+    patience: int = 5
+    seed: int = 0
+
+    def dice(self, step: int) -> torch.Generator:
+        """Source of all draws of a step."""
+        return torch.Generator().manual_seed(self.seed * 2**32 + step)
+
+    def share_at(self, step: int) -> float:
+        """Of the highest learning rate."""
+        left = 1.5 * (1 - step / self.steps)
+        return min(1.0, (step + 1) / 100, left + 0.03)
+
+
+def progress(steps: Sequence[int], what: str) -> Iterable[int]:
+    """The steps, under a bar on the terminal."""
+    return track(steps, description=what, console=Console(stderr=True))
+
+
+def fit(
+    learner: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    held_out: Callable[[], float],
+    keep: Callable[[], None],
+    options: FitOptions,
+    work: Path,
+) -> list[dict[str, float]]:
+    """Trains until what is held out no longer improves.
+
+    Args:
+        learner: All that learns.
+        loss_at: Mean negative log-likelihood in nats of a step's batch.
+        held_out: The same of held-out images, in bits.
+        keep: Called at each new best.
+        options: How long and how fast.
+        work: Holds state and log, from which training goes on.
+
+    Returns:
+        The log: step, training and held-out bits per code, seconds so far.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    optimizers = optimizers_of(learner, options)
+    state_file, begun = work / "state.pt", 0
+    log: list[dict[str, float]] = []
+    if state_file.exists():
+        state = torch.load(state_file, map_location="cpu", weights_only=True)
+        learner.load_state_dict(state["modules"])
+        for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        begun, log = state["step"], state["log"]
+    started = time.monotonic() - (log[-1]["seconds"] if log else 0.0)
+    average = math.nan
+    for step in progress(range(begun, options.steps), work.name):
+        if stalled(log, options.patience):
+            break
+        learner.train()
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["lr"] = group["peak"] * options.share_at(step)
+        loss = loss_at(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        now = float(loss.detach()) * BITS
+        average = now if math.isnan(average) else average + 0.03 * (now - average)
+        done = step + 1
+        if done % options.every == 0 or done == options.steps:
+            learner.eval()
+            with torch.no_grad():
+                found = held_out()
+            best = min((row["held_out"] for row in log), default=math.inf)
+            seconds = time.monotonic() - started
+            log.append({"step": done, "train": average, "held_out": found, "seconds": seconds})
+            if found < best:
+                keep()
+            parts = {
+                "modules": learner.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
+            write_state(state_file, parts | {"step": done, "log": log})
+            lines = [json.dumps({k: round(v, 4) for k, v in row.items()}) for row in log]
+            (work / "log.jsonl").write_text("\n".join(lines) + "\n")
+    return log
+
+
+def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for the matrices of layers if it has a rate."""
+    learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
+    by_muon = {n: p for n, p in learnt.items() if p.ndim == 2 and ".layers." in n}
+    if not options.matrix_rate:
+        by_muon = {}
+    rest = [p for name, p in learnt.items() if name not in by_muon]
+    groups = [
+        {
+            "params": [p for p in rest if (p.ndim > 1) == wide],
+            "weight_decay": options.weight_decay if wide else 0.0,
+            "peak": options.peak_rate,
+        }
+        for wide in (True, False)
+    ]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.95))
+    ]
+    if by_muon:
+        group = {"params": list(by_muon.values()), "peak": options.matrix_rate}
+        found.append(
+            torch.optim.Muon([group], lr=options.matrix_rate, weight_decay=options.weight_decay)
+        )
+    return found
+
+
+def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
+    """Whether the best held-out likelihood lies at least ``patience`` looks back."""
+    values = [row["held_out"] for row in log]
+    return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
+
+
+def save_half(model: PreTrainedModel, folder: Path) -> None:
+    """Half-precision weights under a config that says float32."""
+    copy.deepcopy(model).half().save_pretrained(folder)
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text()) | {"dtype": "float32"}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
