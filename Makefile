@@ -77,6 +77,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/step_speed.py
 	PYTHONPATH=. $(PYTHON) benchmarks/asr_speed.py --device cuda
 	PYTHONPATH=. $(PYTHON) benchmarks/image_speed.py --device cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/vlm_speed.py --device cuda --scenes 4
 
 clean:
 	rm -rf build dist $(OLDEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis

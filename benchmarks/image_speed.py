@@ -31,6 +31,7 @@ import torch
 from pages import table, warn_if_busy, write_page
 
 from mmdecode import registry
+from mmdecode.checkpoints import paired
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
@@ -57,8 +58,16 @@ class Way:
     accept: str = "auto"
 
 
-def ways(windows: Sequence[int], small: str | None) -> dict[str, Way]:
-    """What is measured, by name."""
+def ways(
+    windows: Sequence[int], small: str | None = None, eagle: str | None = None
+) -> dict[str, Way]:
+    """What is measured, by name.
+
+    Args:
+        windows: Lengths of windows.
+        small: A small model that drafts; ``None``: none.
+        eagle: A drafter over the model's states; ``None``: none.
+    """
     found = {PLAIN: Way(None), "plain, again": Way(None)}
     for window in windows:
         found |= {
@@ -83,6 +92,15 @@ def ways(windows: Sequence[int], small: str | None) -> dict[str, Way]:
         for length in (3, 5):
             draft = f"assistant:model={small},length={length}"
             found[f"drafter, {length} tokens"] = Way(draft, "rejection")
+    if eagle is not None:
+        chain = f"eagle:path={eagle},length=4"
+        found |= {
+            "eagle 4": Way(chain, "rejection"),
+            "eagle 4, coupled": Way(chain, "coupled"),
+            "eagle, tree of 14": Way(f"eagle:path={eagle},depth=4,top_k=2,nodes=14", "rejection"),
+            "LANTERN eagle 4": Way(chain, "lantern:delta=0.1,k=20"),
+            "LANTERN++ eagle 4": Way(chain, "lantern:lambda_=5,k=10"),
+        }
     return found
 
 
@@ -222,7 +240,13 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
     for way in chosen:
         command = [sys.executable, __file__, "--child", way, "--model", arguments.model]
         command += ["--memory", str(arguments.batch[0]), "--device", arguments.device]
-        command += ["--small", arguments.small, *(["--compile"] if arguments.compile else [])]
+        command += [
+            "--small",
+            arguments.small,
+            "--eagle",
+            arguments.eagle,
+            *(["--compile"] if arguments.compile else []),
+        ]
         for window in arguments.window:
             command += ["--window", str(window)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -360,6 +384,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--small", default="zoo:llamagen-scenes-small", help="drafter; '' for none")
+    parser.add_argument(
+        "--eagle", help="drafter over states, '' for none; default: what ships with the model"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--images", type=int, default=16, help="a way and repeat")
     parser.add_argument("--identical", type=int, default=200, help="images compared with plain")
@@ -376,7 +403,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.window = arguments.window or [8, 16, 32]
     arguments.batch = arguments.batch or [1, 8, 32]
-    chosen = ways(arguments.window, arguments.small or None)
+    if arguments.eagle is None:
+        arguments.eagle = paired(arguments.model, "eagle") or ""
+    chosen = ways(arguments.window, arguments.small or None, arguments.eagle or None)
     only_our_output()
     if arguments.child:
         child(arguments, chosen)

@@ -85,7 +85,9 @@ CASES = (
 )
 
 
-def drafts_of(wanted: Mapping[str, str | None], answerer: Answerer) -> dict[str, Any]:
+def drafts_of(
+    wanted: Mapping[str, str | None], answerer: Answerer, model: str = MODEL
+) -> dict[str, Any]:
     """By name; those whose model is not there are left out and told."""
     found: dict[str, Any] = {}
     for name, spec in wanted.items():
@@ -93,7 +95,7 @@ def drafts_of(wanted: Mapping[str, str | None], answerer: Answerer) -> dict[str,
             found[name] = Random()
             continue
         try:
-            found[name] = registry.create("draft", spec, target=answerer.model, model_id=MODEL)
+            found[name] = registry.create("draft", spec, target=answerer.model, model_id=model)
         except MMDecodeError as error:
             print(f"left out: {name}: {error}")
     return found
@@ -114,7 +116,8 @@ def run(arguments: argparse.Namespace) -> Path:
         wanted = {name: wanted[name] for name in arguments.only}
     cases: list[dict[str, Any]] = []
     version = torch.__version__.partition("+")[0]
-    name = f"vlm-{answerer.model.device.type}-torch{version}-{facts['date']}.json"
+    form = f"{answerer.model.device.type}{'-compiled' if arguments.compile else ''}"
+    name = f"vlm-{form}-torch{version}-{facts['date']}.json"
     path = arguments.out / name
     for case in CASES:
         count = max(arguments.scenes, 2 * case.batch)
@@ -131,10 +134,11 @@ def run(arguments: argparse.Namespace) -> Path:
         found = measure(
             answerer.model,
             batches,
-            drafts_of(wanted, answerer),
+            drafts_of(wanted, answerer, arguments.model),
             setting,
             guide=law,
             peers=peers,
+            compile=arguments.compile,
         )
         for row in found:
             print(
@@ -157,6 +161,7 @@ def run(arguments: argparse.Namespace) -> Path:
         )
         facts["load_at_end"] = load()
         settings = {"model": arguments.model, "drafts": wanted, "max_new_tokens": arguments.tokens}
+        settings["compiled"] = arguments.compile
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             json.dumps({"machine": facts, "settings": settings, "cases": cases}, indent=1) + "\n"
@@ -227,6 +232,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=12, help="at least, at every batch size")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="all but peers, see `Decoder`")
     parser.add_argument("--draft", action="append", help="NAME=SPEC, beside the shipped ones")
     parser.add_argument("--only", action="append", help="name of a draft to measure; repeat")
     parser.add_argument("--out", type=Path, default=HERE / "results")

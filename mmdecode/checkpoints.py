@@ -24,6 +24,12 @@ def zoo_names() -> list[str]:
     return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
 
 
+def paired(model_id: str | None, what: str) -> str | None:
+    """Name of what is shipped for a shipped model, ``zoo:NAME-WHAT``; ``None``: there is none."""
+    name = f"{model_id}-{what}"
+    return name if name.startswith("zoo:") and name[4:] in zoo_names() else None
+
+
 def local_path(name: str | Path) -> str:
     """What ``from_pretrained`` takes.
 

@@ -117,6 +117,14 @@ _BUILTIN = (
     ),
     Entry(
         kind="draft",
+        name="hydra",
+        target="mmdecode.draft.hydra:Hydra",
+        summary="heads on the model's own last state that read what is drafted before them",
+        law="exact",
+        source="Hydra, Ankner et al. 2024",
+    ),
+    Entry(
+        kind="draft",
         name="eagle",
         target="mmdecode.draft.eagle:Eagle",
         summary="a small layer over the model's own states drafts a tree",
@@ -177,6 +185,14 @@ _BUILTIN = (
         summary="some of the model's own layers draft a chain",
         law="exact",
         source="Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024",
+    ),
+    Entry(
+        kind="draft",
+        name="kangaroo",
+        target="mmdecode.draft.kangaroo:Kangaroo",
+        summary="the model's own first layers and a trained adapter draft while they are sure",
+        law="exact",
+        source="Kangaroo, Liu et al. 2024",
     ),
     Entry(
         kind="draft",

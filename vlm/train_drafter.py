@@ -22,8 +22,9 @@ from pathlib import Path
 from mmdecode import registry
 from mmdecode.engine.decoder import Decoder
 from mmdecode.evaluation.draft_speed import Setting, measure
-from mmdecode.train.drafter import scene_requests, train
+from mmdecode.train.drafter import train
 from mmdecode.train.drafter_recipes import Options
+from mmdecode.train.drafter_targets import Texts, scene_requests
 from mmdecode.train.fitting import FitOptions
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.requests import read_requests
@@ -69,9 +70,13 @@ def main():
         steps=args.steps, peak_rate=2e-3, weight_decay=0.01, every=max(args.steps // 10, 1)
     )
     options = Options(
-        kind=args.kind, max_new_tokens=args.max_new_tokens, held_out=args.held_out, fit=fit
+        kind=args.kind,
+        max_new_tokens=args.max_new_tokens,
+        held_out=args.held_out,
+        tested=0,  # measured below
+        fit=fit,
     )
-    card = train(answerer.model, build, requests, options, args.out / "state", args.out)
+    card = train(Texts(answerer.model, build), requests, options, args.out / "state", args.out)
     print(f"{card['what']}, after {card['steps']} steps and {card['minutes']} minutes")
 
     name = KINDS[args.kind]

@@ -9,10 +9,11 @@ prompt is written in.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -110,6 +111,25 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
                 "use guide 'guidance'",
             )
         return self.drawn_of(ctx.model_inputs, nothing=spec.view == UNCONDITIONAL)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of generated tokens, ``(..., H)``."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def telling(self, tokens: Tensor) -> Self:
+        """This adapter with prompts that go on with generated ``tokens (B, n)``, for one pass."""
+        alike = copy.copy(self)
+        plain = self.prompt
+
+        def prompt(ctx: Context, spec: BranchSpec) -> Prompt:
+            asked = plain(ctx, spec)
+            embeds = torch.cat([asked.inputs["inputs_embeds"], self.embed(tokens)], 1)
+            ids = torch.cat([asked.ids, tokens], 1)
+            mask = torch.cat([asked.mask, torch.ones_like(tokens, dtype=torch.bool)], 1)
+            return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
+
+        alike.prompt = prompt  # type: ignore[method-assign]
+        return alike
 
     def beside(self, model: Any) -> ImageAdapter:
         """The adapter of a second model that writes the same images.
@@ -306,6 +326,10 @@ class AmongWordsAdapter(PromptedAdapter):
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the final norm."""
         return super().forward(tokens + self.first, mask, positions, past)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of generated tokens, ``(..., H)``."""
+        return super().embed(tokens + self.first)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of what can be generated."""

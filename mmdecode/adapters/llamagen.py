@@ -134,6 +134,17 @@ class LlamaGenAdapter(ImageAdapter):
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
+    @property
+    def on_grid(self) -> bool:
+        """Whether `grid_places` knows where a position lies: of a class, which has no padding."""
+        return not self.config.caption_slots
+
+    def grid_places(self, positions: Tensor) -> Tensor:
+        """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``; all 0 before the image."""
+        index = (positions - self.config.slots).clamp_min(0)
+        side = self.config.grid_size
+        return torch.stack([torch.zeros_like(index), index // side, index % side], 1)
+
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """The ragged cache beside each row's padded slots."""
         return LlamaGenPast(cache, (~prompt.mask).sum(1, keepdim=True))

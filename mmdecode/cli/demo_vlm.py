@@ -109,11 +109,9 @@ def run(
 
 def drafter_of(model: str) -> str:
     """What drafts captions: the drafter that belongs to a zoo model, else what needs none."""
-    from mmdecode.checkpoints import zoo_names
+    from mmdecode.checkpoints import paired
 
-    paired = f"{model.removeprefix('zoo:')}-eagle"
-    has_one = model.startswith("zoo:") and paired in zoo_names()
-    return f"eagle:path=zoo:{paired}" if has_one else "lookup"
+    return f"eagle:path={name}" if (name := paired(model, "eagle")) else "lookup"
 
 
 def is_tempting(scene: Scene) -> bool:

@@ -55,7 +55,11 @@ def drafter(
         str, typer.Option(help="Table of questions, with images or without, or zoo:scenes.")
     ] = "zoo:scenes",
     kind: Annotated[
-        str, typer.Option(help="'eagle', 'eagle3', 'vispec', 'dream', 'flash' or 'medusa'.")
+        str,
+        typer.Option(
+            help="'eagle', 'eagle3', 'vispec', 'dream', 'flash', 'hydra', 'kangaroo', 'medusa' or "
+            "'text'."
+        ),
     ] = "eagle",
     steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
     batch: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
@@ -64,7 +68,12 @@ def drafter(
         int | None, typer.Option(help="Passes a step, those after the first over own states.")
     ] = None,
     length: Annotated[int, typer.Option(help="Chain by which training is judged.")] = 4,
-    held_out: Annotated[int, typer.Option(help="Requests that are not learnt.")] = 32,
+    held_out: Annotated[
+        int, typer.Option(help="Requests that are not learnt and choose what is kept.")
+    ] = 32,
+    tested: Annotated[
+        int, typer.Option(help="Further ones, of which the card tells; 0: of those held out.")
+    ] = 64,
     temperature: Annotated[
         float, typer.Option(help="At which the target answers; 0: greedy.")
     ] = 0.0,
@@ -75,18 +84,44 @@ def drafter(
         int | None, typer.Option(help="Of an image: vispec's (2), flash's latents (64).")
     ] = None,
     tokens: Annotated[int, typer.Option(help="That a pass of flash makes.")] = 5,
+    heads: Annotated[int, typer.Option(help="Of medusa and hydra: tokens they propose.")] = 4,
+    feature_sampling: Annotated[
+        bool, typer.Option(help="FSPAD's form of eagle and vispec: embeddings gate features.")
+    ] = False,
+    exit_layer: Annotated[
+        int, typer.Option(help="Of kangaroo: how many of the target's first layers draft.")
+    ] = 2,
     limit: Annotated[int | None, typer.Option(help="Use so many requests.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", help="A drafter of the kind to start from, or for vispec one of eagle's."
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, ..., or auto: CUDA where there is one.")
+    ] = "cpu",
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16; the drafter's weights stay in fp32.")
+    ] = "fp32",
+    push: Annotated[
+        str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option(help="Whether it is made so that others cannot see it.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Train a drafter on a decoder-only model's own states and answers; run again to resume.
 
-    Heads for a Whisper are trained by 'mmdecode train medusa'.
+    Heads for a Whisper are trained by 'mmdecode train medusa'. 'accelerate launch -m mmdecode train
+    drafter ...' trains with several GPUs, a batch each.
     """
     from dataclasses import replace
 
     from mmdecode.train import drafter as recipe
+    from mmdecode.train import hub
 
     usual = recipe.Options(kind=kind)
     pace: dict[str, Any] = {"steps": steps, "batch": batch, "peak_rate": rate, "seed": seed}
@@ -95,18 +130,37 @@ def drafter(
         passes=passes,
         length=length,
         held_out=held_out,
+        tested=tested,
         temperature=temperature,
         draft_vocabulary=vocabulary,
         queries=queries,
         tokens=tokens,
+        heads=heads,
+        feature_sampling=feature_sampling,
+        exit_layer=exit_layer,
         fit=replace(usual.fit, **{k: v for k, v in pace.items() if v is not None}),
     )
-    card = recipe.train_from(model, data, out, options, limit=limit, device=device)
+    if push is not None:
+        hub.check_push(push)
+    card = recipe.train_from(
+        model,
+        data,
+        out,
+        options,
+        limit=limit,
+        device=None if device == "auto" else device,
+        precision=precision,
+        start=start,
+    )
+    if not card:  # another process leads
+        return
     console.print(
         f"drafter in [bold]{out}[/bold]; with a chain of {length} a pass commits "
-        f"{card['tokens_per_pass']} tokens of held-out answers, whose law has "
+        f"{card['tokens_per_pass']} tokens of answers that were not learnt, whose law has "
         f"{card['entropy_bits_per_token']} bits a token"
     )
+    if push is not None:
+        console.print(f"pushed to {hub.push(out, push, private)}")
     if json:
         emit_json(card)
 

@@ -7,7 +7,9 @@ from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.flash import Flash
+from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.jacobi import Jacobi
+from mmdecode.draft.kangaroo import Kangaroo
 from mmdecode.draft.layer_search import Clasp, Swift
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookahead import Lookahead
@@ -27,7 +29,9 @@ __all__ = [
     "Eagle",
     "FirstOf",
     "Flash",
+    "Hydra",
     "Jacobi",
+    "Kangaroo",
     "LayerSkip",
     "Lookahead",
     "Medusa",

@@ -11,14 +11,14 @@ it keeps a cache of its own, one token behind).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.branch import ModelBranches
-from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.engine.contracts import BranchSpec, Context, Guide, Scores
 
 
 class Amateur(Assistant):
@@ -53,6 +53,10 @@ class Amateur(Assistant):
     ) -> Amateur:
         """From a string; ``prompt=last_token`` is for models without images."""
         return cls(length, view) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
+
+    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
+        """This draft with the target's warp; it has one branch, which is not guided."""
+        return super().under(None, warp)
 
     def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
         return ModelBranches(ctx.adapter, [self.spec])

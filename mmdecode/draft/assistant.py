@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
 from mmdecode.checkpoints import config_of, loading, local_path
+from mmdecode.draft.own_law import OwnLaw, noise_of
 from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import BranchSpec, Context, Guide, Needs, Outcome, Scores
-from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 
@@ -69,9 +68,8 @@ class Assistant:
             raise OptionError(
                 f"length={length}, risk={risk}; expected length >= 0 and risk from 0 to 1"
             )
-        self.model, self.length, self.guide, self.warp = model, length, guide, warp
+        self.model, self.length, self.law = model, length, OwnLaw(guide, warp)
         self.text_only, self.risk = text_only, risk
-        self._constants: Any = None  # of the guide
         self._branch: ModelBranches | None = None
         self._kind: Kind = "deterministic"
         self._loaded: dict[type, Any] = {}  # by the target's class, also for copies of this
@@ -96,16 +94,14 @@ class Assistant:
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
         """This assistant with the law of a target, where it has none of its own."""
         alike = copy.copy(self)
-        alike.guide, alike.warp = self.guide or guide, self.warp or warp
+        alike.law = OwnLaw(self.law.guide or guide, self.law.warp or warp)
         return alike
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
         self._kind = kind
         self._branch = self._opened(ctx, prefill)
-        scores = self._branch.prefill(ctx, {})
-        if self.guide is not None:
-            self._constants = self.guide.begin(ctx, scores)
+        self.law.begin(ctx, self._branch.prefill(ctx, {}))
 
     def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
         """The branch that drafts, before it has read anything."""
@@ -129,7 +125,7 @@ class Assistant:
         if text_only is None:
             text_only = _sees(ctx.adapter) and not _sees(adapter)
         main = _words(ctx) if text_only and _sees(ctx.adapter) else MAIN
-        return ModelBranches(adapter, [main, *(self.guide.branches if self.guide else ())])
+        return ModelBranches(adapter, [main, *self.law.specs[1:]])
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""
@@ -139,7 +135,7 @@ class Assistant:
             return Proposal.empty(ctx.batch, ctx.device)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        going = Going(self.risk, ctx)
+        going = self._going(ctx)
         feed, offset = ctx.last(self._lag(ctx)), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
         longest = min(ctx.longest + self.length + 1, ctx.limit)
@@ -150,8 +146,10 @@ class Assistant:
             states, _ = branch.run(feed, *block, visible=visible, offset=offset)
             offset += feed.shape[1]
             position = (ctx.length + step)[:, None]
-            logits = self._law(ctx, branch, states["last"][:, -1:], position)
-            token = self._draw(ctx, logits, position)
+            logits = self.law(ctx, branch.adapter.head(states["last"][:, -1:]), position)
+            noise = noise_of(self._kind, ctx, position, logits.shape[-1])
+            token = (logits if noise is None else logits + noise)[:, 0].argmax(-1)
+            logits = logits[:, 0]
             laws.append(logits)
             tokens.append(going.submitted(token))
             feed = token[:, None]
@@ -160,30 +158,13 @@ class Assistant:
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
 
-    def _law(self, ctx: Context, branch: ModelBranches, last: Tensor, position: Tensor) -> Tensor:
-        """Logits ``(B, V)`` at ``position (B, 1)`` of states ``(R, 1, H)``."""
-        logits = branch.adapter.head(last).float()
-        if self.guide is not None:
-            parts = zip(branch.specs, logits.split(ctx.batch), strict=True)
-            scores = {spec.name: Scores(logits=part) for spec, part in parts}
-            ahead = replace(ctx, length=position[:, 0])
-            nothing = Proposal.empty(ctx.batch, ctx.device)
-            logits = self.guide.apply(self._constants, ahead, nothing, scores)
-        layout = getattr(ctx.adapter, "layout", None)
-        if layout is not None and layout.binds(logits.shape[-1]):
-            logits = logits.masked_fill(~layout.allowed(position, logits.shape[-1]), -torch.inf)
-        return logits[:, 0] if self.warp is None else self.warp(logits[:, 0])
+    def _going(self, ctx: Context) -> Going:
+        """Which rows go on in a round."""
+        return Going(self.risk, ctx)
 
     def _lag(self, ctx: Context) -> int:
         """Tokens to read again, of those there are: without a prompt of ids, one at first."""
         return min(2, ctx.prompt_length + ctx.longest + 1)
-
-    def _draw(self, ctx: Context, logits: Tensor, position: Tensor) -> Tensor:
-        if self._kind == "deterministic":
-            return logits.argmax(-1)
-        role, trial = (Role.TARGET, None) if self._kind == "coupled" else (Role.DRAFT, ctx.rounds)
-        gumbel = ctx.noise.gumbel(position, role, logits.shape[-1], trial=trial)
-        return (logits + gumbel[:, 0]).argmax(-1)
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
         """Moves the write position behind the last but one committed token."""
@@ -230,8 +211,12 @@ class Going:
         """Notes a token ``(B,)`` of the law ``(B, V)``; says whether all rows are known to stop."""
         if self.risk >= 1:
             return False
-        self.kept *= logits.softmax(-1).gather(1, token[:, None])[:, 0]
+        self.kept *= self.chance(logits.softmax(-1), token)
         return self.looks and bool((1 - self.kept > self.risk).all())
+
+    def chance(self, law: Tensor, token: Tensor) -> Tensor:
+        """That a token ``(B,)`` is accepted, by the law ``(B, V)`` it was drawn from."""
+        return law.gather(1, token[:, None])[:, 0]
 
 
 def _sees(adapter: Any) -> bool:

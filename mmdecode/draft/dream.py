@@ -46,16 +46,21 @@ class Dream(FeatureDraft):
     @classmethod
     def from_options(
         cls,
-        path: str,
+        path: str | None = None,
+        model_id: str | None = None,
         length: int | None = None,
         depth: int = 5,
         top_k: int = 8,
         nodes: int = 31,
         images: str = "all",
+        drawn: bool | None = None,
+        gain: float | None = None,
         share: float = 1.0,
     ) -> Self:
-        """From a string; ``length`` drafts a chain of so many tokens instead of a tree."""
-        return cls.shaped(path, length, depth, top_k, nodes, images=images, share=share)
+        """From a string; see `FeatureDraft.from_options`."""
+        path = cls.found(path, model_id)
+        options = {"images": images, "drawn": drawn, "gain": gain, "share": share}
+        return cls.shaped(path, length, depth, top_k, nodes, **options)
 
     def needs(self, adapter: Adapter) -> Needs:
         """As of any; where images are thinned out, what words attend to."""

@@ -45,6 +45,7 @@ class Flash(FeatureDraft):
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
             nonlocal made, sees
+            tokens, above = self._each(tokens), self._each(above)
             top_k, place = tokens.shape[1], level % steps
             made, sees = gathered(made, above), extended(sees, above)
             states = made.unflatten(-1, (steps, width))
@@ -57,7 +58,7 @@ class Flash(FeatureDraft):
             rows = Rows(
                 embeds=drafter.embed(torch.cat(parts[0], 1), ctx.adapter),
                 features=torch.cat(parts[1], 1),
-                positions=self._positions(torch.cat(parts[2], 1)),
+                positions=self._positions(ctx, torch.cat(parts[2], 1)),
             )
             seen = torch.cat([pad(own, (0, sees.shape[2] - own.shape[2])) for own in parts[3]], 1)
             mask = tree_mask(self._cache.start, self._pads, seen, visible, rows.embeds.dtype)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode import registry
-from mmdecode.checkpoints import local_path, read_weights, zoo_names
+from mmdecode.checkpoints import local_path, paired, read_weights
 from mmdecode.engine.branch import MAIN, block_mask, chain
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
@@ -236,8 +236,7 @@ class Medusa:
         These are a zoo model's own, or those inside a Whisper-Medusa checkpoint.
         """
         if path is None and model_id is not None and model_id.startswith("zoo:"):
-            paired = f"{model_id.removeprefix('zoo:')}-medusa"
-            path = f"zoo:{paired}" if paired in zoo_names() else None
+            path = paired(model_id, "medusa")
         elif path is None:
             path = model_id
         if path is None:

@@ -8,7 +8,7 @@ too. It costs the memory of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.branch import model_name
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Outcome, Scores
+from mmdecode.engine.contracts import Context, Guide, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 
@@ -44,6 +44,10 @@ class Mirror(Assistant):
         self._main: Any = None
         self._rows = slice(0)
         self._prompt: Any = None  # slots of the main branch's prompt, per row
+
+    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
+        """This draft with the target's warp; it has one branch, which is not guided."""
+        return super().under(None, warp)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Copies what the model keeps of the prompt."""

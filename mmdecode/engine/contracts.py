@@ -122,6 +122,7 @@ class Scores:
             ``(B, heads, P)``, where asked for.
         images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention`` and
             ``text_attention``.
+        beside: Of the main branch as a draft sees it, what the guide's other branches say, by name.
     """
 
     logits: Tensor
@@ -132,6 +133,7 @@ class Scores:
     text_attention: Mapping[int, Tensor] = field(default_factory=dict)
     images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
+    beside: Mapping[str, Scores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

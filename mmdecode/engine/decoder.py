@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -366,7 +366,7 @@ class Run:
         self.constants = self.guide.begin(ctx, scores) if self.guide else None
         self.replace(scores)
         ctx.branch = next((s for s in self.scorers if "main" in _branches(s)), None)
-        self.draft.begin(ctx, scores["main"], self.kind)
+        self.draft.begin(ctx, _main(scores), self.kind)
         if self.streamer is not None:
             self.streamer.put(ctx.prompt_ids.cpu())
         self.stats.calls += 1
@@ -417,7 +417,7 @@ class Run:
         if self.guide:
             logits = self.guide.apply(self.constants, self.ctx, proposal, scores)
         if self.trace is None:
-            return Guided(scores["main"], logits)
+            return Guided(_main(scores), logits)
         branches = {
             name: score.logits for name, score in scores.items() if score.candidates is None
         }
@@ -426,7 +426,7 @@ class Run:
         total = getattr(self.guide, "total", None)
         if callable(total):
             total = total(self.constants, self.ctx, proposal, scores)
-        return Guided(scores["main"], logits, branches | {"guided": uncut}, total)
+        return Guided(_main(scores), logits, branches | {"guided": uncut}, total)
 
     def settle(self, proposal: Proposal, scored: Guided, first: bool = False) -> Settled:
         """Decides what of a scored proposal is kept, commits it, and proposes again."""
@@ -576,6 +576,12 @@ class NoDraft:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+
+def _main(scores: Mapping[str, Scores]) -> Scores:
+    """What the main branch says, with the others beside it."""
+    others = {name: score for name, score in scores.items() if name != "main"}
+    return replace(scores["main"], beside=others) if others else scores["main"]
 
 
 def _branches(scorer: Scorer) -> list[str]:

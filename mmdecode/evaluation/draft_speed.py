@@ -124,6 +124,7 @@ def measure(
     *,
     guide: Guide | None = None,
     peers: Mapping[str, Mapping[str, Any]] | None = None,
+    compile: bool = False,
     done: Callable[[], object] = lambda: None,
 ) -> list[Speed]:
     """Times every draft, the undrafted loop and transformers' own ways on the same prompts.
@@ -136,6 +137,7 @@ def measure(
         guide: The law's; ``None``: the model's own.
         peers: By name, what ``model.generate`` is given beside the inputs: its own assisted
             generation, for example. They know no guide.
+        compile: As of `Decoder`, for all but the peers; a captured draft's share is not clocked.
         done: Called after each timed call, of which there are `calls` in all.
 
     Returns:
@@ -149,7 +151,7 @@ def measure(
     if peers and guide is not None:
         raise OptionError("transformers' generate knows no guide; leave peers or the guide out")
     decoders = {
-        name: Decoder(draft, guide, seed=setting.seed)
+        name: Decoder(draft, guide, seed=setting.seed, compile=compile)
         for name, draft in {PLAIN: None, AGAIN: None, **drafts}.items()
     }
     runs: dict[str, Callable[[int, int, int], Tensor]] = {}
@@ -249,7 +251,7 @@ def _speed(
         length = round(stats.acceptance_length, 3)
         accepted = round(stats.accepted / max(stats.rounds, 1), 3)
         depths = [round(share, 3) for share in stats.by_depth]
-        if stats.drafted:
+        if stats.drafted and not decoder.compile:
             share = _draft_share(decoder.draft, run, seen, setting, device)
     return Speed(
         way=name,

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from mmdecode import registry
-from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, refuse_unknown
 from mmdecode.guide.guidance import Guidance
@@ -100,7 +99,7 @@ def generate(
     inputs = adapter.condition(**given)
     decoder.guide = guide = guide_of(decoder, guidance, adapter.preset.guidance)
     warp = Warp(sampling or Sampling(**adapter.preset.sampling))
-    if type(decoder.draft) is Assistant:
+    if hasattr(decoder.draft, "under"):
         guided = isinstance(guide, Guidance) and not guide.neutral
         decoder.draft = decoder.draft.under(guide if guided else None, warp.sampling.warp)
     if seed is not None:

@@ -6,12 +6,16 @@ of the target's. Both load the published layouts, key by key.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3 (EAGLE); arXiv:2406.16858 (EAGLE-2, the same
 weights); 2025, arXiv:2503.01840, section 3 (EAGLE-3); checked against SafeAILab/EAGLE. Differs from
-it: the target's layers are named by the configuration where it names them.
+it: the target's layers are named by the configuration where it names them. Gui et al. 2024,
+arXiv:2408.15562 (FSPAD): the paper's abstract names the two parts, and their form and losses are
+those of the authors' code, Luc4Gui/FSPAD; no published weights were at hand to check against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +32,19 @@ from mmdecode.models.feature_drafter import (
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer; the first of a drafter has no norm before its attention."""
+    """A Llama layer; the first of a drafter has no norm before its attention.
 
-    def __init__(self, config: Mapping[str, Any], index: int) -> None:
+    Args:
+        config: Sizes.
+        index: Of the layer.
+        copies: How many states it makes of one, side by side.
+    """
+
+    def __init__(self, config: Mapping[str, Any], index: int, copies: int = 1) -> None:
         super().__init__()
+        self.copies = copies
         self.self_attn = Attention(config, index)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, copies * config["hidden_size"])
         self.post_attention_layernorm = norm_of(config)
         if index:
             self.input_layernorm = norm_of(config)
@@ -41,14 +52,42 @@ class EagleLayer(nn.Module):
     def forward(
         self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
     ) -> Tensor:
-        """``(B, Q, H)`` to the same."""
+        """``(B, Q, H)`` to ``(B, Q, copies * H)``."""
         normed = self.input_layernorm(states) if self.self_attn.index else states
         states = states + self.self_attn(normed, rotation, mask, past)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        made = self.mlp(self.post_attention_layernorm(states))
+        return torch.cat([states] * self.copies, -1) + made
+
+
+class Sampled(nn.Module):
+    """FSPAD's feature sampling: the embedding of the token that was drawn gates the feature.
+
+    A feature says what may follow, the embedding what did: ``x + W_d (silu(W_g e) * W_u norm(x))``
+    with ``x = W [e; h] + b``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width = config["hidden_size"]
+        self.fc = nn.Linear(2 * width, width)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = norm_of(config)
+
+    def forward(self, both: Tensor) -> Tensor:
+        """Embedding and feature side by side, ``(B, Q, 2 H)``, to ``(B, Q, H)``."""
+        states = self.fc(both)
+        embeds = both[..., : states.shape[-1]]
+        return states + self.mlp(self.post_attention_layernorm(states), gate=embeds)
 
 
 class Eagle(FeatureDrafter):
-    """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head."""
+    """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head.
+
+    With ``feature_sampling`` in the configuration it is FSPAD's: `Sampled` stands before the
+    layers, and the last of them makes two states of each row. Logits are read from the first, and
+    the second is the feature of the next row; it alone is asked to be near the target's (partial
+    alignment).
+    """
 
     kind: ClassVar[str] = "eagle"
     marker: ClassVar[str] = "fc."
@@ -56,8 +95,15 @@ class Eagle(FeatureDrafter):
     def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
         super().__init__(config, own_embedding)
         self.cache_layers = config.get("num_hidden_layers", 1)
-        self.fc = nn.Linear(2 * self.width, self.width, bias=config.get("bias", True))
-        self.layers = nn.ModuleList(EagleLayer(config, i) for i in range(self.cache_layers))
+        sampling = bool(config.get("feature_sampling"))
+        bias = config.get("bias", True)
+        fc = Sampled(config) if sampling else nn.Linear(2 * self.width, self.width, bias=bias)
+        self.fc: nn.Module = fc
+        last = self.cache_layers - 1
+        self.layers = nn.ModuleList(
+            EagleLayer(config, i, copies=2 if sampling and i == last else 1)
+            for i in range(self.cache_layers)
+        )
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
         """The states after the final norm."""
@@ -68,12 +114,29 @@ class Eagle(FeatureDrafter):
         return self.fc(torch.cat([rows.embeds, rows.features], -1))
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
-        """See `FeatureDrafter.forward`."""
-        states = self.read(rows)
+        """See `FeatureDrafter.forward`; ``(B, Q, 2 H)`` where features are sampled."""
+        states = self.read(replace(rows, features=self.feature(rows.features)))
         rotation = self.rotary(rows.positions, states.dtype)
         for layer in self.layers:
             states = layer(states, rotation, mask, past)
         return states
+
+    def feature(self, states: Tensor) -> Tensor:
+        """What of a row's states is the feature of the next, ``(..., H)``."""
+        return states[..., -self.width :]
+
+    def logits(self, states: Tensor, adapter: Any) -> Tensor:
+        """By the target's head."""
+        return adapter.head(states[..., : self.width])
+
+    @classmethod
+    def from_weights(
+        cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], name: str | Path
+    ) -> FeatureDrafter:
+        """The module of a checkpoint; published ones show feature sampling by the weights alone."""
+        if "fc.fc.weight" in weights:
+            config = {**config, "feature_sampling": True}
+        return super().from_weights(config, weights, name)
 
 
 class Eagle3Layer(nn.Module):

@@ -10,7 +10,7 @@ states it reads, what it does with rows of images, how it runs, and how logits a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,6 +48,26 @@ class Rows:
     kept: Tensor | None = None
     images: Tensor | None = None
     carried: Tensor | None = None
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Rows]) -> Rows:
+        """Prompts of several branches, one below the other, padded on the left to the widest."""
+        width = max(part.embeds.shape[1] for part in parts)
+
+        def rows(name: str, *behind: int) -> Tensor:
+            found = [getattr(part, name) for part in parts]
+            room = [width - part.embeds.shape[1] for part in parts]
+            return torch.cat(
+                [F.pad(one, (*behind, left, 0)) for one, left in zip(found, room, strict=True)]
+            )
+
+        return cls(
+            embeds=rows("embeds", 0, 0),
+            features=rows("features", 0, 0),
+            positions=rows("positions"),
+            kept=rows("kept"),
+            images=rows("images"),
+        )
 
     def packed(self) -> tuple[Rows, Tensor]:
         """Rows that are kept, moved to the right, and how many slots stay empty, ``(B,)``.
@@ -168,23 +188,37 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Llama's gated feed-forward part."""
+    """Llama's gated feed-forward part.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        config: Sizes.
+        outputs: Width of what is made; ``None``: the hidden size.
+    """
+
+    def __init__(self, config: Mapping[str, Any], outputs: int | None = None) -> None:
         super().__init__()
         width, inner = config["hidden_size"], config["intermediate_size"]
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.down_proj = nn.Linear(inner, outputs or width, bias=False)
+
+    def forward(self, states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """``(..., H)`` to ``(..., outputs)``; ``gate``, as wide, opens it in their place."""
+        gate = states if gate is None else gate
+        return self.down_proj(F.silu(self.gate_proj(gate)) * self.up_proj(states))
+
+
+class Norm(nn.RMSNorm):
+    """In its weight's precision, where autocast would hand it states of another."""
 
     def forward(self, states: Tensor) -> Tensor:
         """``(..., H)`` to the same."""
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return super().forward(states.to(self.weight.dtype))
 
 
 def norm_of(config: Mapping[str, Any], width: int | None = None) -> nn.RMSNorm:
     """The root-mean-square norm of a configuration."""
-    return nn.RMSNorm(width or config["hidden_size"], eps=config.get("rms_norm_eps", 1e-6))
+    return Norm(width or config["hidden_size"], eps=config.get("rms_norm_eps", 1e-6))
 
 
 class FeatureDrafter(nn.Module):
@@ -237,7 +271,8 @@ class FeatureDrafter(nn.Module):
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
         """Embeddings of the target's ids, by the own table where there is one."""
         if self.embed_tokens is None:
-            return adapter.model.get_input_embeddings()(ids)
+            embed = getattr(adapter, "embed", None) or adapter.model.get_input_embeddings()
+            return embed(ids)
         # a placeholder of an image may have an id of its own behind the vocabulary
         return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
 
@@ -269,17 +304,7 @@ class FeatureDrafter(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes ``config.json`` and half-precision weights with the published keys."""
-        from safetensors.torch import save_file
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
-            for name, value in self.state_dict().items()
-        }
-        save_file(weights, folder / "model.safetensors")
-        config = self.config | {"drafter": self.kind}
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_drafter(self, self.config | {"drafter": self.kind}, folder)
 
     @classmethod
     def from_weights(
@@ -299,6 +324,20 @@ class FeatureDrafter(nn.Module):
     def ignored(key: str) -> bool:
         """Whether a checkpoint may hold what no module needs: tables that follow from others."""
         return key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight"
+
+
+def save_drafter(module: nn.Module, config: Mapping[str, Any], folder: str | Path) -> None:
+    """Writes ``config.json`` and the weights of a module in half precision."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in module.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) -> FeatureDrafter:

@@ -7,14 +7,16 @@ prompt as in the first pass and its own chain alone, which is what drafting does
 Sources: Li et al. 2024, arXiv:2401.15077, section 3.2 (EAGLE); Zhang et al. 2024, arXiv:2408.15766
 (HASS, several passes); Li et al. 2025, arXiv:2503.01840, section 3 (EAGLE-3, training-time test);
 Cai et al. 2024, arXiv:2401.10774 (Medusa); Kang et al. 2025, arXiv:2509.15235 (ViSpec); Hu et al.
-2025, arXiv:2505.19201 (DREAM); Wang et al. 2025, arXiv:2505.12728 (FLASH). Differs from EAGLE-3's
-trainer: losses are means over the positions that are asked, whatever the padding.
+2025, arXiv:2505.19201 (DREAM); Wang et al. 2025, arXiv:2505.12728 (FLASH); Ankner et al. 2024,
+arXiv:2402.05109 (Hydra); Liu et al. 2024, arXiv:2404.18911 (Kangaroo); Gui et al. 2024,
+arXiv:2408.15562 (FSPAD). Differs from EAGLE-3's trainer: losses are means over the positions that
+are asked, whatever the padding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from mmdecode.draft.dream import Dream as DreamDraft
 from mmdecode.draft.eagle import Eagle as EagleDraft
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.flash import Flash as FlashDraft
+from mmdecode.draft.hydra import Hydra as HydraDraft
+from mmdecode.draft.kangaroo import Kangaroo as KangarooDraft
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.vispec import ViSpec as ViSpecDraft
 from mmdecode.engine.contracts import Draft
@@ -36,11 +40,12 @@ from mmdecode.models.dream import Dream
 from mmdecode.models.eagle import Eagle, Eagle3
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.models.flash import Flash
+from mmdecode.models.hydra import HydraHeads
+from mmdecode.models.kangaroo import Kangaroo, rope_of
 from mmdecode.models.vispec import ViSpec
 from mmdecode.train.drafter_losses import divergence, smooth_distance, vispec_loss
 from mmdecode.train.fitting import FitOptions, save_half
 from mmdecode.train.medusa import head_losses
-from mmdecode.vlm.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +58,16 @@ class Options:
             the kind does.
         decay: Weight of each pass over that of the one before.
         feature_weight, law_weight: Of smooth L1 between states and of cross-entropy between laws,
-            for eagle and flash; the published ones.
+            for eagle and flash; the published ones. Of laws ``None`` is the published 0.1, and 1
+            for a target that draws images: what is flat is foreseen by its law, not by a state.
         noise: Width of uniform noise on the target's states in the first pass, times 512 over the
             length; published 0.2.
         draft_vocabulary: Tokens of the head of a kind that has its own, the most frequent in the
             answers; ``None``: all.
-        heads: Of Medusa.
+        heads: Of Medusa and Hydra.
+        feature_sampling: Whether an eagle or vispec samples features by embeddings and keeps what
+            it hands on apart from what it says (FSPAD; see `mmdecode.models.eagle`).
+        exit_layer: Of kangaroo: how many of the target's first layers draft; published 2.
         layers: Of a drafter that reads words alone.
         queries: Of an image: vispec's, the global vector counted, published 2; flash's latents,
             published 64. ``None``: as published.
@@ -66,7 +75,9 @@ class Options:
         length: Of the chain by which training is judged.
         max_new_tokens: Of an answer.
         temperature: At which answers are drawn; 0: greedy.
-        held_out: Requests that are not learnt, by which training is judged.
+        held_out: Requests that are not learnt, which choose what is kept.
+        tested: Further requests that are not learnt, of which the card tells; 0: it tells of those
+            held out.
         memory: Megabytes of states that may be kept, so that they are computed once; 0: none.
         fit: How long and how fast.
     """
@@ -75,10 +86,12 @@ class Options:
     passes: int | None = None
     decay: float = 0.8
     feature_weight: float = 1.0
-    law_weight: float = 0.1
+    law_weight: float | None = None
     noise: float = 0.2
     draft_vocabulary: int | None = None
     heads: int = 4
+    feature_sampling: bool = False
+    exit_layer: int = 2
     layers: int = 2
     queries: int | None = None
     tokens: int = 5
@@ -86,6 +99,7 @@ class Options:
     max_new_tokens: int = 96
     temperature: float = 0.0
     held_out: int = 32
+    tested: int = 64
     memory: float = 512.0
     fit: FitOptions = field(
         default_factory=lambda: FitOptions(
@@ -96,19 +110,30 @@ class Options:
     def __post_init__(self) -> None:
         if self.kind not in RECIPES:
             raise UnknownNameError.of("kind", self.kind, RECIPES)
-        names = ("passes", "length", "held_out", "heads", "queries", "tokens")
+        names = ("passes", "length", "held_out", "heads", "queries", "tokens", "exit_layer")
         counts = {name: getattr(self, name) for name in names}
         if any(count is not None and count < 1 for count in counts.values()):
             shown = ", ".join(f"{name}={count}" for name, count in counts.items())
             raise OptionError(f"{shown}; expected at least 1 of each")
+        if self.feature_sampling and self.kind not in ("eagle", "vispec"):
+            raise OptionError(
+                f"feature_sampling with kind={self.kind!r}; expected kind 'eagle' or 'vispec'"
+            )
+        if self.tested < 0:
+            raise OptionError(f"tested={self.tested}; expected at least 0")
 
 
 @dataclass(frozen=True)
 class Sample:
     """A request and the target's own answer, as ids with the one that ends it."""
 
-    request: Request
+    request: Any
     answer: list[int]
+
+
+def unguided(logits: Tensor) -> Tensor:
+    """The logits of one branch, which decide alone."""
+    return logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +148,8 @@ class Batch:
         asked: Tokens of answers, ``(B, S)`` bool.
         adapter: Of the target.
         inner: States that an inner block is asked to make, ``(B, S, H)``; ``None``: none.
+        guided: What guidance makes of the logits of all rows, ``(B, ..., V)``, where the rows of a
+            sequence under several conditions stand branch by branch: each has the law of all.
     """
 
     rows: Rows | None
@@ -132,6 +159,7 @@ class Batch:
     asked: Tensor
     adapter: Any
     inner: Tensor | None = None
+    guided: Callable[[Tensor], Tensor] = unguided
 
     def size(self) -> int:
         """Bytes of its states."""
@@ -142,7 +170,7 @@ class Batch:
     def logits(self) -> Tensor:
         """The target's, ``(B, S, V)`` float32."""
         with torch.no_grad():
-            return self.adapter.head(self.last).float()
+            return self.guided(self.adapter.head(self.last).float())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +251,7 @@ class FeatureRecipe(Recipe):
         for index, states in enumerate(unrolled(module, rows, passes)):
             weight = options.decay**index
             targets = targets_of(batch, logits, index)
-            drafted = module.logits(states, batch.adapter).float()
+            drafted = batch.guided(module.logits(states, batch.adapter).float())
             total = total + weight * self.pass_loss(module, states, drafted, targets, options)
             weights += weight
         return total / weights
@@ -246,14 +274,14 @@ class EagleRecipe(FeatureRecipe):
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes."""
-        return Eagle(sizes_of(adapter))
+        return Eagle({**sizes_of(adapter), "feature_sampling": options.feature_sampling})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `eagle_losses`."""
-        parts = eagle_losses(states, logits, targets)
-        return options.feature_weight * parts[0] + options.law_weight * parts[1]
+        """See `eagle_losses`; the states are those that the next rows have as features."""
+        parts = eagle_losses(module.feature(states), logits, targets)
+        return options.feature_weight * parts[0] + law_weight(module, options) * parts[1]
 
 
 class Eagle3Recipe(FeatureRecipe):
@@ -299,7 +327,8 @@ class ViSpecRecipe(FeatureRecipe):
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes, and queries."""
-        return ViSpec({**sizes_of(adapter), "num_queries": options.queries or 2})
+        own = {"num_queries": options.queries or 2, "feature_sampling": options.feature_sampling}
+        return ViSpec({**sizes_of(adapter), **own})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
@@ -365,7 +394,9 @@ class FlashRecipe(FeatureRecipe):
         for index, states in enumerate(made.split(module.width, -1)):
             drafted = batch.adapter.head(states).float()
             parts = eagle_losses(states, drafted, targets_of(batch, logits, index))
-            total = total + options.feature_weight * parts[0] + options.law_weight * parts[1]
+            total = (
+                total + options.feature_weight * parts[0] + law_weight(module, options) * parts[1]
+            )
         return total / module.steps
 
 
@@ -451,12 +482,89 @@ class MedusaRecipe(Recipe):
         Medusa(module).save_pretrained(out, {"model_type": adapter.model.config.model_type})
 
 
+class HydraRecipe(Recipe):
+    """Hydra heads: the target's law at each head's place, as Hydra++ learns it, not the token."""
+
+    def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
+        """Heads that say at first what the model's own head says."""
+        return HydraHeads({**sizes_of(adapter), "hydra_num_heads": options.heads})
+
+    def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
+        """Weighted mean of the heads' cross-entropies; head k at row t reads tokens t + 1 to t + k.
+
+        A head is asked where the first of these, and the token it is to say, belong to an answer.
+        """
+        first = batch.ids.shape[1] - 1 - int(batch.asked.sum(1).max())
+        batch = replace(
+            batch,
+            ids=batch.ids[:, max(first, 0) :],
+            last=batch.last[:, max(first, 0) :],
+            asked=batch.asked[:, max(first, 0) :],
+        )
+        logits = batch.logits()
+        # what is no part of an answer is read by no head that is asked
+        embeds = module.embed(batch.ids.masked_fill(~batch.asked, 0), batch.adapter)
+        length = batch.ids.shape[1] - 1
+        read = batch.last[:, :length]
+        total, weights = torch.zeros((), device=read.device), 0.0
+        for head in range(len(module)):
+            read = torch.cat([read, ahead(embeds, 1 + head, length).to(read.dtype)], -1)
+            drafted = batch.guided(module.logits(head, read, batch.adapter).float())
+            losses, asked = law_losses(drafted, targets_of(batch, logits, head))
+            weight = options.decay**head
+            total = total + weight * losses.sum() / asked.sum().clamp_min(1)
+            weights += weight
+        return total / weights
+
+    def draft(self, module: Any, length: int) -> Draft:
+        """As many heads as tokens, at most."""
+        return HydraDraft(module, depth=min(length, len(module)), top_k=1)
+
+    def save(self, module: Any, out: Path, adapter: Any) -> None:
+        """With the published keys."""
+        module.save_pretrained(out)
+
+
+class KangarooRecipe(FeatureRecipe):
+    """Kangaroo: the target's law after each token, from its state behind the first layers."""
+
+    def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
+        """An adapter of the target's sizes, which turns positions as the target does."""
+        if options.exit_layer >= adapter.num_layers:
+            raise OptionError(
+                f"exit_layer={options.exit_layer}; the target has {adapter.num_layers} layers: "
+                "give fewer"
+            )
+        if (options.passes or 1) > 1:
+            raise OptionError(
+                f"passes={options.passes}; a kangaroo reads states of the target alone: leave "
+                "passes out"
+            )
+        config = adapter.model.config.get_text_config(decoder=True)
+        own = {"exit_layer": options.exit_layer}
+        return Kangaroo({**sizes_of(adapter), **rope_of(config), **own})
+
+    def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
+        """Cross-entropy between the laws after the same token."""
+        assert batch.rows is not None, "read by `collect`"
+        (states,) = unrolled(module, batch.rows, 1)
+        drafted = batch.guided(module.logits(states, batch.adapter).float())
+        losses, asked = law_losses(drafted, targets_of(batch, batch.logits(), -1))
+        return losses.sum() / asked.sum().clamp_min(1)
+
+    def draft(self, module: Any, length: int) -> Draft:
+        """A chain, however sure."""
+        return KangarooDraft(module, length, sure=0.0)
+
+
 RECIPES: dict[str, Recipe] = {
     "eagle": EagleRecipe(),
     "eagle3": Eagle3Recipe(),
     "vispec": ViSpecRecipe(),
     "dream": DreamRecipe(),
     "flash": FlashRecipe(),
+    "hydra": HydraRecipe(),
+    "kangaroo": KangarooRecipe(),
     "medusa": MedusaRecipe(),
     "text": TextRecipe(),
 }
@@ -467,6 +575,15 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
     config = adapter.model.config.get_text_config(decoder=True)
     width, heads = config.hidden_size, config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    places = getattr(config, "max_position_embeddings", adapter.max_positions)
+    images: dict[str, Any] = {}
+    if hasattr(adapter, "layout"):
+        images["draws_images"] = True
+    if getattr(adapter, "on_grid", False):
+        # frequencies by turns of rows and of columns
+        sections = (width // heads // 4) * [0, 1, 1]
+        images["rope_parameters"] = {"rope_theta": theta, "mrope_section": sections}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -478,12 +595,13 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": rope.get("rope_theta", 10000.0),
+        "max_position_embeddings": places,
+        "rope_theta": theta,
         "vocab_size": adapter.vocab,
         "target_model_type": adapter.model.config.model_type,
         "target_hidden_size": width,
         "target_num_layers": adapter.num_layers,
+        **images,
     }
 
 
@@ -528,7 +646,7 @@ def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
             rows,
             embeds=F.pad(rows.embeds[:, 1:], (0, 0, 0, 1)),
             features=states,
-            positions=rows.positions + 1,
+            positions=torch.cat([rows.positions[..., 1:], rows.positions[..., -1:] + 1], -1),
             images=None,
             carried=_moved(rows.carried),
         )
@@ -549,16 +667,23 @@ def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
     Asked where token t + 1 and the one behind the law belong to an answer.
     """
     length = batch.ids.shape[1] - 1
-
-    def ahead(values: Tensor, places: int) -> Tensor:
-        moved = values[:, places : places + length]
-        return F.pad(moved, (*[0] * (2 * (values.ndim - 2)), 0, length - moved.shape[1]))
-
     return Targets(
-        features=ahead(batch.last, 1 + index),
-        logits=ahead(logits, 1 + index),
-        asked=ahead(batch.asked, 1) & ahead(batch.asked, 2 + index),
+        features=ahead(batch.last, 1 + index, length).float(),
+        logits=ahead(logits, 1 + index, length),
+        asked=ahead(batch.asked, 1, length) & ahead(batch.asked, 2 + index, length),
     )
+
+
+def ahead(values: Tensor, places: int, length: int) -> Tensor:
+    """Of each of ``length`` rows the value so many places on, ``(B, length, ...)``; behind them 0.
+
+    Args:
+        values: ``(B, S, ...)``.
+        places: From a row to what it gets.
+        length: Rows, at most S.
+    """
+    moved = values[:, places : places + length]
+    return F.pad(moved, (*[0] * (2 * (values.ndim - 2)), 0, length - moved.shape[1]))
 
 
 def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
@@ -569,6 +694,12 @@ def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tens
     law = targets.logits.softmax(-1)
     surprise = -(law * logits.log_softmax(-1)).sum(-1)
     return (distance * asked).sum() / count, (surprise * asked).sum() / count
+
+
+def law_weight(module: FeatureDrafter, options: Options) -> float:
+    """That of the options, or what is usual for the drafter's target."""
+    usual = 1.0 if module.config.get("draws_images") else 0.1
+    return usual if options.law_weight is None else options.law_weight
 
 
 def law_losses(

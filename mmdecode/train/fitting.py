@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmdecode.train.medusa import write_state
+from mmdecode.train.workers import Alone
 
 BITS = 1 / math.log(2)
 
@@ -71,6 +72,7 @@ def fit(
     keep: Callable[[], None],
     options: FitOptions,
     work: Path,
+    worker: Alone | None = None,
 ) -> list[dict[str, float]]:
     """Trains until what is held out no longer improves.
 
@@ -81,10 +83,12 @@ def fit(
         keep: Called at each new best.
         options: How long and how fast.
         work: Holds state and log, from which training goes on.
+        worker: Where it runs; ``None``: in this process, in float32.
 
     Returns:
         The log: step, training and held-out bits per code, seconds so far.
     """
+    worker = worker or Alone()
     work.mkdir(parents=True, exist_ok=True)
     optimizers = optimizers_of(learner, options)
     state_file, begun = work / "state.pt", 0
@@ -94,37 +98,41 @@ def fit(
         learner.load_state_dict(state["modules"])
         for optimizer, stored in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
+        if worker.scaler is not None:
+            worker.scaler.load_state_dict(state["scaler"])
         begun, log = state["step"], state["log"]
     started = time.monotonic() - (log[-1]["seconds"] if log else 0.0)
     average = math.nan
-    for step in progress(range(begun, options.steps), work.name):
+    steps = range(begun, options.steps)
+    for step in steps if worker.rank else progress(steps, work.name):
         if stalled(log, options.patience):
             break
         learner.train()
         for group in (g for optimizer in optimizers for g in optimizer.param_groups):
             group["lr"] = group["peak"] * options.share_at(step)
         loss = loss_at(step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        worker.backward(loss, learner)
+        worker.step(learner, optimizers)
         now = float(loss.detach()) * BITS
         average = now if math.isnan(average) else average + 0.03 * (now - average)
         done = step + 1
         if done % options.every == 0 or done == options.steps:
             learner.eval()
             with torch.no_grad():
-                found = held_out()
+                found = worker.first(held_out)
             best = min((row["held_out"] for row in log), default=math.inf)
             seconds = time.monotonic() - started
             log.append({"step": done, "train": average, "held_out": found, "seconds": seconds})
+            if worker.rank:
+                continue
             if found < best:
                 keep()
-            parts = {
+            parts: dict[str, Any] = {
                 "modules": learner.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             }
+            if worker.scaler is not None:
+                parts["scaler"] = worker.scaler.state_dict()
             write_state(state_file, parts | {"step": done, "log": log})
             lines = [json.dumps({k: round(v, 4) for k, v in row.items()}) for row in log]
             (work / "log.jsonl").write_text("\n".join(lines) + "\n")

@@ -14,11 +14,15 @@ from transformers import (
     JanusForConditionalGeneration,
 )
 
+from mmdecode import registry
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.image_ar.raster import generate
 from mmdecode.image_ar.sampling import Sampling
+from mmdecode.models.eagle import KINDS
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
+from mmdecode.train.drafter_recipes import sizes_of
 from tests.conformance.tiny_vlm import TEXT, TOWER, VQ, WIDTH
 
 CODES = 24
@@ -198,7 +202,31 @@ def draw(family, decoder=None, rows=(0, 1, 2), do_sample=False, **options):
     return generate(model, decoder=decoder, do_sample=do_sample, **options).tokens
 
 
+SHAPES = {
+    "chain": {"depth": 3, "top_k": 1, "nodes": 3},
+    "tree": {"depth": 3, "top_k": 2, "nodes": 10},
+}
+
+
+def feature_drafter(adapter, kind="eagle", seed=0, **config):
+    """A random one that drafts many tokens."""
+    dice = torch.Generator().manual_seed(seed)
+    module = KINDS[kind]({**sizes_of(adapter), **config})
+    for weight in module.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.1, generator=dice)
+    return module.eval()
+
+
+def eagle_of(model, shape="chain", **options):
+    """A draft with a random drafter."""
+    grid = {"grid": GRID} if model.config.model_type == "emu3" else {}
+    adapter = registry.image_adapter_for(model, **grid)
+    return Eagle(feature_drafter(adapter), **SHAPES[shape], **options)
+
+
 DRAFTS = {
+    "eagle": lambda family: eagle_of(image_model(family)),
     "two": lambda family: Jacobi(2),
     "past_a_row": lambda family: Jacobi(7, start="above"),
     "tree": lambda family: Jacobi(5, siblings=2),

@@ -9,6 +9,7 @@ import torch
 
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.own_law import OwnLaw
 from mmdecode.draft.trees import affordable, plan, value
 from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.errors import OptionError
@@ -67,8 +68,8 @@ def test_a_stop_before_the_doubtful_token_is_found(monkeypatch):
 @modes
 def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeypatch):
     steps = []
-    law = Assistant._law
-    monkeypatch.setattr(Assistant, "_law", lambda self, *a: (steps.append(1), law(self, *a))[1])
+    law = OwnLaw.__call__
+    monkeypatch.setattr(OwnLaw, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1])
     counts = {}
     for risk in (0.3, 1.0):
         steps.clear()

@@ -15,6 +15,7 @@ from mmdecode.draft.flash import Flash
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.contracts import Prompt
 from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.guide.vcd import VCD
 from mmdecode.models import dream, eagle, flash, vispec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.image_rows import at_last_places, members_of, numbered
@@ -61,6 +62,20 @@ def test_a_random_drafter_changes_no_token(family, kind, do_sample):
     found, decoder = decode(family, random_draft(kind), do_sample=do_sample)
     assert found == expected
     assert decoder.stats.drafted > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl"])
+@kinds
+def test_guided_decoding_is_drafted_as_any(family, kind, do_sample):
+    """Rows with images of other sizes, and one without any."""
+    how = {"do_sample": do_sample, "max_new_tokens": 40}
+    expected, _ = decode(family, guide=VCD(), **how)
+    assert expected != decode(family, **how)[0]
+    draft = random_draft(kind, top_k=4, nodes=40)
+    found, decoder = decode(family, draft, VCD(), **how)
+    assert found == expected
+    assert decoder.stats.accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -241,6 +256,14 @@ def test_a_saved_drafter_is_the_same_and_is_made_by_a_string(kind, tmp_path):
     assert all(torch.equal(found[key], expected[key]) for key in found)
     with pytest.raises(InputError):
         Eagle.from_pretrained(tmp_path)
+
+
+def test_without_a_path_it_is_what_is_shipped_for_the_model():
+    draft = registry.create("draft", "eagle:length=3", model_id="zoo:llava-scenes")
+    assert draft.drafter.config["target_model_type"] == "llava"
+    for kind, model in (("vispec", "zoo:llava-scenes"), ("eagle", "someone/else"), ("flash", None)):
+        with pytest.raises(OptionError, match=f"path=.*{model or 'the model'}"):
+            registry.create("draft", kind, model_id=model)
 
 
 @kinds

@@ -141,7 +141,7 @@ def test_trees_of_two_rounds_match(layout, case, shape, monkeypatch):
     prefix = f"{layout}.{case}.second_cycle"
     keys = EXPECTED[f"{prefix}.stable_key"]
     torch.testing.assert_close(draft._cache.layers[0].keys[:, :, : keys.shape[2]], keys, **CLOSE)
-    position = draft._positions(draft._cache.start[:, None])
+    position = draft._positions(ctx, draft._cache.start[:, None])
     assert position.item() == EXPECTED[f"{prefix}.real_length"].item()
 
 

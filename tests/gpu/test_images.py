@@ -32,6 +32,8 @@ DRAFTS = {
     "tree": lambda model: Jacobi(8, siblings=2),
     "above": lambda model: Jacobi(8, start="above_law"),
     "itself": lambda model: Assistant(model, 4),
+    "eagle": lambda model: tiny_images.eagle_of(model, drawn=True),
+    "eagle tree": lambda model: tiny_images.eagle_of(model, "tree", drawn=True),
 }
 RULES = {
     "rejection": "rejection",

@@ -45,6 +45,8 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
+from tests.draft.test_hydra import table_draft as hydra_draft
+from tests.draft.test_kangaroo import table_draft as kangaroo_draft
 from tests.draft.test_seeing import CLASSES as SEEING
 from tests.draft.test_seeing import table_draft
 from tests.law import guides
@@ -79,6 +81,8 @@ EXAMPLES = {
         "recycling": lambda: Recycling(nodes=6),
         "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
         "amateur": lambda: Amateur(2, view=None, prompt="last_token"),
+        "hydra": lambda: hydra_draft(V),
+        "kangaroo": lambda: kangaroo_draft(V),
         "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
         "clasp": lambda: Clasp(share=0.5, length=2, every=2),
         "sparse": lambda: Sparse(length=2),

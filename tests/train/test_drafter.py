@@ -12,6 +12,8 @@ from mmdecode import registry
 from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.flash import Flash
+from mmdecode.draft.hydra import Hydra
+from mmdecode.draft.kangaroo import Kangaroo
 from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.branch import block_mask, chain
@@ -20,7 +22,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train import drafter as recipe
 from mmdecode.train import drafter_recipes as recipes
-from mmdecode.train.drafter import answered, collect, train, with_answers
+from mmdecode.train.drafter import answered, collect, train
 from mmdecode.train.drafter_recipes import (
     Options,
     Sample,
@@ -29,6 +31,7 @@ from mmdecode.train.drafter_recipes import (
     targets_of,
     unrolled,
 )
+from mmdecode.train.drafter_targets import Texts, with_answers
 from mmdecode.vlm.requests import Request
 from tests.conformance.tiny import VOCAB, WIDTH, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
@@ -65,6 +68,7 @@ def samples(count=3, length=6):
 
 SMALL = Options(
     held_out=4,
+    tested=2,
     max_new_tokens=12,
     length=2,
     fit=replace(Options().fit, steps=4, batch=4, every=2, peak_rate=5e-3),
@@ -77,7 +81,7 @@ SMALL = Options(
 def test_states_are_those_of_a_plain_pass_over_prompt_and_answer():
     model, drafter = text_model("llama", layers=3), random_drafter("eagle3")
     some = samples()
-    batch = collect(model, drafter, build, some)
+    batch = collect(Texts(model, build), drafter, some)
     for row, sample in enumerate(some):
         prompt = build([sample.request])["input_ids"][0]
         ids = torch.cat([prompt, torch.tensor(sample.answer)])
@@ -104,7 +108,7 @@ def test_rows_of_an_image_hold_the_targets_merged_embeddings(family):
     given = vision_inputs(family)
     answers = [Sample(r, [5, 6, 7]) for r in requests(3)]
     drafter = random_drafter(rope_parameters=SECTIONS)
-    batch = collect(model, drafter, lambda asked: dict(given), answers)
+    batch = collect(Texts(model, lambda asked: dict(given)), drafter, answers)
     rows, images = batch.rows, registry.adapter_for(model).image_mask(batch.ids)[:, 1:]
     assert torch.equal(rows.images > 0, images) and images.any()
     words = model.get_input_embeddings()(batch.ids[:, 1:])
@@ -130,10 +134,10 @@ def test_answers_follow_the_prompt_whatever_its_padding():
 def test_answers_are_the_targets_own_and_are_asked_for_once(tmp_path):
     model = text_model("llama")
     file = tmp_path / "answers.jsonl"
-    first = answered(model, build, requests(3), SMALL, file)
+    first = answered(Texts(model, build), requests(3), SMALL, file)
     plain = model.generate(**build(requests(3)), max_new_tokens=12, do_sample=False)
     assert [sample.answer for sample in first] == plain[:, -12:].tolist()
-    again = answered(mute(model), build, requests(3), SMALL, file)
+    again = answered(Texts(mute(model), build), requests(3), SMALL, file)
     assert again == first
 
 
@@ -187,7 +191,7 @@ def test_a_later_pass_makes_what_drafting_makes(kind):
 
 def test_what_a_pass_is_asked_is_the_token_so_many_places_on():
     model = text_model("llama")
-    batch = collect(model, random_drafter(), build, samples())
+    batch = collect(Texts(model, build), random_drafter(), samples())
     logits = batch.logits()
     for index in range(3):
         targets = targets_of(batch, logits, index)
@@ -219,7 +223,7 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     model = text_model("llama", layers=3)
     options = replace(SMALL, kind=kind, draft_vocabulary=40)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    card = train(model, build, requests(12), options, tmp_path / "state", tmp_path)
+    card = train(Texts(model, build), requests(12), options, tmp_path / "state", tmp_path)
     assert json.loads((tmp_path / "card.json").read_text()) == json.loads(json.dumps(card))
     assert 1 <= card["tokens_per_pass"] <= 3
     assert len(card["accepted_by_position"]) == 2
@@ -228,14 +232,15 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     if kind == "text":
         assert registry.create("draft", f"assistant:model={tmp_path}", target=model).length == 5
         return
-    cls = {"vispec": ViSpec, "dream": Dream, "flash": Flash, "medusa": Medusa}.get(kind, Eagle)
+    others = (Dream, Flash, Hydra, Kangaroo, Medusa, ViSpec)
+    cls = {other.__name__.lower(): other for other in others}.get(kind, Eagle)
     draft = cls.from_pretrained(tmp_path)
     if kind == "eagle3":
         assert draft.drafter.lm_head.out_features == 40
         answers = {
             token
             for s in answered(
-                model, build, requests(8), options, tmp_path / "state" / "answers.jsonl"
+                Texts(model, build), requests(6), options, tmp_path / "state" / "answers.jsonl"
             )
             for token in s.answer
         }
@@ -245,7 +250,7 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
 def test_a_text_drafter_learns_laws_of_words_that_close_ranks():
     model, some = vision_model("llava"), [Sample(r, [5, 6, 7]) for r in requests(3)]
     given = vision_inputs("llava")
-    batch = collect(model, None, lambda asked: dict(given), some)
+    batch = collect(Texts(model, lambda asked: dict(given)), None, some)
     adapter = registry.adapter_for(model)
     assert not (batch.words & adapter.image_mask(batch.ids)).any()
     own = recipes.RECIPES["text"]
@@ -278,13 +283,15 @@ def test_a_drafter_learns_what_its_target_writes(tmp_path):
     asked = requests(16)
     # the last ones are asked again, so that this is about learning and not about what is alike
     again = [replace(r, id=f"{r.id} again") for r in asked[:4]]
-    card = train(model, build, asked + again, options, tmp_path / "state", tmp_path)
+    card = train(Texts(model, build), asked + again, options, tmp_path / "state", tmp_path)
     assert card["tokens_per_pass"] > 2
 
 
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
     model = text_model("llama")
-    whole = train(model, build, requests(10), SMALL, tmp_path / "one" / "state", tmp_path / "one")
+    whole = train(
+        Texts(model, build), requests(10), SMALL, tmp_path / "one" / "state", tmp_path / "one"
+    )
     batches, calls = recipe.Batches.__call__, []
 
     def interrupted(self, step):
@@ -295,15 +302,21 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(tmp_path, monkeyp
 
     monkeypatch.setattr(recipe.Batches, "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(model, build, requests(10), SMALL, tmp_path / "two" / "state", tmp_path / "two")
+        train(
+            Texts(model, build), requests(10), SMALL, tmp_path / "two" / "state", tmp_path / "two"
+        )
     monkeypatch.undo()
-    card = train(model, build, requests(10), SMALL, tmp_path / "two" / "state", tmp_path / "two")
+    card = train(
+        Texts(model, build), requests(10), SMALL, tmp_path / "two" / "state", tmp_path / "two"
+    )
     assert {**card, "minutes": 0} == {**whole, "minutes": 0}
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert weights[0] == weights[1]
     other = replace(SMALL, decay=0.5)
     with pytest.raises(OptionError, match="settings"):
-        train(model, build, requests(10), other, tmp_path / "two" / "state", tmp_path / "two")
+        train(
+            Texts(model, build), requests(10), other, tmp_path / "two" / "state", tmp_path / "two"
+        )
 
 
 def test_states_are_kept_while_there_is_room():
@@ -317,7 +330,7 @@ def test_states_are_kept_while_there_is_room():
     for memory, expected in ((512.0, 2), (0.0, 6), (0.03, 4)):
         calls.clear()
         options = replace(SMALL, memory=memory)
-        batches = recipe.Batches(model, random_drafter(), counted, some, options)
+        batches = recipe.Batches(Texts(model, counted), random_drafter(), some, options)
         seen = [batches(step).ids.shape for step in range(6)]
         assert seen[0] != seen[1]
         assert len(calls) == expected
@@ -336,18 +349,19 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(OptionError, match="held_out=0"):
         Options(held_out=0)
     with pytest.raises(InputError, match="held out"):
-        train(text_model("llama"), build, requests(4), SMALL, tmp_path, tmp_path)
+        train(Texts(text_model("llama"), build), requests(4), SMALL, tmp_path, tmp_path)
     with pytest.raises(OptionError, match="draft_vocabulary=99"):
         options = replace(SMALL, kind="eagle3", draft_vocabulary=99)
-        train(text_model("llama"), build, requests(9), options, tmp_path / "a", tmp_path)
+        train(Texts(text_model("llama"), build), requests(9), options, tmp_path / "a", tmp_path)
 
 
 def test_the_command_trains_for_the_zoo(tmp_path):
     from mmdecode.cli.train import app
 
-    given = "drafter --model zoo:llava-scenes --steps 1 --batch 2 --held-out 1 --limit 3 --json"
-    found = CliRunner().invoke(app, [*given.split(), "--out", str(tmp_path)])
+    given = "drafter --model zoo:llava-scenes --steps 1 --batch 2 --held-out 1 --tested 1"
+    words = [*given.split(), "--limit", "3", "--json", "--out", str(tmp_path)]
+    found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     card = json.loads(found.stdout.splitlines()[-1])
-    assert card["requests"] == {"learnt": 2, "held_out": 1}
+    assert card["requests"] == {"learnt": 1, "held_out": 1, "tested": 1}
     assert Eagle.from_pretrained(tmp_path).drafter.config["target_num_layers"] == 8

@@ -13,6 +13,7 @@ from mmdecode.models.eagle import Eagle
 from mmdecode.train.drafter import collect
 from mmdecode.train.drafter_losses import ranking_loss
 from mmdecode.train.drafter_recipes import RECIPES, Options, Sample, eagle_losses, targets_of
+from mmdecode.train.drafter_targets import Texts
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_seeing import random_model
@@ -24,7 +25,7 @@ QUIET = Options(noise=0.0, passes=1)
 def batch_of(module, family="llava"):
     given = vision_inputs(family)
     answers = [Sample(r, [5, 6, 7, 8 + r.index, 3, 9]) for r in requests(3)]
-    return collect(vision_model(family), module, lambda asked: dict(given), answers)
+    return collect(Texts(vision_model(family), lambda asked: dict(given)), module, answers)
 
 
 @pytest.mark.parametrize("kind", ["vispec", "dream", "flash"])
@@ -102,7 +103,7 @@ def test_an_inner_block_learns_the_inputs_of_the_surest_early_layers():
     layers = early_layers(10)
     assert list(layers) == [1, 2]
     some = samples()
-    batch = collect(model, random_model("dream"), build, some)
+    batch = collect(Texts(model, build), random_model("dream"), some)
     chosen = set()
     for row, sample in enumerate(some):
         prompt = build([sample.request])["input_ids"][0]
@@ -126,7 +127,7 @@ def test_an_inner_block_learns_the_inputs_of_the_surest_early_layers():
 def test_what_dream_is_asked_of_a_row_is_the_state_of_its_own_token():
     module = random_model("dream")
     model = text_model("llama", layers=10)
-    batch = collect(model, module, build, samples())
+    batch = collect(Texts(model, build), module, samples())
     module.layers[1].forward = lambda *args: batch.inner
 
     def forward(rows, mask, past):
@@ -142,7 +143,7 @@ def test_what_dream_is_asked_of_a_row_is_the_state_of_its_own_token():
 
 
 def test_a_shallow_target_has_no_early_layers():
-    batch = collect(text_model("llama", layers=3), random_model("dream"), build, samples())
+    batch = collect(Texts(text_model("llama", layers=3), build), random_model("dream"), samples())
     assert batch.inner is None
 
 

@@ -1,0 +1,140 @@
+"""Kangaroo: the model's first layers and a trained adapter draft a chain while they are sure.
+
+A view of the model runs its first layers, the adapter behind them, and the model's own head; the
+adapter's keys and values lie in the view's cache, in the place of the next layer. Drafting ends
+behind a token of which the adapter was not sure. The adapter is in `mmdecode.models.kangaroo`.
+
+Source: Liu et al. 2024, arXiv:2404.18911, section 3, with its defaults. Differs from the reference:
+any batch and any rule; the first layers read the prompt and the last two committed tokens again,
+where the reference lets verification go on from what they made while drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mmdecode.draft.assistant import Assistant, Going
+from mmdecode.draft.features import placed, refuse_foreign
+from mmdecode.draft.layer_skip import LayerSkip, shallow
+from mmdecode.engine.branch import ModelBranches, model_name
+from mmdecode.engine.contracts import Context, Needs, Scores
+from mmdecode.engine.proposal import Kind
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
+from mmdecode.models.kangaroo import Exit
+from mmdecode.models.kangaroo import Kangaroo as Model
+
+
+class Kangaroo(LayerSkip):
+    """Drafts with an adapter behind the model's first layers.
+
+    Args:
+        drafter: The adapter; its configuration says behind which layer.
+        length: Tokens per round at most; 0 is neutral.
+        sure: Probability that the likeliest token must have for a row to go on behind it; 0:
+            always to ``length``. Published 0.6.
+
+    Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
+    Lossless under every exact rule: what ends a chain is the law of a token that is submitted.
+
+    Raises:
+        OptionError: An option is out of range.
+        IncompatibleError: At the call: the adapter was made for another model, or layers of the
+            model see a window or have no rotary positions.
+    """
+
+    needs = Needs(hidden=frozenset({"last"}))
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+
+    def __init__(self, drafter: Model, length: int = 6, sure: float = 0.6) -> None:
+        super().__init__(exit_layer=drafter.exit_layer, length=length)
+        if not 0 <= sure <= 1:
+            raise OptionError(f"sure={sure}; expected a probability from 0 to 1")
+        self.drafter, self.sure = drafter.eval(), sure
+        self._running = self.drafter
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, **options: Any) -> Kangaroo:
+        """Loads an adapter: a folder, a Hub id or ``zoo:NAME``; options as of the class.
+
+        Raises:
+            InputError: The checkpoint holds no such adapter.
+        """
+        drafter = load_drafter(name, cls.modules)
+        assert isinstance(drafter, Model)
+        return cls(drafter, **options)
+
+    @classmethod
+    def from_options(  # type: ignore[override]
+        cls, path: str, length: int = 6, sure: float = 0.6
+    ) -> Kangaroo:
+        """From a string."""
+        return cls.from_pretrained(path, length=length, sure=sure)
+
+    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+        """Makes the view, and lets it read the prompt."""
+        refuse_foreign(self.drafter, ctx.adapter, prefill)
+        self._running = placed(self.drafter, self._running, prefill.hidden["last"])
+        view = self._view(ctx.adapter)
+        self._inner = _Sure(view, self.length, self.sure, self._running.exit_layer + 1)
+        self._inner.begin(ctx, prefill, kind)
+
+    def _view(self, adapter: Any) -> Any:
+        """The model's first layers with the adapter behind them."""
+        first, count = self._running.exit_layer, len(adapter.layers())
+        if not 1 <= first <= count:
+            raise IncompatibleError.between(
+                f"draft Kangaroo behind layer {first}",
+                model_name(adapter),
+                f"the model has {count} layers",
+                "use an adapter that was trained for this model",
+            )
+        decoder = adapter.model.get_decoder() if hasattr(adapter.model, "get_decoder") else None
+        plain = all(window is None for window in adapter.windows.values())
+        if not (plain and hasattr(decoder, "rotary_emb") and hasattr(decoder, "norm")):
+            raise IncompatibleError.between(
+                "draft Kangaroo",
+                model_name(adapter),
+                "the adapter goes behind layers that see all tokens at rotary positions, with a "
+                "norm before the head",
+                "use layer_skip",
+            )
+
+        def change(index: int, layer: Any) -> Any:
+            return Exit(layer, self._running) if index == first - 1 else layer
+
+        view = shallow(adapter, range(first), change)
+        view.get_decoder()._modules["norm"] = self._running.norm
+        return view
+
+
+class _Sure(Assistant):
+    """The view as an assistant, in whose cache the adapter has a layer of its own."""
+
+    def __init__(self, model: Any, length: int, sure: float, layers: int) -> None:
+        super().__init__(model, length)
+        self.sure, self.layers = sure, layers
+
+    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
+        branch = super()._opened(ctx, prefill)
+        branch.adapter.num_layers = self.layers
+        return branch
+
+    def _going(self, ctx: Context) -> Going:
+        return _GoingSure(self.sure, ctx)
+
+
+class _GoingSure(Going):
+    """Ends a row behind a token of a law whose likeliest has less than ``sure`` probability."""
+
+    def __init__(self, sure: float, ctx: Context) -> None:
+        super().__init__(0.0 if sure else 1.0, ctx)
+        self.sure = sure
+
+    def chance(self, law: Tensor, token: Tensor) -> Tensor:
+        """1 where the law is sure, else 0."""
+        return (law.amax(-1) >= self.sure).float()

@@ -1,0 +1,133 @@
+"""Hydra heads: heads on the model's last state that also read the tokens drafted so far.
+
+Head k, counted from 1, reads the state that decided the root x_1 beside the embeddings of x_1 to
+x_k and predicts x_(k+1); so children of two siblings differ, where those of Medusa's heads cannot.
+
+Source: Ankner et al. 2024 (Hydra), arXiv:2402.05109, section 3; checked against the reference's
+``mlp`` heads as hemingkx/Spec-Bench has them. Differs from it: heads share the target's output
+matrix unless a checkpoint brings one for each, and begin as that head alone, as Medusa's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmdecode.checkpoints import fill, local_path, read_weights
+from mmdecode.errors import InputError, UnsupportedModelError
+from mmdecode.models.feature_drafter import save_drafter
+
+
+class Block(nn.Module):
+    """``x + silu(A x + b)``, with ``R x + r`` in place of x where the width changes.
+
+    Args:
+        inputs: Width of x.
+        width: Of what is made.
+    """
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+        self.res_connection: nn.Module = nn.Identity()
+        if inputs != width:
+            self.res_connection = nn.Linear(inputs, width)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                kept = torch.eye(width, inputs) if name == "res_connection.weight" else 0.0
+                parameter.copy_(torch.as_tensor(kept).expand_as(parameter))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``(..., inputs)`` to ``(..., width)``."""
+        return self.res_connection(states) + nn.functional.silu(self.linear(states))
+
+
+class HydraHeads(nn.Module):
+    """K heads; the parameters have the published names.
+
+    Args:
+        config: ``hidden_size``, ``vocab_size``, ``hydra_num_heads``, ``hydra_num_layers`` (blocks
+            of a head, default 1) and ``hydra_own_outputs`` (whether each head has an output matrix
+            of its own, default no); what it says of the target is checked, as of a
+            `mmdecode.models.feature_drafter.FeatureDrafter`.
+    """
+
+    kind = "hydra"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = dict(config)
+        self.width: int = config["hidden_size"]
+        count, blocks = config["hydra_num_heads"], config.get("hydra_num_layers", 1)
+        self.hydra_mlp = nn.ModuleList(
+            nn.Sequential(
+                Block((2 + head) * self.width, self.width),
+                *(Block(self.width, self.width) for _ in range(blocks - 1)),
+            )
+            for head in range(count)
+        )
+        own = count if config.get("hydra_own_outputs") else 0
+        self.hydra_lm_head = nn.ModuleList(
+            nn.Linear(self.width, config["vocab_size"]) for _ in range(own)
+        )
+
+    def __len__(self) -> int:
+        return len(self.hydra_mlp)
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's states."""
+        return self.width
+
+    def embed(self, ids: Tensor, adapter: Any) -> Tensor:
+        """Embeddings of tokens, by the target's table."""
+        return adapter.model.get_input_embeddings()(ids)
+
+    def logits(self, head: int, read: Tensor, adapter: Any) -> Tensor:
+        """Of one head, ``(..., (2 + head) H)`` to ``(..., V)``; heads count from 0 here."""
+        states = self.hydra_mlp[head](read)
+        return self.hydra_lm_head[head](states) if self.hydra_lm_head else adapter.head(states)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes ``config.json`` and half-precision weights with the published keys."""
+        save_drafter(self, self.config | {"drafter": self.kind}, folder)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> HydraHeads:
+        """Loads heads in our layout or the published one.
+
+        Raises:
+            InputError: The checkpoint holds no Hydra heads.
+            UnsupportedModelError: It holds them in another form: Hydra++ with its layer of
+                attention, or heads that read no token.
+        """
+        config, weights = read_weights(local_path(name))
+        heads = {key for key in weights if key.startswith("hydra_mlp.")}
+        if not heads:
+            raise InputError(
+                f"{name} holds no Hydra heads; expected keys hydra_mlp.*: give the checkpoint of "
+                "the heads, not the bare model"
+            )
+        strange = sorted(key for key in weights if not key.startswith(("hydra_mlp.", "hydra_lm_")))
+        first = weights["hydra_mlp.0.0.linear.weight"]
+        width = first.shape[0]
+        if strange or first.shape[1] != 2 * width:
+            raise UnsupportedModelError(
+                f"{name} holds heads of another form ({', '.join(strange[:3]) or 'ungrounded'}); "
+                "expected Hydra's, whose head k reads a state and k embeddings: Hydra++ and others "
+                "are not known"
+            )
+        places = [key.split(".") for key in heads]
+        shown = {
+            "hidden_size": width,
+            "hydra_num_heads": 1 + max(int(place[1]) for place in places),
+            "hydra_num_layers": 1 + max(int(place[2]) for place in places),
+            "hydra_own_outputs": "hydra_lm_head.0.weight" in weights,
+        }
+        if shown["hydra_own_outputs"]:
+            shown["vocab_size"] = len(weights["hydra_lm_head.0.weight"])
+        return fill(cls(config | shown), weights, name)

@@ -1,0 +1,118 @@
+"""Kangaroo's adapter: one attention and two norms between an early layer and the model's head.
+
+Row t reads the state of token t behind the target's first ``exit_layer`` layers and says the law of
+the token after it, through the target's own head. Its positions turn as the target's do.
+
+Source: Liu et al. 2024 (Kangaroo), arXiv:2404.18911, section 3; keys and sizes as in
+Equationliu/Kangaroo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from mmdecode.models.feature_drafter import Attention, FeatureDrafter, Level, Rows, norm_of
+
+
+class KangarooLayer(nn.Module):
+    """Attention behind a norm, beside what goes round it."""
+
+    def __init__(self, config: Mapping[str, Any], index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, index)
+        self.input_layernorm = norm_of(config)
+
+    def forward(
+        self, states: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, past: Any
+    ) -> Tensor:
+        """``(B, Q, H)`` to the same."""
+        return states + self.self_attn(self.input_layernorm(states), rotation, mask, past)
+
+
+class Kangaroo(FeatureDrafter):
+    """The adapter of a target's first ``exit_layer`` layers (of the configuration; default 2)."""
+
+    kind: ClassVar[str] = "kangaroo"
+    marker: ClassVar[str] = "layers.0.self_attn."
+
+    def __init__(self, config: Mapping[str, Any], own_embedding: bool = False) -> None:
+        super().__init__(config, own_embedding)
+        self.exit_layer: int = config.get("exit_layer", 2)
+        self.layers = nn.ModuleList([KangarooLayer(config, 0)])
+        self.norm = norm_of(config)
+
+    def levels(self, num_layers: int) -> tuple[Level, ...]:
+        """What the next layer of the target reads."""
+        return (self.exit_layer,)
+
+    def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
+        """From features alone; see `FeatureDrafter.forward`."""
+        rotation = self.rotary(rows.positions, rows.features.dtype)
+        return self.norm(self.layers[0](rows.features, rotation, mask, past))
+
+    def behind(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
+        """The same behind a layer of a running target, before the last norm.
+
+        Args:
+            states: That the layer made, ``(B, Q, H)``.
+            mask: Additive, as the layer was given.
+            rotation: Cosines and sines of the target, ``(B, Q, D)`` each.
+            past: Cache of the target's form, whose layer ``exit_layer`` is free.
+        """
+        return self.layers[0](states, rotation, mask, _Shifted(past, self.exit_layer))
+
+
+class _Shifted:
+    """A cache, seen from one of its layers on."""
+
+    def __init__(self, past: Any, first: int) -> None:
+        self._past, self._first = past, first
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As a layer calls it."""
+        return self._past.update(keys, values, self._first + layer)
+
+
+class Exit(nn.Module):
+    """The last layer that runs, with the adapter behind it: stands in its place in a view.
+
+    Args:
+        layer: Of the target.
+        adapter: Read with what the layer was called with.
+    """
+
+    def __init__(self, layer: nn.Module, adapter: Kangaroo) -> None:
+        super().__init__()
+        self.layer, self.adapter = layer, adapter
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        *,
+        position_embeddings: Any,
+        past_key_values: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As transformers calls a decoder's layer."""
+        made = self.layer(
+            hidden_states,
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        states = made[0] if isinstance(made, tuple) else made
+        return self.adapter.behind(states, attention_mask, position_embeddings, past_key_values)
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """What of a target's configuration its rotary positions follow from."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    sizes = {"rope_parameters": rope} if rope else {}
+    if (dim := getattr(config, "head_dim", None)) is not None:
+        sizes["head_dim"] = dim
+    return sizes

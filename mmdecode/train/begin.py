@@ -1,0 +1,75 @@
+"""Training that starts from a drafter: more steps, other data, or a kind that grew out of another.
+
+Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, whose drafter is one of EAGLE's, trained on
+text, before it sees images.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mmdecode.checkpoints import loading, local_path
+from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.errors import InputError, OptionError
+from mmdecode.models.eagle import Eagle
+from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
+from mmdecode.models.hydra import HydraHeads
+from mmdecode.models.vispec import ViSpec
+
+ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpec: Eagle}
+"""What else a kind may start from: its weights are a part of those of the kind."""
+
+
+def begun(built: nn.Module, name: str, target: str) -> nn.Module:
+    """What is to learn, as it was left.
+
+    Args:
+        built: The untrained drafter for the target.
+        name: Of a drafter of the same kind, with its own configuration, or of the kind's elder,
+            whose weights take the place of those of their names: folder, Hub id or ``zoo:NAME``.
+        target: For messages.
+
+    Raises:
+        InputError: It is no such drafter, or of other sizes.
+        OptionError: The kind cannot start from one.
+    """
+    found = _loaded(built, name)
+    grown = type(found) is not type(built)
+    wanted = {key: tuple(value.shape) for key, value in built.state_dict().items()}
+    given = {key: tuple(value.shape) for key, value in found.state_dict().items()}
+    asked = given if grown else wanted
+    wrong = sorted(key for key in asked if wanted.get(key) != given.get(key))
+    if wrong:
+        shown = "; ".join(
+            f"{key}: {given.get(key, 'missing')} there, {wanted.get(key, 'nothing')} here"
+            for key in wrong[:4]
+        )
+        raise InputError(
+            f"{name} was made for another target or other options than this drafter of {target}: "
+            f"{len(wrong)} weights differ ({shown}); start from one of these sizes, or from none"
+        )
+    if not grown:
+        return found
+    built.load_state_dict(found.state_dict(), strict=False)
+    return built
+
+
+def _loaded(built: nn.Module, name: str) -> nn.Module:
+    if isinstance(built, FeatureDrafter):
+        known = [type(built), *([ELDERS[type(built)]] if type(built) in ELDERS else [])]
+        return load_drafter(name, {cls.kind: cls for cls in known})
+    if isinstance(built, HydraHeads):
+        return HydraHeads.from_pretrained(name)
+    if isinstance(built, MedusaHeads):
+        return Medusa.from_pretrained(name).heads
+    if isinstance(built, HydraHeads):
+        return HydraHeads.from_pretrained(name)
+    if isinstance(built, PreTrainedModel):
+        model: Any = None
+        with loading(name):
+            model = AutoModelForCausalLM.from_pretrained(local_path(name), dtype=built.dtype)
+        return model
+    raise OptionError(f"{type(built).__name__} cannot start from another; leave --from out")

@@ -1,0 +1,343 @@
+"""Whose drafters are trained: models that answer in words, and models that draw images in codes.
+
+A `Target` answers requests, reads them with their answers in one pass of the engine, and is decoded
+with a draft; `mmdecode.train.drafter` knows no more of it. Answers are the target's own, as it is
+meant to be sampled, and images are drawn with its guidance: rows of the branches then stand one
+below the other, and a drafter learns states of both and the law that guidance makes of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from mmdecode import registry
+from mmdecode.engine.contracts import Draft
+from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.setup import token_ids
+from mmdecode.errors import OptionError
+from mmdecode.frontdoor import generate
+from mmdecode.guide.guidance import Guidance
+from mmdecode.image_ar.loading import RasterModel
+from mmdecode.image_ar.loading import load as load_raster
+from mmdecode.image_ar.raster import ImageTokens
+from mmdecode.image_ar.raster import generate as draw
+from mmdecode.image_ar.sampling import Sampling, guided
+from mmdecode.models.llamagen import LlamaGenConfig
+from mmdecode.train.drafter_recipes import Options, Sample, unguided
+from mmdecode.vlm.requests import Request, read_requests
+
+SCENES = "zoo:scenes"
+BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Inputs with a value per prompt token."""
+
+Build = Callable[[Sequence[Request]], dict[str, Any]]
+"""Model inputs of some requests, padded on the left."""
+
+
+class Target(Protocol):
+    """What drafters are trained for.
+
+    Attributes:
+        at_once: Requests that are decoded together.
+        kinds: Of drafters that are known for it; ``None``: all.
+    """
+
+    at_once: int
+    kinds: Sequence[str] | None
+
+    @property
+    def model(self) -> Any:
+        """What is run."""
+
+    @property
+    def adapter(self) -> Any:
+        """Of the model."""
+
+    def answers(self, requests: Sequence[Any], options: Options) -> list[list[int]]:
+        """Its own answers, as ids with the one that ends each."""
+
+    def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
+        """One pass over prompts and answers, with a decoder whose draft takes what it wants."""
+
+    def guided(self, logits: Tensor) -> Tensor:
+        """What decides, of the logits of all branches; see `Batch`."""
+
+    def drafted(self, draft: Draft, requests: Sequence[Any], options: Options) -> Decoder:
+        """The decoder, with its counters, after all requests were answered with a draft."""
+
+
+@dataclass
+class Texts:
+    """A model of text, with images in its prompts or without.
+
+    Args:
+        model: The model.
+        build: Makes its inputs of requests.
+    """
+
+    model: Any
+    build: Build
+    at_once: int = 32
+    kinds: Sequence[str] | None = None
+
+    @property
+    def adapter(self) -> Any:
+        """Of the model."""
+        return registry.adapter_for(self.model)
+
+    def answers(self, requests: Sequence[Request], options: Options) -> list[list[int]]:
+        """Greedy ones, or at the options' temperature."""
+        given = _greedily(options.max_new_tokens)
+        if options.temperature:
+            given |= {"do_sample": True, "temperature": options.temperature}
+            given |= {"top_k": 0, "top_p": 1.0}
+        inputs = self.build(requests)
+        names = [request.id for request in requests]
+        decoder = Decoder(seed=options.fit.seed)
+        out = generate(self.model, decoder=decoder, request=names, **inputs, **given)
+        ends = token_ids(self.model.generation_config.eos_token_id)
+        found = []
+        for row in out[:, inputs["input_ids"].shape[1] :].tolist():
+            stop = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+            found.append(row[: stop + 1])
+        return found
+
+    def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
+        """Prompts and answers as one prompt, of which one token follows."""
+        answers = [sample.answer for sample in samples]
+        inputs = with_answers(self.build([sample.request for sample in samples]), answers)
+        generate(self.model, decoder=decoder, **inputs, **_greedily(1))
+
+    def guided(self, logits: Tensor) -> Tensor:
+        """As they are."""
+        return unguided(logits)
+
+    def drafted(self, draft: Draft, requests: Sequence[Request], options: Options) -> Decoder:
+        """Greedily."""
+        decoder = Decoder(draft)
+        for start in range(0, len(requests), self.at_once):
+            inputs = self.build(requests[start : start + self.at_once])
+            generate(self.model, decoder=decoder, **inputs, **_greedily(options.max_new_tokens))
+        return decoder
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What an image is drawn of.
+
+    Attributes:
+        id: Names it, and its noise.
+        condition: A class or a prompt, as `RasterModel.given` takes it.
+    """
+
+    id: str
+    condition: Any
+
+
+@dataclass
+class Images:
+    """A model that draws images code by code, sampled and guided as its checkpoint says.
+
+    Args:
+        raster: The model.
+    """
+
+    raster: RasterModel
+    at_once: int = 128
+    kinds: Sequence[str] | None = ("eagle", "eagle3")
+
+    @property
+    def model(self) -> Any:
+        """The transformer."""
+        return self.adapter.model
+
+    @property
+    def adapter(self) -> Any:
+        """Of the model."""
+        return self.raster.adapter
+
+    def answers(self, requests: Sequence[Drawing], options: Options) -> list[list[int]]:
+        """Drawn tokens, forced ones among them."""
+        return self._draw(Decoder(seed=options.fit.seed), requests).tokens.tolist()
+
+    def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
+        """Codes behind what they are drawn of, as one prompt."""
+        guide: Any = Guidance(self.raster.preset.guidance)
+        told = torch.tensor([sample.answer for sample in samples], device=self.model.device)
+        inputs = self.adapter.condition(
+            **self.raster.given([sample.request.condition for sample in samples])
+        )
+        draft: Any = decoder.draft
+        decoder.draft, decoder.guide = draft.under(None if guide.neutral else guide, None), guide
+        decoder(
+            self.model,
+            told[:, :0],
+            logits_processor=LogitsProcessorList(),
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(1)]),
+            generation_config=GenerationConfig(max_length=1, do_sample=False),
+            mm_adapter=self.adapter.telling(told),
+            mm_request=[sample.request.id for sample in samples],
+            **inputs,
+        )
+
+    def guided(self, logits: Tensor) -> Tensor:
+        """By the strength of the checkpoint; 1 has no second branch."""
+        if self.raster.preset.guidance == 1:
+            return logits
+        conditional, nothing = logits.chunk(2)
+        law = guided(conditional, nothing, self.raster.preset.guidance)
+        return torch.cat([law, law])
+
+    def drafted(self, draft: Draft, requests: Sequence[Drawing], options: Options) -> Decoder:
+        """Sampled, by the exact rule for drawn tokens."""
+        decoder = Decoder(draft, accept="rejection", seed=options.fit.seed)
+        for start in range(0, len(requests), self.at_once):
+            self._draw(decoder, requests[start : start + self.at_once])
+        return decoder
+
+    def _draw(self, decoder: Decoder, requests: Sequence[Drawing]) -> ImageTokens:
+        return draw(
+            self.model,
+            decoder=decoder,
+            adapter=self.adapter,
+            guidance=self.raster.preset.guidance,
+            sampling=Sampling(**self.raster.preset.sampling),
+            request=[request.id for request in requests],
+            **self.raster.given([request.condition for request in requests]),
+        )
+
+
+def with_answers(inputs: Mapping[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
+    """Inputs whose texts go on with answers, padded on the left again."""
+    real = inputs["attention_mask"].bool()
+    behind = {"input_ids": answers, "attention_mask": [[1] * len(a) for a in answers]}
+    given = dict(inputs)
+    for name in BY_TOKEN:
+        if name not in inputs:
+            continue
+        added = behind.get(name, [[0] * len(answer) for answer in answers])
+        rows = [
+            torch.cat([own[there], own.new_tensor(more)])
+            for own, there, more in zip(inputs[name], real, added, strict=True)
+        ]
+        longest = max(map(len, rows))
+        given[name] = torch.stack([F.pad(row, (longest - len(row), 0)) for row in rows])
+    return given
+
+
+def _greedily(tokens: int) -> dict[str, Any]:
+    given = dict.fromkeys(("temperature", "top_p", "top_k"))
+    return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1, **given}
+
+
+def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Target:
+    """A target, its model by default in float32.
+
+    Raises:
+        InputError: The checkpoint cannot be loaded.
+        OptionError: The device does not exist.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from mmdecode.asr.correction import load as load_text
+    from mmdecode.checkpoints import config_of, loading, local_path
+    from mmdecode.vlm.answerer import load
+    from mmdecode.vlm.questions import Prompts
+
+    with loading(model_id):
+        config = config_of(local_path(model_id))
+    if config.model_type == LlamaGenConfig.model_type:
+        return Images(load_raster(model_id, device, dtype))
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        model, tokenizer = load_text(model_id, device, dtype)
+        return Texts(model.eval(), partial(_texts, tokenizer, model.device))
+    model, processor = load(model_id, device, dtype)
+    return Texts(model.eval(), Prompts(model, processor).read)
+
+
+def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
+    """What a target is asked.
+
+    Args:
+        target: One that draws of classes is asked for each in turn.
+        data: `SCENES`, which stands for classes too, or a table of questions or prompts.
+        limit: Use so many; of scenes and classes 1,000 unless it says otherwise.
+
+    Raises:
+        OptionError: A model of classes is given a table, or one of prompts none.
+    """
+    if not isinstance(target, Images):
+        return scene_requests(limit or 1000) if data == SCENES else read_requests(data, limit)
+    classes = target.raster.classes
+    if classes:
+        if data != SCENES:
+            raise OptionError(
+                f"data={data!r}: {target.adapter.name} draws of classes, each in turn; leave the "
+                "data out"
+            )
+        return [Drawing(f"drafter/{index}", index % classes) for index in range(limit or 1000)]
+    if data == SCENES:
+        raise OptionError(f"{target.adapter.name} draws of prompts; give a table of them as data")
+    return [Drawing(request.id, request.text) for request in read_requests(data, limit)]
+
+
+def _texts(tokenizer: Any, device: torch.device, requests: Sequence[Request]) -> dict[str, Tensor]:
+    """Inputs of a language model, by its chat template where it has one."""
+    texts = [request.text for request in requests]
+    templated = tokenizer.chat_template is not None
+    if templated:
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+            for text in texts
+        ]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return dict(
+        tokenizer(
+            texts,
+            padding=True,
+            padding_side="left",
+            add_special_tokens=not templated,
+            return_tensors="pt",
+        ).to(device)
+    )
+
+
+def scene_requests(count: int) -> list[Request]:
+    """Requests about drawn scenes of the training side: captions, and one question in four."""
+    from mmdecode.zoo.scene_text import DESCRIBE, exchanges
+    from mmdecode.zoo.scenes import draw_scene
+
+    requests = []
+    for seed in range(count):
+        rng = random.Random(f"drafter/{seed}")
+        text = DESCRIBE[rng.choices(tuple(DESCRIBE), (1, 2, 3))[0]]
+        if rng.random() < 0.25:
+            text = exchanges(draw_scene(seed), rng, 1)[0].request
+        requests.append(Request(f"scene {seed}", seed, text, (scene_image(seed),), named=True))
+    return requests
+
+
+def scene_image(seed: int) -> Any:
+    """The picture of a scene, drawn when it is read."""
+    from mmdecode.vlm.images import ImageSource, read_image
+    from mmdecode.zoo.scenes import draw_scene, render
+
+    name = f"scene {seed}"
+    return ImageSource(name, lambda: read_image(render(draw_scene(seed)), name))

@@ -1,0 +1,153 @@
+"""Drafters on the Hugging Face Hub: the page beside the weights, and pushing both.
+
+What is pushed is loaded by its id wherever a folder is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError, OptionError
+
+OURS = "<!-- Written by mmdecode from card.json; without this line the page is left as it is. -->"
+DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
+"""How a kind is named and found in a draft's string, where not as ``KIND:path=``."""
+LEFT_OUT = ["state/**", ".cache/**", "*.tmp"]
+"""Of a folder: what a training needs to go on."""
+
+
+def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
+    """Writes ``README.md`` beside a drafter's weights, unless there is one that is not ours.
+
+    Args:
+        folder: Of the drafter.
+        card: Of its training.
+        name: Its id on the Hub; ``""``: the folder's name.
+    """
+    page = Path(folder) / "README.md"
+    if not page.exists() or OURS in page.read_text(encoding="utf-8"):
+        page.write_text(model_page(card, name or Path(folder).name), encoding="utf-8")
+    return page
+
+
+def model_page(card: Mapping[str, Any], name: str) -> str:
+    """Markdown with the header that the Hub reads; the licence is left to whoever publishes."""
+    target, options, requests = card["model"], card["options"], card["requests"]
+    judged = "tested" if requests["tested"] else "held_out"
+    asked = f" of `{card['data']}`" if card["data"] else ""
+    spec = DRAFTS.get(options["kind"], f"{options['kind']}:path=") + name
+    accepted = ", ".join(f"{share:.2f}" for share in card["accepted_by_position"])
+    # a folder or a zoo model is nothing that the Hub could link to
+    linked = target.count("/") == 1 and not Path(target).exists()
+    lines = ["---", "library_name: mmdecode"]
+    lines += [f"base_model: {target}"] if linked else []
+    lines += ["tags:", "- speculative-decoding", "- mmdecode", f"- {options['kind']}", "---", OURS]
+    chosen = "" if judged == "tested" else "; they also chose the checkpoint"
+    lines += [
+        f"\n# {name}\n",
+        f"{card['what'][0].upper()}{card['what'][1:]}, trained for `{target}`, with "
+        f"{card['parameters_learnt'] / 1e6:.2f} M parameters. It drafts tokens that the target "
+        "then verifies: the output is the target's own.\n",
+        "```python",
+        "import mmdecode as mm",
+        _use(card["what"].rpartition(" ")[2], target, spec),
+        "```\n",
+        f"- Tokens per pass, with a chain of {card['chain']}, on {requests[judged]} requests that "
+        f"were not learnt: {card['tokens_per_pass']:.2f} (1 without a drafter{chosen}).",
+        f"- Share of passes that accepted at least so many drafted tokens: {accepted}.",
+        f"- Entropy of the target along its answers: {card['entropy_bits_per_token']:.2f} bits per "
+        "token.",
+        f"- Learnt from the target's own answers to {requests['learnt']} requests{asked}, "
+        f"{card['steps']} steps in {card['precision']}.",
+        "- Settings and numbers: `card.json`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _use(family: str, target: str, spec: str) -> str:
+    """A line that answers, or draws, with the drafter."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return f'answerer = mm.vlm.Answerer.from_pretrained("{target}", draft="{spec}")'
+    if family == "LlamaGenForImageGeneration":
+        return f'draw = mm.image_ar.ImageGenerator.from_pretrained("{target}", draft="{spec}")'
+    return f'decoder = mm.Decoder(draft="{spec}")  # for mm.generate(model, ..., decoder=decoder)'
+
+
+def check_push(name: str) -> None:
+    """Raises what pushing would at once, before anything is trained.
+
+    Raises:
+        InputError: Nobody is logged in.
+        OptionError: The name is none of the Hub.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise OptionError(f"{name!r} is no name on the Hub: {error}") from error
+    if "/" not in name:
+        raise OptionError(f"{name!r} says not whose it is; expected USER/NAME")
+    if get_token() is None:
+        raise InputError(
+            f"pushing {name} needs a token of the Hub, and nobody is logged in; run 'hf auth "
+            "login', or set HF_TOKEN"
+        )
+
+
+def push(folder: str | Path, name: str, private: bool | None = None) -> str:
+    """Uploads a drafter's folder, without the state of its training.
+
+    Args:
+        folder: With weights and ``config.json``; its page is written anew for the name.
+        name: ``USER/NAME``, made where it is not there.
+        private: Whether others may not see it when it is made; ``None``: as the account says.
+
+    Returns:
+        Its address.
+
+    Raises:
+        InputError: Nobody is logged in, the account may not write there, or the Hub cannot be
+            reached.
+        OptionError: The name is none of the Hub.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    check_push(name)
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder} holds no config.json; give the folder of a trained drafter")
+    if (folder / "card.json").exists():
+        write_model_page(folder, json.loads((folder / "card.json").read_text()), name)
+    api = HfApi(library_name="mmdecode")
+    try:
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Drafter by mmdecode",
+            ignore_patterns=LEFT_OUT,
+        )
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"the token may not write to {name} ({status}); make one with the right to write "
+                "there, or push to a name of your own"
+            ) from error
+        raise InputError(f"the Hub refused {name}: {_short(error)}") from error
+    except OSError as error:
+        raise InputError(f"the Hub cannot be reached: {_short(error)}") from error
+    return str(url)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

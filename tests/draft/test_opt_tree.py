@@ -1,0 +1,186 @@
+"""Trees that end where they stop to gain, and OPT-Tree's choice of nodes: the best there is."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmdecode.draft.eagle import Eagle
+from mmdecode.draft.features import Worth, grow
+from mmdecode.errors import OptionError
+from mmdecode.testing import check_draft
+from tests.draft.test_eagle import decode, inputs_of, random_drafter, reduced, table_drafter
+
+TOKENS = 3
+LEVELS = 8
+
+
+def laws(rows, sharpness=1.5):
+    """By row and last token, the logits of the next; 0 is the root's."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, TOKENS, TOKENS, generator=generator) * sharpness
+
+
+def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, **call):
+    """A tree of each row, and how many levels it took.
+
+    Tokens beyond the first few are never said, so that a node has as many children as are kept.
+    """
+    rows, read = torch.arange(len(table))[:, None], []
+    table = torch.nn.functional.pad(table, (0, LEVELS, 0, LEVELS), value=-60.0)
+
+    def step(level, tokens, above):
+        read.append(level)
+        return table[rows, tokens]
+
+    ctx = SimpleNamespace(
+        batch=len(table),
+        device=table.device,
+        fixed=call.get("fixed", False),
+        open=call.get("open", torch.ones(len(table), dtype=torch.bool)),
+    )
+    worth = None if gain is None else Worth(gain, nodes, ctx)
+    tree = grow(table[:, :1], step, levels, nodes, worth=worth).best(nodes)
+    return tree, len(read) + 1
+
+
+def paths_of(tree, row):
+    """The nodes in use, as paths of tokens."""
+    found = {-1: ()}
+    for node, parent in enumerate(tree.parents[row].tolist()):
+        token = int(tree.tokens[row, node])
+        if token >= 0:
+            assert parent in found, "a node stands below one that is not there"
+            found[node] = (*found[parent], token)
+    return {path for path in found.values() if path}
+
+
+def weight(table, path):
+    total, last = 1.0, 0
+    for token in path:
+        total *= float(table[last].softmax(-1)[token])
+        last = token
+    return total
+
+
+@functools.cache
+def subtrees(nodes, tokens):
+    """All trees of so many nodes, as sets of paths."""
+    if not nodes:
+        return {frozenset()}
+    return {
+        tree | {(*path, token)}
+        for tree in subtrees(nodes - 1, tokens)
+        for path in (*tree, ())
+        for token in range(tokens)
+        if (*path, token) not in tree
+    }
+
+
+@pytest.mark.parametrize(("nodes", "tokens"), [(1, 3), (4, 3), (5, 3), (8, 2)])
+def test_no_tree_of_the_size_is_expected_to_accept_more(nodes, tokens):
+    table = laws(3)[:, :tokens, :tokens]
+    tree, _ = grown(table, gain=0.0, nodes=nodes)
+    every = {path for one in subtrees(nodes, tokens) for path in one}
+    for row in range(len(table)):
+        weights = {path: weight(table[row], path) for path in every}
+        best = max(sum(weights[path] for path in one) for one in subtrees(nodes, tokens))
+        kept = paths_of(tree, row)
+        assert len(kept) == nodes
+        assert sum(weights[path] for path in kept) == pytest.approx(best, rel=1e-5)
+
+
+def stopped(table, gain, nodes, levels):
+    """Levels that a row's tree has, by the rule in plain words."""
+    found, before = [], 0.0
+    frontier = [()]
+    for level in range(1, levels + 1):
+        frontier = [(*path, token) for path in frontier for token in range(TOKENS)]
+        found = sorted([*found, *(weight(table, path) for path in frontier)], reverse=True)[:nodes]
+        if sum(found) - before <= gain:
+            return level
+        before = sum(found)
+    return levels
+
+
+@pytest.mark.parametrize("gain", [0.05, 0.3, 0.6])
+def test_a_row_ends_behind_the_level_that_gains_no_more(gain):
+    table = laws(12, sharpness=3.0)
+    expected = [stopped(row, gain, 6, 5) for row in table]
+    assert len(set(expected)) > 1
+    tree, levels = grown(table, gain, nodes=6, levels=5)
+    assert levels == max(expected)
+    captured, all_levels = grown(table, gain, nodes=6, levels=5, fixed=True)
+    assert all_levels == 5
+    for row, count in enumerate(expected):
+        alone, _ = grown(table[row : row + 1], nodes=6, levels=count)
+        kept = paths_of(alone, 0)
+        assert paths_of(tree, row) == paths_of(captured, row) == kept
+        assert sum(weight(table[row], path) for path in kept) > 0
+
+
+def test_levels_that_add_nothing_are_spared_without_a_loss():
+    table = laws(6, sharpness=2.0)
+    whole, levels = grown(table, nodes=5)
+    spared, fewer = grown(table, 0.0, nodes=5)
+    assert fewer < levels
+    for row in range(6):
+        assert paths_of(whole, row) == paths_of(spared, row)
+
+
+def test_a_row_that_is_closed_holds_up_none():
+    table = laws(12, sharpness=3.0)
+    needs = torch.tensor([stopped(row, 0.3, 6, 5) for row in table])
+    going = needs < needs.max()
+    tree, levels = grown(table, 0.3, nodes=6, levels=5, open=going)
+    assert levels == needs[going].max() < needs.max()
+    assert [bool(paths_of(tree, row)) for row in range(12)] == going.tolist()
+
+
+DRAFTS = {
+    "tree": lambda gain: Eagle(random_drafter(seed=1), depth=4, top_k=2, nodes=9, gain=gain),
+    "chain": lambda gain: Eagle(random_drafter(), depth=4, top_k=1, gain=gain),
+    "reduced": lambda gain: Eagle(reduced(), depth=3, top_k=2, nodes=9, gain=gain),
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_no_token_changes_and_a_row_drafts_what_it_drafts_alone(draft, do_sample):
+    inputs = inputs_of("llama")
+    expected, _ = decode("llama", do_sample=do_sample)
+    found, batched = decode("llama", DRAFTS[draft](0.9), do_sample=do_sample, trace=True)
+    assert found == expected
+    _, whole = decode("llama", DRAFTS[draft](None), do_sample=do_sample)
+    assert 0 < batched.stats.drafted < whole.stats.drafted
+    if do_sample:
+        return  # noise is named by a row's place
+    for row in range(3):
+        width = int(inputs["attention_mask"][row].sum())
+        own = {name: value[row : row + 1, -width:] for name, value in inputs.items()}
+        _, alone = decode("llama", DRAFTS[draft](0.9), inputs=own, trace=True)
+        assert alone.trace[0] == batched.trace[row]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_nodes_behind_a_rows_end_are_unused(draft, monkeypatch):
+    unused, propose = [], Eagle.propose
+
+    def noted(self, ctx, budget):
+        proposal = propose(self, ctx, budget)
+        unused.append((proposal.tokens < 0).sum(1).tolist())
+        return proposal
+
+    monkeypatch.setattr(Eagle, "propose", noted)
+    decode("llama", DRAFTS[draft](0.9))
+    assert any(min(counts) == 0 < max(counts) for counts in unused)  # rows end at levels of theirs
+
+
+def test_it_passes_the_public_check():
+    check_draft(lambda: Eagle(table_drafter(), depth=3, top_k=3, nodes=4, gain=0.1))
+
+
+def test_a_negative_gain_is_refused():
+    with pytest.raises(OptionError, match="gain=-1"):
+        Eagle(random_drafter(), gain=-1)
