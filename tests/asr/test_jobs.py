@@ -375,7 +375,7 @@ def recordings(tmp_path, kit):
 
 
 def transcribe(*arguments, processes=None):
-    launcher = "-m accelerate.commands.launch --cpu --num_processes".split()
+    launcher = "-m torch.distributed.run --nproc_per_node".split()
     command = [*launcher, str(processes)] if processes else []
     command += ["-m", "mmdecode", "transcribe", *map(str, arguments)]
     plain = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parents[1])}
