@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation.draft_speed import PEERS, Setting, Speed, entropy_bits, measure, working
+from mmdecode.evaluation.draft_speed import PEERS, Setting, Speed, measure, sureness, working
 from mmdecode.evaluation.stopwatch import load, machine
 from mmdecode.testing.drafts import Random
 from mmdecode.vlm import Answerer
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> Path:
                 "temperature": case.temperature,
                 "guide": case.guide,
                 "batches": len(batches),
-                "entropy_bits": round(entropy_bits(answerer.model, batches, setting, law), 3),
+                **asdict(sureness(answerer.model, batches, setting, law)),
                 "left_out": failed,
                 "rows": [row.as_dict() for row in found],
             }
@@ -180,7 +180,8 @@ def tables(result: dict[str, Any], name: str) -> str:
         rows = [Speed(**row) for row in case["rows"]]
         parts.append(
             f"### {case['title'].capitalize()}\n\n{case['batches']} batches, answers of "
-            f"{rows[0].tokens:.0f} tokens, {case['entropy_bits']:.2f} bits a token.\n"
+            f"{rows[0].tokens:.0f} tokens, {case['entropy_bits']:.2f} bits a token; at "
+            f"{case['close']:.0%} of the tokens the two likeliest are less than 0.05 apart.\n"
         )
         parts.append(table(HEAD, [shown(row) for row in rows]) + "\n")
         for way, why in case["left_out"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,8 +89,8 @@ def vlm(
         PEERS,
         Setting,
         calls,
-        entropy_bits,
         measure,
+        sureness,
         working,
     )
     from mmdecode.evaluation.stopwatch import load, machine
@@ -130,7 +131,7 @@ def vlm(
                     peers=others,
                     done=partial(bar.advance, task),
                 )
-            entropy = entropy_bits(answerer.model, batches, setting, law)
+            sure = sureness(answerer.model, batches, setting, law)
             cases.append(
                 {
                     "model": model,
@@ -139,13 +140,13 @@ def vlm(
                     "batches": len(batches),
                     "temperature": heat,
                     "max_new_tokens": max_new_tokens,
-                    "entropy_bits": round(entropy, 3),
+                    **asdict(sure),
                     "left_out": failed,
                     "rows": [row.as_dict() for row in found],
                 }
             )
             if not json:
-                out.print(table_of(found, f"{title}; {entropy:.2f} bits a token"))
+                out.print(table_of(found, f"{title}; {sure.entropy_bits:.2f} bits a token"))
             facts["load_at_end"] = load()
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class Dream(FeatureDraft):
         share: float = 1.0,
     ) -> Self:
         """From a string; see `FeatureDraft.from_options`."""
-        path = cls.found(path, model_id)
+        path = path or shipped(cls.modules, model_id)
         options = {"images": images, "drawn": drawn, "gain": gain, "share": share}
         return cls.shaped(path, length, depth, top_k, nodes, **options)
 

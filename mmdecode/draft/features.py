@@ -15,7 +15,7 @@ and a draft that is coupled to the law's noise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -153,24 +153,8 @@ class FeatureDraft:
 
         Without ``path``, the drafter that is shipped for the model at hand.
         """
-        path = cls.found(path, model_id)
+        path = path or shipped(cls.modules, model_id)
         return cls.shaped(path, length, depth, top_k, nodes, images=images, drawn=drawn, gain=gain)
-
-    @classmethod
-    def found(cls, path: str | None, model_id: str | None) -> str:
-        """Where the drafter is.
-
-        Raises:
-            OptionError: Nobody says so, and none is shipped for the model.
-        """
-        shipped = (paired(model_id, kind) for kind in cls.modules)
-        path = path or next(filter(None, shipped), None)
-        if path is None:
-            raise OptionError(
-                f"{cls.__name__} needs path=..., the folder or Hub id of a drafter; none is "
-                f"shipped for {model_id or 'the model'}: train one by 'mmdecode train drafter'"
-            )
-        return path
 
     @classmethod
     def shaped(
@@ -349,6 +333,22 @@ class FeatureDraft:
         self._state = self._carried = self._distances = None
 
 
+def shipped(kinds: Iterable[str], model_id: str | None) -> str:
+    """The drafter that ships with a model, the first of some kinds, as ``zoo:NAME``.
+
+    Raises:
+        OptionError: None of them does.
+    """
+    kinds = list(kinds)
+    for kind in kinds:
+        if (name := paired(model_id, kind)) is not None:
+            return name
+    raise OptionError(
+        f"draft {kinds[0]!r} needs path=..., the folder or Hub id of a drafter; none is shipped "
+        f"for {model_id or 'the model'}: train one by 'mmdecode train drafter --kind {kinds[0]}'"
+    )
+
+
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Needs:
     """What a drafter wants of the target's passes; see `FeatureDraft.needs`."""
     shown = {0} if getattr(adapter, "shows_images", False) else set()
@@ -372,7 +372,14 @@ def prompt_rows(
         a row for the first token, P of them, the first feature 0 and positions those of embeddings.
     """
     said = {"main": prefill, **prefill.beside}
-    parts = [_branch_rows(drafter, ctx, said[spec.name].prompt_hidden, spec) for spec in specs]
+    # a guide may have put another branch in the place of one, with another prompt
+    running = {spec.name: spec for spec in (ctx.branch.specs if ctx.branch else ())}
+    parts = [
+        _branch_rows(
+            drafter, ctx, said[spec.name].prompt_hidden, running.get(spec.name, spec)
+        )
+        for spec in specs
+    ]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
 
 
@@ -381,6 +388,8 @@ def _branch_rows(
 ) -> Rows:
     adapter = ctx.adapter
     prompt = adapter.prompt(ctx, spec)
+    # a prompt that shares its pass with a wider one was padded there
+    hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
     sizes = adapter.image_sizes(prompt) if getattr(adapter, "shows_images", False) else None
     images = numbered(adapter.image_mask(prompt.ids) & prompt.mask.bool(), sizes)
@@ -392,10 +401,7 @@ def _branch_rows(
     distances = prompt.inputs.get("distances")
     if drafter.rotary.sections is not None and distances is not None:
         positions = positions + distances
-    # a prompt that shares its pass with a wider one was padded there
-    width = prompt.ids.shape[1]
-    levels = _levels(drafter, adapter)
-    features = torch.cat([hidden[level][:, -width:] for level in levels], -1)
+    features = torch.cat([hidden[level] for level in _levels(drafter, adapter)], -1)
     features, kept = features[:, :-1], prompt.mask.bool()
     if drafter.reads_first:
         features = torch.nn.functional.pad(features, (0, 0, 1, 0))

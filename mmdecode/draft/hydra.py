@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmdecode.draft.features import Shape, gathered, grown_proposal, placed, refuse_foreign
+from mmdecode.draft.features import (
+    Shape,
+    gathered,
+    grown_proposal,
+    placed,
+    refuse_foreign,
+    shipped,
+)
 from mmdecode.draft.own_law import OwnLaw
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
@@ -82,16 +89,21 @@ class Hydra:
     @classmethod
     def from_options(
         cls,
-        path: str,
+        path: str | None = None,
+        model_id: str | None = None,
         length: int | None = None,
         depth: int | None = None,
         top_k: int = 8,
         nodes: int = 31,
         gain: float | None = None,
     ) -> Hydra:
-        """From a string; ``length`` drafts a chain of so many tokens instead of a tree."""
+        """From a string; ``length`` drafts a chain of so many tokens instead of a tree.
+
+        Without ``path``, the heads that are shipped for the model at hand.
+        """
         if length is not None:
             depth, top_k = length, 1
+        path = path or shipped([HydraHeads.kind], model_id)
         return cls.from_pretrained(path, depth, top_k, nodes, gain)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant, Going
-from mmdecode.draft.features import placed, refuse_foreign
+from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.engine.branch import ModelBranches, model_name
 from mmdecode.engine.contracts import Context, Needs, Scores
@@ -70,9 +70,14 @@ class Kangaroo(LayerSkip):
 
     @classmethod
     def from_options(  # type: ignore[override]
-        cls, path: str, length: int = 6, sure: float = 0.6
+        cls,
+        path: str | None = None,
+        model_id: str | None = None,
+        length: int = 6,
+        sure: float = 0.6,
     ) -> Kangaroo:
-        """From a string."""
+        """From a string; without ``path``, the adapter that is shipped for the model at hand."""
+        path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, sure=sure)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:

@@ -345,15 +345,26 @@ def _up_to_end(row: list[int], prompt: int, ends: Sequence[int]) -> list[int]:
     return new[: next(places, None)]
 
 
-@torch.no_grad()
-def entropy_bits(
-    model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
-) -> float:
-    """Mean entropy of the decoded law along the undrafted loop's own answers, in bits a token.
+@dataclass(frozen=True, kw_only=True)
+class Sureness:
+    """How sure the decoded law is of its own answers.
 
-    Greedy answers are weighed by the law that they are the most likely tokens of.
+    Attributes:
+        entropy_bits: Its mean entropy, in bits a token.
+        close: Share of tokens at which the two likeliest are less than 0.05 apart: a draft of the
+            likeliest token is right there by chance, however well it has learnt the law.
     """
-    entropies, ends = [], token_ids(model.generation_config.eos_token_id)
+
+    entropy_bits: float
+    close: float
+
+
+@torch.no_grad()
+def sureness(
+    model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
+) -> Sureness:
+    """Of the law along the undrafted loop's own answers, greedy ones or drawn."""
+    laws, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
     for item, batch in enumerate(batches):
         rows = range(len(batch["input_ids"]))
@@ -367,8 +378,13 @@ def entropy_bits(
             **batch,
             **setting.generation(),
         )
-        bits = entr(torch.stack(output.scores, 1).float().softmax(-1)).sum(-1) / math.log(2)
+        law = torch.stack(output.scores, 1).float().softmax(-1)
         prompt = batch["input_ids"].shape[1]
-        for row, own in zip(output.sequences.tolist(), bits, strict=True):
-            entropies.append(own[: len(_up_to_end(row, prompt, ends))])
-    return float(torch.cat(entropies).mean())
+        for row, own in zip(output.sequences.tolist(), law, strict=True):
+            laws.append(own[: len(_up_to_end(row, prompt, ends))])
+    whole = torch.cat(laws)
+    first, second = whole.topk(2).values.unbind(-1)
+    return Sureness(
+        entropy_bits=round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),
+        close=round(float((first - second < 0.05).float().mean()), 3),
+    )

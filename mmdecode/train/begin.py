@@ -61,8 +61,6 @@ def _loaded(built: nn.Module, name: str) -> nn.Module:
     if isinstance(built, FeatureDrafter):
         known = [type(built), *([ELDERS[type(built)]] if type(built) in ELDERS else [])]
         return load_drafter(name, {cls.kind: cls for cls in known})
-    if isinstance(built, HydraHeads):
-        return HydraHeads.from_pretrained(name)
     if isinstance(built, MedusaHeads):
         return Medusa.from_pretrained(name).heads
     if isinstance(built, HydraHeads):

@@ -14,7 +14,7 @@ from mmdecode.draft.source import Source
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import draft_speed
-from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, entropy_bits, measure
+from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
 from mmdecode.evaluation.stopwatch import Cost
 from mmdecode.frontdoor import generate
 from tests.asr.correctors import model
@@ -126,18 +126,22 @@ def test_calls_are_announced():
     assert len(done) == calls(2, 1, 1, Setting(max_new_tokens=3, repeats=2)) == 40
 
 
-def test_entropy_is_of_the_law_that_is_decoded():
+def test_sureness_is_of_the_law_that_is_decoded():
     [batch] = prompts(batches=1)
-    found = entropy_bits(model("llama"), [batch], Setting(max_new_tokens=4), None)
+    found = sureness(model("llama"), [batch], Setting(max_new_tokens=4), None)
     right = answers(batch, Setting(max_new_tokens=4))
-    bits = []
+    bits, close = [], []
     for prompt, answer in zip(batch["input_ids"].tolist(), right, strict=True):
         for end in range(4):
             with torch.no_grad():
                 logits = model("llama")(torch.tensor([prompt + answer[:end]])).logits[0, -1]
             law = torch.distributions.Categorical(logits=logits)
             bits.append(float(law.entropy()) / np.log(2))
-    assert found == pytest.approx(np.mean(bits), abs=1e-4)
+            first, second = law.probs.topk(2).values.tolist()
+            close.append(first - second < 0.05)
+    assert 0 < np.mean(close) < 1
+    assert found.entropy_bits == pytest.approx(np.mean(bits), abs=1e-3)
+    assert found.close == pytest.approx(np.mean(close), abs=1e-3)
 
 
 def test_what_cannot_be_measured_is_refused():
