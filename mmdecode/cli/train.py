@@ -16,9 +16,12 @@ app = typer.Typer(no_args_is_help=True, help="Train heads, correctors or zoo mod
 
 @app.command()
 def medusa(
-    model: Annotated[str, typer.Option(help="A Whisper: folder, Hub id or zoo:NAME.")],
+    model: Annotated[str, typer.Option(help="Folder, Hub id or zoo:NAME; as a rule a Whisper.")],
     data: Annotated[
-        Path, typer.Option(help="JSON lines with a 'path' per recording.", exists=True)
+        Path,
+        typer.Option(
+            help="JSON lines with a 'path' per recording; of other models, questions.", exists=True
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the heads.")],
     kind: Annotated[str, typer.Option(help="'block' or 'linear'.")] = "block",
@@ -31,8 +34,28 @@ def medusa(
     seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Train Medusa heads on a Whisper's own transcripts; run again to resume."""
+    """Train Medusa heads on a Whisper's own transcripts; run again to resume.
+
+    On other models this is 'mmdecode train drafter --kind medusa', which has options of its own.
+    """
+    from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.train.medusa import MedusaOptions, train_from_manifest
+
+    with loading(model):
+        hears = config_of(local_path(model)).model_type == "whisper"
+    if not hears:
+        drafter(
+            model,
+            out,
+            str(data),
+            kind="medusa",
+            heads=heads,
+            limit=limit,
+            device=device,
+            seed=seed,
+            json=json,
+        )
+        return
 
     options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
     report = train_from_manifest(
@@ -52,7 +75,11 @@ def drafter(
     model: Annotated[str, typer.Option(help="The target: folder, Hub id or zoo:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder for the drafter; state lies in it too.")],
     data: Annotated[
-        str, typer.Option(help="Table of questions, with images or without, or zoo:scenes.")
+        str,
+        typer.Option(
+            help="Table of questions, with images or without, or of prompts; or zoo:scenes, which "
+            "for a model that draws of classes stands for these."
+        ),
     ] = "zoo:scenes",
     kind: Annotated[
         str,
@@ -75,7 +102,7 @@ def drafter(
         int, typer.Option(help="Further ones, of which the card tells; 0: of those held out.")
     ] = 64,
     temperature: Annotated[
-        float, typer.Option(help="At which the target answers; 0: greedy.")
+        float, typer.Option(help="At which the target answers in words; 0: greedy.")
     ] = 0.0,
     vocabulary: Annotated[
         int | None, typer.Option(help="Tokens of eagle3's own head; default: all.")
@@ -108,7 +135,7 @@ def drafter(
         str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")
     ] = None,
     private: Annotated[
-        bool | None, typer.Option(help="Whether it is made so that others cannot see it.")
+        bool | None, typer.Option(help="Whether --push makes it so that others cannot see it.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,
@@ -120,6 +147,7 @@ def drafter(
     """
     from dataclasses import replace
 
+    from mmdecode.errors import OptionError
     from mmdecode.train import drafter as recipe
     from mmdecode.train import hub
 
@@ -142,6 +170,8 @@ def drafter(
     )
     if push is not None:
         hub.check_push(push)
+    elif private is not None:
+        raise OptionError("--private and --no-private are about --push; give USER/NAME with it")
     card = recipe.train_from(
         model,
         data,

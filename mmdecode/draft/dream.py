@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from mmdecode.draft.features import FeatureDraft
+from mmdecode.draft.features import FeatureDraft, shipped
 from mmdecode.engine.contracts import Adapter, Needs, Scores
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import Dream as Model

@@ -34,6 +34,7 @@ from mmdecode.engine.contracts import (
     Guide,
     Needs,
     Outcome,
+    Prompt,
     Scores,
 )
 from mmdecode.engine.proposal import Kind, Proposal
@@ -77,6 +78,10 @@ class FeatureDraft:
 
     static = True
     own_tokens_only = True  # a path of another draft may be longer than its passes
+    advice = (
+        "drawn=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), which "
+        "proposes tokens with their law"
+    )
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {}
     """What `from_pretrained` loads."""
 
@@ -114,6 +119,7 @@ class FeatureDraft:
             raise OptionError(f"gain={gain}; expected 0 or more expected tokens a level")
         self.images, self.gain, self.law = images, gain, OwnLaw()
         self._running = self.drafter
+        self._placed = [self.drafter]  # where states were last, also for copies of this
         self._kind: Kind = "deterministic"
         self._cache: Any = None  # its rows, like all below, branch by branch
         self._pads: Any = None
@@ -222,7 +228,7 @@ class FeatureDraft:
         return replace(rows, kept=rows.kept & (rows.images == 0))
 
     def _place(self, like: Tensor) -> None:
-        self._running = placed(self.drafter, self._running, like)
+        self._running = self._placed[0] = placed(self.drafter, self._placed[0], like)
 
     def _run(self, rows: Rows, mask: Tensor, visible: int, offset: int = 0) -> Tensor:
         self._cache.open(visible, offset)
@@ -372,22 +378,21 @@ def prompt_rows(
         a row for the first token, P of them, the first feature 0 and positions those of embeddings.
     """
     said = {"main": prefill, **prefill.beside}
-    # a guide may have put another branch in the place of one, with another prompt
-    running = {spec.name: spec for spec in (ctx.branch.specs if ctx.branch else ())}
-    parts = [
-        _branch_rows(
-            drafter, ctx, said[spec.name].prompt_hidden, running.get(spec.name, spec)
-        )
-        for spec in specs
-    ]
+    parts = [_branch_rows(drafter, ctx, said[spec.name].prompt_hidden, spec) for spec in specs]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
+
+
+def _prompt(ctx: Context, spec: BranchSpec) -> Prompt:
+    """What a branch has read: a guide may have put another in its place, see `BranchSpec`."""
+    running = {} if ctx.branch is None else {one.name: one for one in ctx.branch.specs}
+    return ctx.adapter.prompt(ctx, running.get(spec.name, spec))
 
 
 def _branch_rows(
     drafter: FeatureDrafter, ctx: Context, hidden: Mapping[int | str, Tensor], spec: BranchSpec
 ) -> Rows:
     adapter = ctx.adapter
-    prompt = adapter.prompt(ctx, spec)
+    prompt = _prompt(ctx, spec)
     # a prompt that shares its pass with a wider one was padded there
     hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
@@ -436,7 +441,7 @@ def refuse_foreign(drafter: FeatureDrafter | HydraHeads, adapter: Any, prefill: 
     config = drafter.config
     sizes = {
         "states of width": (drafter.target_width, prefill.hidden["last"].shape[-1]),
-        "a vocabulary of": (config["vocab_size"], prefill.logits.shape[-1]),
+        "a vocabulary of": (config.get("vocab_size"), prefill.logits.shape[-1]),
         "a depth in layers of": (config.get("target_num_layers"), adapter.num_layers),
     }
     for what, (wanted, found) in sizes.items():
@@ -466,7 +471,7 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
 
 def _distances(drafter: FeatureDrafter, ctx: Context) -> Tensor | None:
     """Behind the prompt: from a token's number to its three positions, ``(B, 3, 1)``."""
-    distances = ctx.adapter.prompt(ctx, MAIN).inputs.get("distances")
+    distances = _prompt(ctx, MAIN).inputs.get("distances")
     if drafter.rotary.sections is None or distances is None:
         return None
     return distances[..., -1:]

@@ -98,16 +98,7 @@ class Kangaroo(LayerSkip):
                 f"the model has {count} layers",
                 "use an adapter that was trained for this model",
             )
-        decoder = adapter.model.get_decoder() if hasattr(adapter.model, "get_decoder") else None
-        plain = all(window is None for window in adapter.windows.values())
-        if not (plain and hasattr(decoder, "rotary_emb") and hasattr(decoder, "norm")):
-            raise IncompatibleError.between(
-                "draft Kangaroo",
-                model_name(adapter),
-                "the adapter goes behind layers that see all tokens at rotary positions, with a "
-                "norm before the head",
-                "use layer_skip",
-            )
+        refuse_unsuited(adapter)
 
         def change(index: int, layer: Any) -> Any:
             return Exit(layer, self._running) if index == first - 1 else layer
@@ -115,6 +106,24 @@ class Kangaroo(LayerSkip):
         view = shallow(adapter, range(first), change)
         view.get_decoder()._modules["norm"] = self._running.norm
         return view
+
+
+def refuse_unsuited(adapter: Any) -> None:
+    """Raises where no adapter fits behind a model's layers.
+
+    Raises:
+        IncompatibleError: They see a window or have no rotary positions.
+    """
+    decoder = adapter.model.get_decoder() if hasattr(adapter.model, "get_decoder") else None
+    plain = all(window is None for window in adapter.windows.values())
+    if not (plain and hasattr(decoder, "rotary_emb") and hasattr(decoder, "norm")):
+        raise IncompatibleError.between(
+            "draft Kangaroo",
+            model_name(adapter),
+            "the adapter goes behind layers that see all tokens at rotary positions, with a norm "
+            "before the head",
+            "use layer_skip",
+        )
 
 
 class _Sure(Assistant):

@@ -211,6 +211,7 @@ class Draft(Protocol):
 
     A class attribute ``static = True`` says that in every round ``observe`` and ``propose`` run the
     same operations on the same tensors, state changed in place: a captured round may be replayed.
+    One named ``advice`` ends what is said where no kind of its suits a rule: what to use instead.
     """
 
     kinds: tuple[Kind, ...]

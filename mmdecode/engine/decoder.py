@@ -334,7 +334,7 @@ class Decoder:
             f"draft {type(self.draft).__name__}",
             f"the rule takes proposals of kind {', '.join(rule.kinds)}, the draft makes "
             f"{', '.join(self.draft.kinds)}",
-            "use accept='auto', or another draft",
+            f"use accept='auto', or {getattr(self.draft, 'advice', 'another draft')}",
         )
 
 

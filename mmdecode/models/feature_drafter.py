@@ -271,8 +271,7 @@ class FeatureDrafter(nn.Module):
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
         """Embeddings of the target's ids, by the own table where there is one."""
         if self.embed_tokens is None:
-            embed = getattr(adapter, "embed", None) or adapter.model.get_input_embeddings()
-            return embed(ids)
+            return embedded(ids, adapter)
         # a placeholder of an image may have an id of its own behind the vocabulary
         return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
 
@@ -324,6 +323,12 @@ class FeatureDrafter(nn.Module):
     def ignored(key: str) -> bool:
         """Whether a checkpoint may hold what no module needs: tables that follow from others."""
         return key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight"
+
+
+def embedded(ids: Tensor, adapter: Any) -> Tensor:
+    """Embeddings of the target's ids, by its own table."""
+    embed = getattr(adapter, "embed", None) or adapter.model.get_input_embeddings()
+    return embed(ids)
 
 
 def save_drafter(module: nn.Module, config: Mapping[str, Any], folder: str | Path) -> None:

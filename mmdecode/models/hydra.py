@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmdecode.checkpoints import fill, local_path, read_weights
 from mmdecode.errors import InputError, UnsupportedModelError
-from mmdecode.models.feature_drafter import save_drafter
+from mmdecode.models.feature_drafter import embedded, save_drafter
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ class HydraHeads(nn.Module):
 
     def embed(self, ids: Tensor, adapter: Any) -> Tensor:
         """Embeddings of tokens, by the target's table."""
-        return adapter.model.get_input_embeddings()(ids)
+        return embedded(ids, adapter)
 
     def logits(self, head: int, read: Tensor, adapter: Any) -> Tensor:
         """Of one head, ``(..., (2 + head) H)`` to ``(..., V)``; heads count from 0 here."""
@@ -107,13 +107,13 @@ class HydraHeads(nn.Module):
         """
         config, weights = read_weights(local_path(name))
         heads = {key for key in weights if key.startswith("hydra_mlp.")}
-        if not heads:
+        first = weights.get("hydra_mlp.0.0.linear.weight")
+        if first is None:
             raise InputError(
-                f"{name} holds no Hydra heads; expected keys hydra_mlp.*: give the checkpoint of "
-                "the heads, not the bare model"
+                f"{name} holds no Hydra heads; expected keys hydra_mlp.0.0.linear.weight, ...: "
+                "give the checkpoint of the heads, not the bare model"
             )
         strange = sorted(key for key in weights if not key.startswith(("hydra_mlp.", "hydra_lm_")))
-        first = weights["hydra_mlp.0.0.linear.weight"]
         width = first.shape[0]
         if strange or first.shape[1] != 2 * width:
             raise UnsupportedModelError(

@@ -32,6 +32,7 @@ from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.flash import Flash as FlashDraft
 from mmdecode.draft.hydra import Hydra as HydraDraft
 from mmdecode.draft.kangaroo import Kangaroo as KangarooDraft
+from mmdecode.draft.kangaroo import refuse_unsuited
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.vispec import ViSpec as ViSpecDraft
 from mmdecode.engine.contracts import Draft
@@ -73,8 +74,9 @@ class Options:
             published 64. ``None``: as published.
         tokens: A pass of flash; published 5.
         length: Of the chain by which training is judged.
-        max_new_tokens: Of an answer.
-        temperature: At which answers are drawn; 0: greedy.
+        max_new_tokens: Of an answer in words.
+        temperature: At which answers in words are drawn; 0: greedy. Images are drawn as their
+            model's checkpoint says.
         held_out: Requests that are not learnt, which choose what is kept.
         tested: Further requests that are not learnt, of which the card tells; 0: it tells of those
             held out.
@@ -530,6 +532,7 @@ class KangarooRecipe(FeatureRecipe):
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """An adapter of the target's sizes, which turns positions as the target does."""
+        refuse_unsuited(adapter)
         if options.exit_layer >= adapter.num_layers:
             raise OptionError(
                 f"exit_layer={options.exit_layer}; the target has {adapter.num_layers} layers: "

@@ -14,6 +14,7 @@ from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft, grow, tree_mask
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.contracts import BranchSpec, Needs
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.guide.vcd import VCD
@@ -142,6 +143,36 @@ def test_a_drafter_that_is_the_target_is_always_right(family, do_sample):
     assert found == expected
     assert decoder.stats.accepted == decoder.stats.drafted > 0
     assert decoder.stats.passes == math.ceil((NEW - 1) / 4)
+
+
+class Longer:
+    """A law that asks what the caller did behind more words, instead of it."""
+
+    needs, images, neutral = Needs(), False, False
+
+    def __init__(self, inputs):
+        ids = F.pad(inputs["input_ids"], (5, 0), value=3)
+        ids[:, 0] = 1
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        law = BranchSpec(name="law", prompt=ids, prompt_mask=mask, stage=2, replaces="main")
+        self.branches = (law,)
+
+    def begin(self, ctx, prefill):
+        return None
+
+    def apply(self, constants, ctx, proposal, scores):
+        return scores["main"].logits
+
+
+def test_it_reads_the_prompt_of_the_branch_that_runs():
+    inputs = with_first(inputs_of("llama"))
+    guide = Longer(inputs)
+    expected, _ = decode("llama", guide=guide, inputs=inputs)
+    assert expected != decode("llama", inputs=inputs)[0]
+    draft = FeatureDraft(Oracle(model_of("llama"), 1), depth=3, top_k=1)
+    found, decoder = decode("llama", draft, guide, inputs=inputs)
+    assert found == expected
+    assert decoder.stats.accepted == decoder.stats.drafted > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
@@ -479,8 +510,11 @@ def test_half_precision_does_not_round_the_original():
     drafter = random_drafter()
     weights = {key: value.clone() for key, value in drafter.state_dict().items()}
     draft = Eagle(drafter, depth=2, top_k=1)
-    draft._place(torch.zeros(1, dtype=torch.float16))
+    alike = draft.under(None, None)  # each call that draws images has one of its own
+    for one in (draft, alike):
+        one._place(torch.zeros(1, dtype=torch.float16))
     assert next(draft._running.parameters()).dtype == torch.float16
+    assert alike._running is draft._running
     draft._place(torch.zeros(1))
     for part in (drafter, draft._running):
         assert all(torch.equal(value, weights[key]) for key, value in part.state_dict().items())

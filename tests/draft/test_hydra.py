@@ -242,14 +242,26 @@ def test_the_published_layout_is_read_with_its_own_outputs(tmp_path):
     assert torch.equal(found.heads.logits(0, read, None), heads.logits(0, read, None))
 
 
+def test_a_published_configuration_need_not_name_the_vocabulary(tmp_path):
+    heads = random_heads()
+    torch.save(heads.state_dict(), tmp_path / "hydra_lm_head.pt")
+    (tmp_path / "config.json").write_text('{"hydra_num_heads": 3}')
+    expected = decode("llama", Hydra(heads), trace=True)[1].trace
+    assert decode("llama", Hydra.from_pretrained(tmp_path), trace=True)[1].trace == expected
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (lambda weights: {}, InputError),
+        (
+            lambda weights: {k.replace("0.linear", "linear"): v for k, v in weights.items()},
+            InputError,
+        ),
         (lambda weights: weights | {"prefix_embeding_layer.norm.weight": torch.ones(1)}, None),
         (lambda weights: {k: v[..., :WIDTH] for k, v in weights.items()}, None),
     ],
-    ids=["none", "plus_plus", "ungrounded"],
+    ids=["none", "of_one_matrix", "plus_plus", "ungrounded"],
 )
 def test_heads_of_another_form_are_refused(change, error, tmp_path):
     weights = change(random_heads().state_dict()) or {"fc.weight": torch.ones(1)}

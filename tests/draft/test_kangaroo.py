@@ -185,6 +185,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(IncompatibleError, match="layer_skip"):
         decoder = Decoder(Kangaroo(Model({**SIZES, "exit_layer": 1})))
         mmdecode.generate(mistral, decoder=decoder, **inputs_of("llama"), max_new_tokens=4)
+    with pytest.raises(IncompatibleError, match="layer_skip"):  # before it is trained, too
+        options = Options(kind="kangaroo", exit_layer=1)
+        RECIPES["kangaroo"].build(registry.adapter_for(mistral), [], options)
     for options in ({"sure": 1.5}, {"length": -1}):
         with pytest.raises(OptionError):
             Kangaroo(Model(SIZES), **options)

@@ -261,8 +261,12 @@ def test_a_saved_drafter_is_the_same_and_is_made_by_a_string(kind, tmp_path):
 def test_without_a_path_it_is_what_is_shipped_for_the_model():
     draft = registry.create("draft", "eagle:length=3", model_id="zoo:llava-scenes")
     assert draft.drafter.config["target_model_type"] == "llava"
-    for kind, model in (("vispec", "zoo:llava-scenes"), ("eagle", "someone/else"), ("flash", None)):
-        with pytest.raises(OptionError, match=f"path=.*{model or 'the model'}"):
+    draft = registry.create("draft", "kangaroo:length=3", model_id="zoo:llava-scenes")
+    assert draft.drafter.config["target_model_type"] == "llava"
+    others = ("dream", None), ("flash", None), ("hydra", "zoo:lm-synth"), ("kangaroo", None)
+    for kind, model in (("vispec", "zoo:llava-scenes"), ("eagle", "someone/else"), *others):
+        told = f"{kind}.*path=.*{model or 'the model'}.*--kind {kind}"
+        with pytest.raises(OptionError, match=told):
             registry.create("draft", kind, model_id=model)
 
 

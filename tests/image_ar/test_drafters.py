@@ -225,8 +225,10 @@ def test_drawn_trees_have_to_be_kept_whole():
     assert "without_replacement" not in Eagle(drafter).kinds
     assert "iid" in Eagle(drafter, depth=4, top_k=1, nodes=4).kinds
     assert "iid" not in Eagle(drafter, depth=4, top_k=1, nodes=4, drawn=False).kinds
-    with pytest.raises(IncompatibleError, match="takes proposals of kind"):
+    with pytest.raises(IncompatibleError, match=r"takes proposals.*length=4.*depth=2,top_k=3"):
         Decoder(Eagle(drafter), accept="rejection")
+    for advised in ({"depth": 4, "top_k": 1, "nodes": 4}, {"depth": 2, "top_k": 3}):
+        Decoder(Eagle(drafter, drawn=True, **advised), accept="rejection")
 
 
 def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():

@@ -365,3 +365,22 @@ def test_the_command_trains_for_the_zoo(tmp_path):
     card = json.loads(found.stdout.splitlines()[-1])
     assert card["requests"] == {"learnt": 1, "held_out": 1, "tested": 1}
     assert Eagle.from_pretrained(tmp_path).drafter.config["target_num_layers"] == 8
+
+
+def test_medusa_heads_of_a_model_that_hears_nothing_are_a_kind_of_drafter(tmp_path, monkeypatch):
+    from mmdecode.cli.train import app
+
+    asked = []
+
+    def noted(model, data, out, options, **given):
+        asked.append((model, data, options.kind, options.heads, options.fit.seed, given["limit"]))
+        return {"tokens_per_pass": 1.0, "entropy_bits_per_token": 1.0}
+
+    monkeypatch.setattr(recipe, "train_from", noted)
+    table = tmp_path / "questions.jsonl"
+    table.write_text("{}\n")
+    given = "medusa --model zoo:llava-scenes --heads 3 --limit 7 --seed 2 --data"
+    words = [*given.split(), str(table), "--out", str(tmp_path)]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert asked == [("zoo:llava-scenes", str(table), "medusa", 3, 2, 7)]

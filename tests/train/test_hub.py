@@ -202,5 +202,7 @@ def test_the_command_refuses_before_it_trains(server, tmp_path, monkeypatch):
     words = f"train drafter --model zoo:llava-scenes --out {tmp_path / 'out'} --push {NAME}"
     found = CliRunner().invoke(app, words.split())
     assert isinstance(found.exception, (MMDecodeError, SystemExit)) and found.exit_code
+    found = CliRunner().invoke(app, [*words.split()[:-2], "--private"])
+    assert found.exit_code and "--push" in str(found.exception) + found.output
     assert not (tmp_path / "out").exists()
     assert local_path(NAME) == NAME
