@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ from mmdecode.models.vispec import ViSpec
 from mmdecode.train.drafter_losses import divergence, smooth_distance, vispec_loss
 from mmdecode.train.fitting import FitOptions, save_half
 from mmdecode.train.medusa import head_losses
+
+OWN = {
+    "draft_vocabulary": ("eagle3",),
+    "heads": ("medusa", "hydra"),
+    "feature_sampling": ("eagle", "vispec"),
+    "exit_layer": ("kangaroo",),
+    "layers": ("text",),
+    "queries": ("vispec", "flash"),
+    "tokens": ("flash",),
+}
+"""Kinds that have an option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +128,14 @@ class Options:
         if any(count is not None and count < 1 for count in counts.values()):
             shown = ", ".join(f"{name}={count}" for name, count in counts.items())
             raise OptionError(f"{shown}; expected at least 1 of each")
-        if self.feature_sampling and self.kind not in ("eagle", "vispec"):
-            raise OptionError(
-                f"feature_sampling with kind={self.kind!r}; expected kind 'eagle' or 'vispec'"
-            )
+        usual = {one.name: one.default for one in fields(self)}
+        for name, kinds in OWN.items():
+            given = getattr(self, name)
+            if given != usual[name] and self.kind not in kinds:
+                raise OptionError(
+                    f"{name}={given} with kind={self.kind!r}; only {' and '.join(kinds)} have it: "
+                    "leave it out"
+                )
         if self.tested < 0:
             raise OptionError(f"tested={self.tested}; expected at least 0")
 

@@ -25,7 +25,7 @@ from mmdecode.engine.capture import Replayed
 from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.vcd import VCD
 from mmdecode.train.drafter import train
-from mmdecode.train.drafter_recipes import RECIPES, Options
+from mmdecode.train.drafter_recipes import OWN, RECIPES, Options
 from mmdecode.train.drafter_targets import Texts
 from mmdecode.train.workers import PRECISIONS, Worker
 from mmdecode.vlm.requests import Request
@@ -191,8 +191,10 @@ def test_each_kind_is_trained(device, kind, family, precision, tmp_path):
     target = model(family, device) if seen else text_model("llama", layers=8)
     requests = [Request(str(i), i, str(i), (), named=True) for i in range(10)]
     pace = replace(Options().fit, steps=3, batch=3, every=3, peak_rate=5e-3)
-    few = {"held_out": 2, "tested": 2, "max_new_tokens": 8, "length": 2, "queries": 2}
-    options = Options(kind=kind, exit_layer=1, fit=pace, **few)
+    few = {"held_out": 2, "tested": 2, "max_new_tokens": 8, "length": 2}
+    own = {"queries": 2, "exit_layer": 1}
+    own = {name: value for name, value in own.items() if kind in OWN[name]}
+    options = Options(kind=kind, fit=pace, **few, **own)
     target = copy.deepcopy(target).to(device)
     target.generation_config.suppress_tokens = [IMAGE]  # none in an answer
     given = Texts(

@@ -24,6 +24,7 @@ from mmdecode.train import drafter as recipe
 from mmdecode.train import drafter_recipes as recipes
 from mmdecode.train.drafter import answered, collect, train
 from mmdecode.train.drafter_recipes import (
+    OWN,
     Options,
     Sample,
     law_losses,
@@ -64,6 +65,11 @@ def samples(count=3, length=6):
         Sample(r, torch.randint(1, VOCAB, (length + r.index,), generator=generator).tolist())
         for r in requests(count)
     ]
+
+
+def having(kind, **options):
+    """Those of the options that a kind has."""
+    return {name: value for name, value in options.items() if kind in OWN.get(name, (kind,))}
 
 
 SMALL = Options(
@@ -221,7 +227,7 @@ def test_nothing_is_asked_where_the_likeliest_token_is_outside_the_vocabulary():
 @pytest.mark.parametrize("kind", recipes.RECIPES)
 def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     model = text_model("llama", layers=3)
-    options = replace(SMALL, kind=kind, draft_vocabulary=40)
+    options = replace(SMALL, kind=kind, **having(kind, draft_vocabulary=40))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     card = train(Texts(model, build), requests(12), options, tmp_path / "state", tmp_path)
     assert json.loads((tmp_path / "card.json").read_text()) == json.loads(json.dumps(card))
@@ -346,6 +352,8 @@ def test_a_drafter_of_a_target_has_its_sizes():
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UnknownNameError, match="eagle"):
         Options(kind="egle")
+    with pytest.raises(OptionError, match="heads=3 with kind='eagle'; only medusa and hydra"):
+        Options(heads=3)
     with pytest.raises(OptionError, match="held_out=0"):
         Options(held_out=0)
     with pytest.raises(InputError, match="held out"):

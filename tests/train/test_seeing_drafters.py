@@ -17,7 +17,7 @@ from mmdecode.train.drafter_targets import Texts
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_seeing import random_model
-from tests.train.test_drafter import build, requests, samples
+from tests.train.test_drafter import build, having, requests, samples
 
 QUIET = Options(noise=0.0, passes=1)
 
@@ -30,7 +30,7 @@ def batch_of(module, family="llava"):
 
 @pytest.mark.parametrize("kind", ["vispec", "dream", "flash"])
 def test_a_step_on_images_moves_all_it_has(kind):
-    recipe, options = RECIPES[kind], Options(kind=kind, queries=2, tokens=3)
+    recipe, options = RECIPES[kind], Options(kind=kind, **having(kind, queries=2, tokens=3))
     adapter = registry.adapter_for(vision_model("llava"))
     torch.manual_seed(0)
     module = recipe.build(adapter, [], options)

@@ -24,7 +24,7 @@ from mmdecode.train.drafter_targets import Texts
 from mmdecode.train.fitting import FitOptions, fit
 from mmdecode.train.workers import Alone, Worker
 from tests.conformance.tiny import text_model
-from tests.train.test_drafter import SMALL, build, requests
+from tests.train.test_drafter import SMALL, build, having, requests
 
 FIT = FitOptions(steps=6, every=2, batch=3, peak_rate=1e-2)
 
@@ -178,7 +178,7 @@ def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_training_starts_from_what_was_learnt(kind, tmp_path, monkeypatch):
-    options = replace(SMALL, kind=kind, draft_vocabulary=40, exit_layer=1)
+    options = replace(SMALL, kind=kind, **having(kind, draft_vocabulary=40, exit_layer=1))
     target = Texts(text_model("llama"), build)
     train(target, requests(10), options, tmp_path / "one" / "state", tmp_path / "one")
     starts = []
