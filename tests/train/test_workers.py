@@ -4,8 +4,10 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,33 +141,32 @@ def learnt(folder, worker):
     return torch.cat([p.detach().flatten() for p in learner.parameters()])
 
 
+def learn_beside(folder, rank):
+    """What one of two processes does."""
+    worker = Worker("cpu")
+    assert (worker.rank, worker.size) == (rank, 2)
+    torch.save(learnt(folder / "both", worker), folder / f"{rank}.pt")
+    worker.leave()
+
+
 def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
     pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     expected = learnt(tmp_path / "alone", Alone())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = []
+    root = Path(__file__).parents[2]
+    started = []
     for rank in range(2):
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-                os.environ.update({name: str(value) for name, value in places.items()})
-                os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"})
-                AcceleratorState._reset_state(True)  # of the parent
-                worker = Worker("cpu")
-                assert (worker.rank, worker.size) == (rank, 2)
-                torch.save(learnt(tmp_path / "both", worker), tmp_path / f"{rank}.pt")
-                worker.leave()
-                code = 0
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
+        code = (
+            "from pathlib import Path; from tests.train.test_workers import learn_beside; "
+            f"learn_beside(Path({str(tmp_path)!r}), {rank})"
+        )
+        variables = os.environ | {name: str(value) for name, value in places.items()}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=variables))
+    assert [process.wait() for process in started] == [0, 0]
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
     logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("alone", "both")]
