@@ -136,6 +136,7 @@ def run(arguments: argparse.Namespace) -> Path:
     }
     torch_version = torch.__version__.partition("+")[0]
     path = arguments.out / f"image-law-{device.type}-torch{torch_version}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     if arguments.page:
         write_page(arguments.page, tables(result, path.name), "law")

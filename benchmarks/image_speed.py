@@ -370,6 +370,7 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     form = f"{device.type}{'-compiled' if arguments.compile else ''}"
     name = f"images-{form}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
     path = arguments.out / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
     if arguments.page:
