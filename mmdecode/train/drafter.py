@@ -14,7 +14,8 @@ in `mmdecode.train.drafter_recipes`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -208,6 +209,19 @@ def entropy(target: Target, samples: Sequence[Sample]) -> float:
     return total / max(tokens, 1) * BITS
 
 
+@contextmanager
+def frozen(model: Any) -> Iterator[None]:
+    """No gradients for a model's weights; afterwards, or where it fails, as they were."""
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    for parameter in learnt:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learnt:
+            parameter.requires_grad_(True)
+
+
 def train(
     target: Target,
     requests: Sequence[Any],
@@ -271,69 +285,64 @@ def train(
     samples = answered(target, requests, options, answers)
     learnt, held_out, tested = samples[: ends[0]], samples[ends[0] : ends[1]], samples[ends[1] :]
     model, adapter = target.model, target.adapter
-    frozen = [p for p in model.parameters() if p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    recipe = RECIPES[options.kind]
-    torch.manual_seed(options.fit.seed)
-    module = recipe.build(adapter, learnt, options)
-    if start is not None:
-        module = begun(module, start, type(model).__name__)
-    module = module.to(model.device, torch.float32)
-    batches = Batches(target, recipe.reads(module), learnt, options)
-    best = work / "best.pt"
+    with frozen(model):
+        recipe = RECIPES[options.kind]
+        torch.manual_seed(options.fit.seed)
+        module = recipe.build(adapter, learnt, options)
+        if start is not None:
+            module = begun(module, start, type(model).__name__)
+        module = module.to(model.device, torch.float32)
+        batches = Batches(target, recipe.reads(module), learnt, options)
+        best = work / "best.pt"
 
-    def loss_at(step: int) -> Tensor:
-        place = worker.place(step)
-        batch = batches(place)
-        with worker.autocast():
-            return recipe.loss(module, batch, options, options.fit.dice(place))
+        def loss_at(step: int) -> Tensor:
+            place = worker.place(step)
+            batch = batches(place)
+            with worker.autocast():
+                return recipe.loss(module, batch, options, options.fit.dice(place))
 
-    def judged(by: Sequence[Sample]) -> Drafted:
-        asked = [sample.request for sample in by]
-        return measured(target, asked, recipe.draft(module, options.length), options)
+        def judged(by: Sequence[Sample]) -> Drafted:
+            asked = [sample.request for sample in by]
+            return measured(target, asked, recipe.draft(module, options.length), options)
 
-    log = fit(
-        module,
-        loss_at=loss_at,
-        held_out=lambda: 1 / judged(held_out).tokens_per_pass,
-        keep=lambda: write_state(best, module.state_dict()),
-        options=options.fit,
-        work=work,
-        worker=worker,
-    )
+        log = fit(
+            module,
+            loss_at=loss_at,
+            held_out=lambda: 1 / judged(held_out).tokens_per_pass,
+            keep=lambda: write_state(best, module.state_dict()),
+            options=options.fit,
+            work=work,
+            worker=worker,
+        )
 
-    def finish() -> dict[str, Any]:
-        module.load_state_dict(torch.load(best, map_location=model.device, weights_only=True))
-        module.eval()
-        recipe.save(module, out, adapter)
-        result = judged(tested or held_out)
-        best_at = min(log, key=lambda row: row["held_out"])
-        card = {
-            "what": f"{options.kind} drafter for {type(model).__name__}",
-            "options": asdict(options),
-            "requests": {
-                "learnt": len(learnt),
-                "held_out": len(held_out),
-                "tested": len(tested),
-            },
-            "precision": worker.precision,
-            "started_from": start,
-            "steps": int(best_at["step"]),
-            "minutes": round(log[-1]["seconds"] / 60, 1),
-            "parameters_learnt": sum(p.numel() for p in module.parameters()),
-            "chain": options.length,
-            "tokens_per_pass": round(result.tokens_per_pass, 3),
-            "accepted_by_position": [round(share, 3) for share in result.by_position],
-            "entropy_bits_per_token": round(entropy(target, tested or held_out), 3),
-        }
-        (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
-        return card
+        def finish() -> dict[str, Any]:
+            module.load_state_dict(torch.load(best, map_location=model.device, weights_only=True))
+            module.eval()
+            recipe.save(module, out, adapter)
+            result = judged(tested or held_out)
+            best_at = min(log, key=lambda row: row["held_out"])
+            card = {
+                "what": f"{options.kind} drafter for {type(model).__name__}",
+                "options": asdict(options),
+                "requests": {
+                    "learnt": len(learnt),
+                    "held_out": len(held_out),
+                    "tested": len(tested),
+                },
+                "precision": worker.precision,
+                "started_from": start,
+                "steps": int(best_at["step"]),
+                "minutes": round(log[-1]["seconds"] / 60, 1),
+                "parameters_learnt": sum(p.numel() for p in module.parameters()),
+                "chain": options.length,
+                "tokens_per_pass": round(result.tokens_per_pass, 3),
+                "accepted_by_position": [round(share, 3) for share in result.by_position],
+                "entropy_bits_per_token": round(entropy(target, tested or held_out), 3),
+            }
+            (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+            return card
 
-    card = worker.first(finish)
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    return card
+        return worker.first(finish)
 
 
 def train_from(

@@ -358,9 +358,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         Options(held_out=0)
     with pytest.raises(InputError, match="held out"):
         train(Texts(text_model("llama"), build), requests(4), SMALL, tmp_path, tmp_path)
+    target = text_model("llama")
     with pytest.raises(OptionError, match="draft_vocabulary=99"):
         options = replace(SMALL, kind="eagle3", draft_vocabulary=99)
-        train(Texts(text_model("llama"), build), requests(9), options, tmp_path / "a", tmp_path)
+        train(Texts(target, build), requests(9), options, tmp_path / "a", tmp_path)
+    assert all(parameter.requires_grad for parameter in target.parameters())
 
 
 def test_the_command_trains_for_the_zoo(tmp_path):
