@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
     from transformers import PreTrainedModel
@@ -186,19 +186,34 @@ def published_weights(file: str | Path, marker: str) -> dict[str, Any]:
     )
 
 
+def unlike(
+    wanted: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[tuple[str, str | None, str | None]]:
+    """Weights that are missing, unknown or of another shape, by name.
+
+    Returns:
+        Of each its name, the shape that is wanted and the one that is given; ``None``: none is.
+    """
+    here, there = (
+        {name: str(tuple(value.shape)) for name, value in weights.items()}
+        for weights in (wanted, given)
+    )
+    names = sorted({*here, *there})
+    pairs = [(name, here.get(name), there.get(name)) for name in names]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
 def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
     """The model with these weights, in float32 and evaluation mode.
 
     Raises:
         InputError: A weight is missing, unknown or of another shape.
     """
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    wrong = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    wrong = unlike(model.state_dict(), weights)
     if wrong:
         shown = "; ".join(
-            f"{name}: {given.get(name, 'missing')}, expected {wanted.get(name, 'nothing')}"
-            for name in wrong[:4]
+            f"{name}: {given or 'missing'}, expected {wanted or 'nothing'}"
+            for name, wanted, given in wrong[:4]
         )
         raise InputError(
             f"{source} does not fit {type(model).__name__} in {len(wrong)} weights ({shown}); give "

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr.prompts import token_ids
+from mmdecode.engine.setup import token_ids, up_to_end
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
@@ -62,11 +62,6 @@ def beam_search(
         generation_config=config,
     )
     ends = token_ids(config.eos_token_id)
-    tokens = [_ended(row, ends) for row in output.sequences[:, prompt.shape[1] :].tolist()]
+    tokens = [up_to_end(row, ends) for row in output.sequences[:, prompt.shape[1] :].tolist()]
     ranked = list(zip(tokens, output.sequences_scores.tolist(), strict=True))
     return [ranked[row : row + keep] for row in range(0, len(ranked), keep)]
-
-
-def _ended(tokens: list[int], ends: list[int]) -> list[int]:
-    places = (place for place, token in enumerate(tokens, 1) if token in ends)
-    return tokens[: next(places, None)]

@@ -1,6 +1,6 @@
 """DREAM: three blocks that look at the model's own states draft trees, over a part of the image.
 
-The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.features`.
+The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.growing`.
 
 Source: Hu et al. 2025, arXiv:2505.19201, section 3.3 for the image. Differs from the reference,
 whose call is commented out: the attention that counts is that of the prompt's words in the last

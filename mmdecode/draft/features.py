@@ -2,21 +2,17 @@
 
 The drafter's cache holds one row per committed token but the last, on the accepted path alone; the
 states that verification made anyway are its input, so a round costs one pass over the new rows and
-one for each further level. A tree is grown level by level: every node of the frontier has its best
-children, the best of these by the probability of their path go on, and in the end the best of all
-nodes are kept. A node is never likelier than its parent, so what is kept is a tree.
+one for each further level. How a tree is grown is in `mmdecode.draft.growing`.
 
-Sources: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4; Wang et al. 2025 (OPT-Tree),
-arXiv:2406.17276, for the depth (see `Worth`). Differs from the references: any batch with unlike
-rows, no loop over nodes and no question to the device within a round, ties go to the earlier node,
-and a draft that is coupled to the law's noise.
+Source: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4. Differs from the reference: any batch
+with unlike rows.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -24,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.checkpoints import paired
-from mmdecode.draft.own_law import OwnLaw, noise_of
+from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
+from mmdecode.draft.own_law import OwnLaw
 from mmdecode.engine.branch import MAIN, block_mask, chain, model_name
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.contracts import (
@@ -62,7 +59,8 @@ class FeatureDraft:
             none that was drawn may be left out.
         gain: A row's tree ends behind the level that adds no more than this to the number of
             drafted tokens that the drafter expects to be accepted; ``None``, the neutral setting:
-            at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see `Worth`.
+            at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see
+            `mmdecode.draft.growing.Worth`.
 
     Proposes deterministic trees, or drawn ones with their laws. Under the coupled rule children
     are the top of log q plus the noise that decides their position, while paths are weighed by
@@ -115,9 +113,8 @@ class FeatureDraft:
         kinds: tuple[Kind, ...] = ("deterministic", "coupled")
         self.kinds = (*kinds, sampled) if drawn else kinds
         self.drafter, self.depth, self.top_k, self.nodes = drafter.eval(), depth, top_k, nodes
-        if gain is not None and gain < 0:
-            raise OptionError(f"gain={gain}; expected 0 or more expected tokens a level")
-        self.images, self.gain, self.law = images, gain, OwnLaw()
+        self._shape = Shape(depth, top_k, nodes, gain)
+        self.images, self.law = images, OwnLaw()
         self._running = self.drafter
         self._placed = [self.drafter]  # where states were last, also for copies of this
         self._kind: Kind = "deterministic"
@@ -285,7 +282,7 @@ class FeatureDraft:
         levels = min(self.depth, budget)
         if levels <= 0:
             return Proposal.empty(ctx.batch, ctx.device)
-        shape = Shape(levels, self.top_k, self.nodes, self.gain)
+        shape = replace(self._shape, levels=levels)
         own = self._running.target_ids()
         return grown_proposal(ctx, self._kind, self.law, shape, *self._reader(ctx, levels), own)
 
@@ -489,232 +486,3 @@ def placed(module: Module, running: Module, like: Tensor) -> Module:
     if (parameter.device, parameter.dtype) == (like.device, like.dtype):
         return running
     return copy.deepcopy(module).to(like)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a tree that is grown.
-
-    Attributes:
-        levels: Tokens on the longest path.
-        top_k: Children of a node, and nodes of a level that go on; 1 makes a chain.
-        nodes: That are kept, where none was drawn; of a chain, all.
-        gain: As of `FeatureDraft`.
-    """
-
-    levels: int
-    top_k: int
-    nodes: int
-    gain: float | None = None
-
-
-class Worth:
-    """Which rows' trees go on: those whose last level added more than ``gain`` expected tokens.
-
-    A path is expected to be accepted as often as the drafter gives it probability, so a tree is
-    worth the sum of these over the ``nodes`` nodes that are kept, and the likeliest nodes are the
-    tree that is worth most. Where a level adds nothing, no later one can. The host looks only where
-    that is free (on the CPU); elsewhere all levels are grown, and nodes behind a row's end are
-    unused.
-
-    Args:
-        gain: Of expected tokens by a level that is not the last; the level that fails is kept.
-        nodes: That a tree keeps.
-        ctx: Of the call.
-
-    Source: Wang et al. 2025 (OPT-Tree), arXiv:2406.17276, section 3. Differs from its code, which
-    leaves the level it has just grown out of the sum.
-    """
-
-    def __init__(self, gain: float, nodes: int, ctx: Context) -> None:
-        self.gain, self.nodes = gain, nodes
-        self.looks = ctx.device.type == "cpu" and not ctx.fixed
-        self.going = ctx.open[:, None]
-        self._best = torch.zeros(ctx.batch, 0, device=ctx.device)
-        self._expected = torch.zeros(ctx.batch, 1, device=ctx.device)
-
-    def shown(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scores of a level, ``(B, n)``, unused in rows that have ended."""
-        ended = ~self.going
-        return tokens.masked_fill(ended, -1), scores.masked_fill(ended, -torch.inf)
-
-    def ended(self, scores: Tensor) -> bool:
-        """Notes the scores of a level as shown; says whether all rows are known to end with it."""
-        both = torch.cat([self._best, scores.exp()], 1)
-        self._best = both.topk(min(self.nodes, both.shape[1]), dim=1).values
-        expected = self._best.sum(1, keepdim=True)
-        self.going = expected - self._expected > self.gain  # nothing is added where it ended
-        self._expected = expected
-        return self.looks and not bool(self.going.any())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grown:
-    """Nodes of a tree for each row, parents before children.
-
-    Attributes:
-        tokens: ``(B, M)``, ids of the drafter, -1 where unused.
-        parents: ``(B, M)``, -1 for children of the root.
-        scores: Log-probability of each node's path, ``(B, M)``.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-
-    def best(self, nodes: int) -> Grown:
-        """The likeliest nodes in their old order; of equals the earlier, so parents stay."""
-        size = self.tokens.shape[1]
-        if nodes >= size:
-            return self
-        kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
-        kept = kept.sort(dim=1).values
-        order = torch.arange(nodes, device=kept.device).expand_as(kept)
-        place = kept.new_full((len(kept), size), -1).scatter(1, kept, order)
-        above = self.parents.gather(1, kept)
-        parents = place.gather(1, above.clamp_min(0)).masked_fill(above < 0, -1)
-        return Grown(
-            tokens=self.tokens.gather(1, kept),
-            parents=parents,
-            scores=self.scores.gather(1, kept),
-        )
-
-
-def grow(
-    root: Tensor,
-    step: Callable[[int, Tensor, Tensor], Tensor],
-    levels: int,
-    top_k: int,
-    noise: Callable[[int], Tensor | None] = lambda level: None,
-    worth: Worth | None = None,
-) -> Grown:
-    """All nodes of a tree of ``levels`` levels, ``top_k + (levels - 1) * top_k ** 2`` of them.
-
-    Args:
-        root: Logits after the last committed token, ``(B, 1, D)``.
-        step: From a level, counted from 0, the tokens of its frontier ``(B, k)`` and the place of
-            each one's parent in the frontier before, to logits after them, ``(B, k, D)``.
-        levels: Tokens on the longest path.
-        top_k: Children of a node, and nodes of a level that go on.
-        noise: Of a level ``(B, 1, D)``, added to log q to choose children, not to weigh them;
-            ``None``: the likeliest are chosen.
-        worth: Which rows' trees end before; ``None``: none.
-    """
-    batch = len(root)
-    tokens, parents, scores = [], [], []
-    logits, first = root, 0
-    node = torch.full((batch, 1), -1, device=root.device)  # of the frontier
-    weight = torch.zeros(batch, 1, device=root.device)
-    for level in range(levels):
-        log_q = logits.float().log_softmax(-1)
-        added = noise(level)
-        ranked = log_q if added is None else log_q + added
-        chosen = ranked.topk(top_k, dim=-1).indices  # (B, n, k)
-        # rounding must not make a child likelier than its parent
-        gain = log_q.gather(-1, chosen).clamp_max(0)
-        score = (weight[..., None] + gain).flatten(1)
-        chosen = chosen.flatten(1)
-        shown = (chosen, score) if worth is None else worth.shown(chosen, score)
-        # a warped law may leave fewer tokens than a node should have children
-        tokens.append(shown[0].masked_fill(shown[1] == -torch.inf, -1))
-        parents.append(node.repeat_interleave(top_k, 1))
-        scores.append(shown[1])
-        if level == levels - 1 or (worth is not None and worth.ended(shown[1])):
-            break
-        going = score.topk(top_k, dim=1).indices
-        node, weight = first + going, score.gather(1, going)
-        first += score.shape[1]
-        logits = step(level, chosen.gather(1, going), going // top_k)
-    return Grown(
-        tokens=torch.cat(tokens, 1), parents=torch.cat(parents, 1), scores=torch.cat(scores, 1)
-    )
-
-
-def grown_proposal(
-    ctx: Context,
-    kind: Kind,
-    law: OwnLaw,
-    shape: Shape,
-    root: Tensor,
-    step: Callable[[int, Tensor, Tensor], Tensor],
-    own: Tensor | None = None,
-) -> Proposal:
-    """A tree of a law: its likeliest nodes, or all that was drawn.
-
-    Args:
-        ctx: Of the call.
-        kind: Of the proposal.
-        law: Made of logits.
-        shape: Of the tree.
-        root: Logits after the last committed token, of all branches of the law, ``(M * B, 1, D)``.
-        step: As of `grow`, to logits of all branches.
-        own: The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same.
-    """
-    vocab, top_k = ctx.adapter.vocab, min(shape.top_k, root.shape[-1])
-    nodes = max(shape.nodes, shape.levels) if top_k == 1 else shape.nodes
-    laws: list[Tensor] = []  # of the nodes of each level
-
-    def law_of(level: int, logits: Tensor) -> Tensor:
-        position = (ctx.length + level)[:, None]
-        laws.append(law(ctx, logits, position, own))
-        return laws[-1]
-
-    grown = grow(
-        law_of(0, root),
-        lambda level, tokens, above: law_of(level + 1, step(level, tokens, above)),
-        shape.levels,
-        top_k,
-        lambda level: noise_of(kind, ctx, (ctx.length + level)[:, None], vocab, own),
-        None if shape.gain is None else Worth(shape.gain, nodes, ctx),
-    )
-    log_q = None
-    if kind in ("iid", "without_replacement"):
-        log_q = torch.cat([of.repeat_interleave(top_k, 1) for of in laws], 1)
-        if own is not None:
-            whole = log_q.new_full((*log_q.shape[:2], vocab), -torch.inf)
-            log_q = whole.index_copy(2, own, log_q)
-    else:
-        grown = grown.best(nodes)
-    tokens = grown.tokens
-    if own is not None:
-        tokens = own[tokens.clamp_min(0)].masked_fill(tokens < 0, -1)
-    parents = None if top_k == 1 else grown.parents
-    return Proposal(tokens=tokens, kind=kind, parents=parents, log_q=log_q)
-
-
-def tree_mask(
-    begin: Tensor, pads: Tensor, sees: Tensor, visible: int, dtype: torch.dtype
-) -> Tensor:
-    """What a level of a tree may attend to, as an additive mask ``(B, 1, k, visible)``.
-
-    Args:
-        begin: Slot behind the committed rows, where the tree's first level lies, ``(B,)``.
-        pads: Slots at the left of each row that hold nothing, ``(B,)``.
-        sees: What each node may see of the tree so far, itself included, ``(B, k, W)`` bool.
-        visible: Slots that attention covers.
-        dtype: The model's.
-    """
-    slots = torch.arange(visible, device=begin.device)
-    relative = slots - begin[:, None]
-    width = sees.shape[-1]
-    column = relative.clamp(0, width - 1)[:, None].expand(-1, sees.shape[1], -1)
-    inside = ((relative >= 0) & (relative < width))[:, None]
-    committed = ((relative < 0) & (slots >= pads[:, None]))[:, None]
-    seen = torch.where(inside, sees.gather(2, column), committed)
-    low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
-    return torch.where(seen, 0.0, low)[:, None]
-
-
-def extended(sees: Tensor | None, above: Tensor) -> Tensor:
-    """What the nodes of a level see of the tree: what their parents do, and themselves."""
-    batch, width = above.shape
-    itself = torch.eye(width, dtype=torch.bool, device=above.device).expand(batch, -1, -1)
-    if sees is None:
-        return itself
-    inherited = sees.gather(1, above[..., None].expand(-1, -1, sees.shape[-1]))
-    return torch.cat([inherited, itself], -1)
-
-
-def gathered(states: Tensor, rows: Tensor) -> Tensor:
-    """The rows ``(B, n)`` of states ``(B, Q, H)``."""
-    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))

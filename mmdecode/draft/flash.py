@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.draft.features import FeatureDraft, extended, gathered, tree_mask
+from mmdecode.draft.features import FeatureDraft
+from mmdecode.draft.growing import extended, gathered, tree_mask
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import Context
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows

@@ -1,7 +1,7 @@
 """Hydra: heads on the model's last state draft a tree, each reading what was drafted before it.
 
 The heads are in `mmdecode.models.hydra`. A tree is grown level by level as in
-`mmdecode.draft.features`, so what a head says of one node is not what it says of its sibling; there
+`mmdecode.draft.growing`, so what a head says of one node is not what it says of its sibling; there
 is no cache, and a round costs a few matrices.
 
 Source: Ankner et al. 2024, arXiv:2402.05109, section 3. Differs from the reference: any batch, and
@@ -10,19 +10,14 @@ the tree follows the heads' probabilities, where the reference has a fixed one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mmdecode.draft.features import (
-    Shape,
-    gathered,
-    grown_proposal,
-    placed,
-    refuse_foreign,
-    shipped,
-)
+from mmdecode.draft.features import placed, refuse_foreign, shipped
+from mmdecode.draft.growing import Shape, gathered, grown_proposal
 from mmdecode.draft.own_law import OwnLaw
 from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
@@ -66,10 +61,8 @@ class Hydra:
                 f"depth={depth}, top_k={top_k}, nodes={nodes}; expected depth from 0 to the "
                 f"{len(heads)} heads, top_k >= 1 and nodes >= 1"
             )
-        if gain is not None and gain < 0:
-            raise OptionError(f"gain={gain}; expected 0 or more expected tokens a level")
+        self._shape = Shape(depth, top_k, nodes, gain)
         self.heads, self.depth, self.top_k, self.nodes = heads.eval(), depth, top_k, nodes
-        self.gain = gain
         self._running = self.heads
         self._kind: Kind = "deterministic"
         self._state: Tensor | None = None  # that decided the root, (B, 1, H)
@@ -129,7 +122,7 @@ class Hydra:
             return heads.logits(level + 1, read, adapter)
 
         root = heads.logits(0, read, adapter)
-        shape = Shape(levels, self.top_k, self.nodes, self.gain)
+        shape = replace(self._shape, levels=levels)
         return grown_proposal(ctx, self._kind, OwnLaw(), shape, root, step)
 
     def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:

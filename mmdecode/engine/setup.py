@@ -5,7 +5,7 @@ Everything that must be refused is refused here, before any model runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,12 @@ def token_ids(value: Any) -> list[int]:
     if isinstance(value, Tensor):
         return [int(v) for v in value.reshape(-1).tolist()]
     return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def up_to_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Generated tokens up to the first that ends them, that one included."""
+    places = (place for place, token in enumerate(tokens, 1) if token in ends)
+    return tokens[: next(places, None)]
 
 
 def end_ids(

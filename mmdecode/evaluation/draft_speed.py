@@ -23,7 +23,7 @@ from torch.special import entr
 
 from mmdecode.engine.contracts import Draft, Guide
 from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.setup import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.stopwatch import Cost, interleaved, timed
 from mmdecode.frontdoor import generate
@@ -176,7 +176,7 @@ def measure(
         kept = results[whole][: len(batches)]  # of the first repeat
         seen[name] = _Seen(
             answers=[
-                [_up_to_end(row, batch["input_ids"].shape[1], ends) for row in rows.tolist()]
+                [up_to_end(row[batch["input_ids"].shape[1] :], ends) for row in rows.tolist()]
                 for rows, batch in zip(kept, batches, strict=True)
             ],
             whole=np.array(seconds[whole]),
@@ -338,13 +338,6 @@ def _theirs(
     return model.generate(**batches[item], **given)
 
 
-def _up_to_end(row: list[int], prompt: int, ends: Sequence[int]) -> list[int]:
-    """What a row has generated, the token that ends it included."""
-    new = row[prompt:]
-    places = (place for place, token in enumerate(new, 1) if token in ends)
-    return new[: next(places, None)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sureness:
     """How sure the decoded law is of its own answers.
@@ -381,7 +374,7 @@ def sureness(
         law = torch.stack(output.scores, 1).float().softmax(-1)
         prompt = batch["input_ids"].shape[1]
         for row, own in zip(output.sequences.tolist(), law, strict=True):
-            laws.append(own[: len(_up_to_end(row, prompt, ends))])
+            laws.append(own[: len(up_to_end(row[prompt:], ends))])
     whole = torch.cat(laws)
     first, second = whole.topk(2).values.unbind(-1)
     return Sureness(

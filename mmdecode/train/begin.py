@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mmdecode.checkpoints import loading, local_path
+from mmdecode.checkpoints import loading, local_path, unlike
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.eagle import Eagle
@@ -38,14 +38,13 @@ def begun(built: nn.Module, name: str, target: str) -> nn.Module:
     """
     found = _loaded(built, name)
     grown = type(found) is not type(built)
-    wanted = {key: tuple(value.shape) for key, value in built.state_dict().items()}
-    given = {key: tuple(value.shape) for key, value in found.state_dict().items()}
-    asked = given if grown else wanted
-    wrong = sorted(key for key in asked if wanted.get(key) != given.get(key))
+    asked = found if grown else built
+    names = asked.state_dict().keys()
+    wrong = [one for one in unlike(built.state_dict(), found.state_dict()) if one[0] in names]
     if wrong:
         shown = "; ".join(
-            f"{key}: {given.get(key, 'missing')} there, {wanted.get(key, 'nothing')} here"
-            for key in wrong[:4]
+            f"{name}: {given or 'missing'} there, {wanted or 'nothing'} here"
+            for name, wanted, given in wrong[:4]
         )
         raise InputError(
             f"{name} was made for another target or other options than this drafter of {target}: "

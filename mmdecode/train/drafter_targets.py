@@ -27,7 +27,7 @@ from transformers import (
 from mmdecode import registry
 from mmdecode.engine.contracts import Draft
 from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.setup import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.frontdoor import generate
 from mmdecode.guide.guidance import Guidance
@@ -110,11 +110,8 @@ class Texts:
         decoder = Decoder(seed=options.fit.seed)
         out = generate(self.model, decoder=decoder, request=names, **inputs, **given)
         ends = token_ids(self.model.generation_config.eos_token_id)
-        found = []
-        for row in out[:, inputs["input_ids"].shape[1] :].tolist():
-            stop = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-            found.append(row[: stop + 1])
-        return found
+        rows = out[:, inputs["input_ids"].shape[1] :].tolist()
+        return [up_to_end(row, ends) for row in rows]
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
         """Prompts and answers as one prompt, of which one token follows."""

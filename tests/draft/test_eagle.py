@@ -12,7 +12,8 @@ import mmdecode
 from mmdecode import registry
 from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
-from mmdecode.draft.features import FeatureDraft, grow, tree_mask
+from mmdecode.draft.features import FeatureDraft
+from mmdecode.draft.growing import grow, tree_mask
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import BranchSpec, Needs
 from mmdecode.engine.decoder import Decoder

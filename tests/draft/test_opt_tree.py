@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmdecode.draft.eagle import Eagle
-from mmdecode.draft.features import Worth, grow
+from mmdecode.draft.growing import Worth, grow
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from tests.draft.test_eagle import decode, inputs_of, random_drafter, reduced, table_drafter

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmdecode import registry
-from mmdecode.draft import features
+from mmdecode.draft import features, growing
 from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.flash import Flash
@@ -167,8 +167,8 @@ def weight_of(drafter, adapter, rows, path):
 
 def assert_weights_are_those_of_paths_alone(kind, monkeypatch):
     grown = []
-    grow = features.grow
-    monkeypatch.setattr(features, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
+    grow = growing.grow
+    monkeypatch.setattr(growing, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
     draft = random_draft(kind, depth=5, top_k=2, nodes=30)
     adapter, ids, hidden, merged, more = given_prompt()
     ctx = begin(draft, adapter, ids, hidden, merged)

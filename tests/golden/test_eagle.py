@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from mmdecode import registry
 from mmdecode.draft.eagle import Eagle
-from mmdecode.draft.features import grow
+from mmdecode.draft.growing import grow
 from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder

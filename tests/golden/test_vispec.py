@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from mmdecode.draft import features
+from mmdecode.draft import growing
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.image_rows import members_of, numbered
@@ -117,8 +117,8 @@ TIED = {
 @torch.no_grad()
 def test_trees_of_two_rounds_match(layout, case, shape, monkeypatch):
     grown = []
-    grow = features.grow
-    monkeypatch.setattr(features, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
+    grow = growing.grow
+    monkeypatch.setattr(growing, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
     draft, ids, images, hidden, embeds = given(layout, case, *shape)
     ctx = begin(draft, Given(HEAD, images), ids, hidden, embeds)
 

@@ -25,7 +25,7 @@ from mmdecode.engine.capture import Replayed
 from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.vcd import VCD
 from mmdecode.train.drafter import train
-from mmdecode.train.drafter_recipes import OWN, RECIPES, Options
+from mmdecode.train.drafter_recipes import RECIPES, Options
 from mmdecode.train.drafter_targets import Texts
 from mmdecode.train.workers import PRECISIONS, Worker
 from mmdecode.vlm.requests import Request
@@ -35,15 +35,9 @@ from tests.draft.test_eagle import random_drafter, reduced
 from tests.draft.test_hydra import random_heads as hydra_heads
 from tests.draft.test_kangaroo import random_adapter
 from tests.draft.test_seeing import random_draft
+from tests.gpu.devices import DEVICES
+from tests.train.kinds import having
 
-no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda]),
-        pytest.param("cpu", marks=pytest.mark.slow),
-    ],
-)
 FAMILIES = pytest.mark.parametrize("family", ["llama", "llava"])
 LAWS = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 NEW = 40
@@ -192,9 +186,7 @@ def test_each_kind_is_trained(device, kind, family, precision, tmp_path):
     requests = [Request(str(i), i, str(i), (), named=True) for i in range(10)]
     pace = replace(Options().fit, steps=3, batch=3, every=3, peak_rate=5e-3)
     few = {"held_out": 2, "tested": 2, "max_new_tokens": 8, "length": 2}
-    own = {"queries": 2, "exit_layer": 1}
-    own = {name: value for name, value in own.items() if kind in OWN[name]}
-    options = Options(kind=kind, fit=pace, **few, **own)
+    options = Options(kind=kind, fit=pace, **few, **having(kind, queries=2, exit_layer=1))
     target = copy.deepcopy(target).to(device)
     target.generation_config.suppress_tokens = [IMAGE]  # none in an answer
     given = Texts(

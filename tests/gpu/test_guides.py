@@ -18,12 +18,8 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.testing import drafts
 from mmdecode.zoo.scenes import draw_scene, render
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
+from tests.gpu.devices import DEVICES
 
-no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = [
-    pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda]),
-    pytest.param("cpu", marks=pytest.mark.slow),
-]
 GUIDES = [
     "vcd",
     "pai:alpha=1,gamma=1.5",
@@ -99,7 +95,7 @@ def undrafted(name, device, guide, do_sample):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 def test_a_draft_changes_no_token(device, name, guide, do_sample):
     rows = undrafted(name, device, guide, do_sample)
     if name == "tiny":  # what is trained may be sure of its words
@@ -114,7 +110,7 @@ def test_a_draft_changes_no_token(device, name, guide, do_sample):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 def test_a_row_alone_is_as_in_the_batch(device, name, guide, do_sample):
     _, [alone] = decode(name, device, guide, rows=1, do_sample=do_sample)
     assert alone == undrafted(name, device, guide, do_sample)[0]
@@ -122,7 +118,7 @@ def test_a_row_alone_is_as_in_the_batch(device, name, guide, do_sample):
 
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 def test_what_each_branch_says_first_is_what_it_says_on_the_cpu(device, name, guide):
     here, there = (decode(name, place, guide, new=1)[0].trace for place in (device, "cpu"))
     for [ours], [expected] in zip(here, there, strict=True):

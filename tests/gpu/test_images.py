@@ -17,15 +17,8 @@ from mmdecode.engine.capture import Replayed
 from mmdecode.engine.decoder import Decoder
 from tests.conformance import tiny_images
 from tests.conformance.test_image_inputs import tiny_vq
+from tests.gpu.devices import DEVICES
 
-no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda]),
-        pytest.param("cpu", marks=pytest.mark.slow),
-    ],
-)
 FAMILIES = pytest.mark.parametrize("family", ["llamagen", "janus"])
 DRAFTS = {
     "window": lambda model: Jacobi(8),

@@ -24,7 +24,6 @@ from mmdecode.train import drafter as recipe
 from mmdecode.train import drafter_recipes as recipes
 from mmdecode.train.drafter import answered, collect, train
 from mmdecode.train.drafter_recipes import (
-    OWN,
     Options,
     Sample,
     law_losses,
@@ -37,6 +36,7 @@ from mmdecode.vlm.requests import Request
 from tests.conformance.tiny import VOCAB, WIDTH, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_eagle import SECTIONS, random_drafter
+from tests.train.kinds import having
 
 NEAR = {"atol": 1e-8, "rtol": 1e-8}
 
@@ -65,11 +65,6 @@ def samples(count=3, length=6):
         Sample(r, torch.randint(1, VOCAB, (length + r.index,), generator=generator).tolist())
         for r in requests(count)
     ]
-
-
-def having(kind, **options):
-    """Those of the options that a kind has."""
-    return {name: value for name, value in options.items() if kind in OWN.get(name, (kind,))}
 
 
 SMALL = Options(

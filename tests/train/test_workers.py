@@ -26,7 +26,8 @@ from mmdecode.train.drafter_targets import Texts
 from mmdecode.train.fitting import FitOptions, fit
 from mmdecode.train.workers import Alone, Worker
 from tests.conformance.tiny import text_model
-from tests.train.test_drafter import SMALL, build, having, requests
+from tests.train.kinds import having
+from tests.train.test_drafter import SMALL, build, requests
 
 FIT = FitOptions(steps=6, every=2, batch=3, peak_rate=1e-2)
 
