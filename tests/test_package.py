@@ -388,6 +388,7 @@ EVERYONE = {
     "checkpoints",
     "crashes",
     "files",
+    "runs",
     "tables",
     "_compat",
     "__init__",

@@ -1,0 +1,155 @@
+"""Memory: what is free, what reading a prompt needs, and which errors mean that it ran out.
+
+On a CPU an allocation rarely fails: the system promises memory that it does not have and ends the
+process later. So a prompt is refused beforehand where an estimate exceeds what is free. Nothing
+here loads torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError
+
+_OUT = re.compile(
+    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|bad_alloc"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|storage size calculation overflowed",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it was raised from, says that memory ran out.
+
+    CUDA's error, `MemoryError` (numpy's and Python's), ENOMEM, and the ``RuntimeError`` by which
+    torch reports what the allocator of the CPU refused.
+    """
+    if error is None:
+        return False
+    torch = sys.modules.get("torch")
+    known = (MemoryError, torch.OutOfMemoryError) if torch is not None else (MemoryError,)
+    said = isinstance(error, (RuntimeError, OSError)) and _OUT.search(str(error)) is not None
+    return isinstance(error, known) or said or is_out_of_memory(error.__cause__)
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still take: of the machine, and of its control groups.
+
+    Args:
+        root: Where the file systems ``proc`` and ``sys`` are found.
+
+    Returns:
+        ``None`` where nothing is known.
+    """
+    found = [*_of_machine(root), *_of_groups(root)]
+    return min(found, default=None)
+
+
+def refuse_beyond_memory(needed: int, what: str, advice: str, free: int | None = None) -> None:
+    """Refuses what needs more memory than is free.
+
+    Args:
+        needed: Bytes, as estimated.
+        what: What needs them, for the message.
+        advice: What to do instead.
+        free: Bytes; default: what `free_memory` finds.
+
+    Raises:
+        InputError: More is needed than is free. Where nothing is known of it, nothing is refused.
+    """
+    free = free_memory() if free is None else free
+    if free is not None and needed > free:
+        raise InputError(
+            f"{what} needs about {_size(needed)} of memory, {_size(free)} are free; {advice}"
+        )
+
+
+def prompt_bytes(
+    config: Any, rows: int, width: int, slots: int, itemsize: int, *, masked: bool, eager: bool
+) -> int:
+    """Estimate of the memory that reading a prompt takes beyond the weights, in bytes.
+
+    Keys and values of all layers, the states inside one layer, and what is as large as queries
+    times keys: a mask, and scores where attention is written out. Rather too low than too high.
+
+    Args:
+        config: Of the text model.
+        rows: Rows of all branches.
+        width: Tokens of the prompt.
+        slots: Tokens that the cache holds.
+        itemsize: Bytes of one number of the model.
+        masked: Whether there is a mask of queries and keys.
+        eager: Whether attention makes its scores.
+    """
+    layers, hidden = _number(config, "num_hidden_layers"), _number(config, "hidden_size")
+    heads = _number(config, "num_attention_heads")
+    groups = _number(config, "num_key_value_heads") or heads
+    size = _number(config, "head_dim") or (hidden // heads if heads else 0)
+    inner = _number(config, "intermediate_size") or 4 * hidden
+    cache = 2 * layers * rows * slots * groups * size
+    states = rows * width * (3 * hidden + 2 * inner)
+    pairs = rows * width * slots * ((1 if masked else 0) + (2 * heads if eager else 0))
+    return (cache + states + pairs) * itemsize
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    text = _read(root / "proc/meminfo")
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
+    if "MemAvailable" in found:
+        yield (int(found["MemAvailable"]) + int(found.get("SwapFree", 0))) * 1024
+    elif root == Path("/") and hasattr(os, "sysconf"):
+        names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
+        if all(name in os.sysconf_names for name in names):
+            pages, size = (os.sysconf(name) for name in names)
+            if pages > 0 and size > 0:
+                yield pages * size
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """What each control group of this process, and each above it, has left."""
+    top = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names not in ("", "memory"):
+            continue
+        base = top / names if names else top
+        limit, usage = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if names
+            else ("memory.max", "memory.current")
+        )
+        group = base / path.strip("/")
+        # a container shows its own group at the top, under whatever name the host has for it
+        for folder in {base, *(f for f in (group, *group.parents) if base in f.parents)}:
+            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if most.isdigit() and used.isdigit():
+                stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.M))
+                files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                yield max(int(most) - int(used) + files, 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _size(number: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    value, unit = float(number), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
