@@ -32,7 +32,7 @@ from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.asr.n_best_lists import lists_of
 from mmdecode.asr.prompts import Prompts
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
-from mmdecode.files import to_json, write_atomically
+from mmdecode.files import to_json, write_file
 from mmdecode.guide.fusion import Given
 
 
@@ -86,7 +86,7 @@ def main():
     kept = args.out / "temperatures.json"
     if not kept.exists():
         entries = read_manifest(args.development, args.limit, text=True)
-        write_atomically(kept, json.dumps(fitted(hears, entries, args), indent=1) + "\n")
+        write_file(kept, json.dumps(fitted(hears, entries, args), indent=1) + "\n")
     heat = json.loads(kept.read_text())
     print(f"temperatures: {heat['main']:.3f} of {args.language_model}, ", end="")
     print(f"{heat['acoustic']:.3f} of {args.model}, from {heat['tokens']} tokens")
@@ -113,7 +113,7 @@ def main():
             )
             print(f"{name}: {found.text}{changed}")
     page = CorrectedTexts(texts).page({"model": args.model, "correct": spec})
-    write_atomically(args.out / "words.html", page)
+    write_file(args.out / "words.html", page)
     print(args.out / "words.html")
     print(f"mmdecode transcribe {args.folder} --model {args.model} --correct {spec}")
     raise SystemExit(1 if failed else 0)

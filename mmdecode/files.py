@@ -1,4 +1,4 @@
-"""Files that a run reads and writes: whole or not there, one run at a time, continued as begun.
+"""Files that a run reads and writes: whole or not there, never over another's, continued as begun.
 
 Results go to a folder, or to one file of lines. `RUN` in the folder, or a file of that ending
 beside the file, says under which settings they were made; whatever else is there belongs to its
@@ -8,28 +8,223 @@ kind of run (`mmdecode.asr.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.runs
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import mmdecode
 from mmdecode.errors import InputError, OptionError
 
 RUN = "run.json"
 
+MAKER = f"mmdecode {mmdecode.__version__}"
+"""Who made a file, as its head says: ``<meta name="generator" content=MAKER>`` in HTML, ``made by
+MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`` in a PNG."""
 
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Writes a file that either is complete or does not exist."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+LISTING = ".mmdecode-files"
+"""In a folder: a line for each file without such a head, its digest (`_ANY`: it is appended to) and
+its name. It is written first, so that a crash leaves no file that nobody knows."""
+
+_MADE = re.compile(
+    rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
+)
+_HEAD = 1024
+_ANY = "-"
+_digest = functools.partial(hashlib.blake2b, digest_size=16)
+_numbers = itertools.count()
+
+
+def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False) -> None:
+    """Writes a file that is complete or not there, and replaces none that is not ours.
+
+    Every file of this library is written here or by its two relatives, `open_append` and
+    `write_folder`. A file is ours if its head names the maker (`MAKER`, as pages, JSON reports and
+    PNGs do), or if `LISTING` in its folder holds its name and what it contains: then this library
+    wrote it and nobody changed it since. Missing folders are made.
+
+    Args:
+        path: Of the file. What is no regular file, as ``/dev/stdout``, is written into.
+        data: What it holds; a file that is open for reading is copied.
+        overwrite: Replace a file that is not ours.
+
+    Raises:
+        OptionError: A file that is not ours is there.
+        OSError: It cannot be written; see `explained`.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as device:
+            _put(data, device)
+        return
+    refuse_foreign([path], overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        temporary.replace(path)
+        with temporary.open("wb") as file:
+            _put(data, file)
+        _replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
+    """Opens a file to append to, under the rule of `write_file`.
+
+    Args:
+        path: Of the file; made where there is none, with its folder.
+        overwrite: Start anew where a file is there that is not ours.
+
+    Raises:
+        OptionError: A file that is not ours is there.
+        OSError: It cannot be opened; see `explained`.
+    """
+    refuse_foreign([path], overwrite)
+    if overwrite and not is_own(path):
+        path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _list(path, _ANY)
+    return path.open("ab")
+
+
+def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool = False) -> None:
+    """Writes what another library saves into a folder, under the rule of `write_file`.
+
+    Args:
+        folder: Where the files go; made where there is none.
+        fill: Is given an empty folder and saves into it, as ``model.save_pretrained`` does. Its
+            files then take their places one by one.
+        overwrite: Replace files that are not ours.
+
+    Raises:
+        OptionError: A file that is not ours is there; what was saved stays in a folder that the
+            message names. Commands that compute for long ask `refuse_foreign` first.
+        OSError: It cannot be written; see `explained`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(folder)
+    temporary.mkdir()
+    try:
+        fill(temporary)
+        saved = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
+        targets = [folder / file.relative_to(temporary) for file in saved]
+        try:
+            refuse_foreign(targets, overwrite)
+        except OptionError as error:
+            kept = folder.with_name(f"{folder.name}-{os.getpid()}")
+            temporary.rename(kept)
+            raise OptionError(f"{error}; what was computed is in {kept}") from None
+        for file, target in zip(saved, targets, strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(file, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
+    """Refuses to go on where files are there that are not ours; before anything is computed.
+
+    Args:
+        paths: Of files that would be written. Of a folder, all files in it count.
+        overwrite: The user allows to replace them.
+
+    Raises:
+        OptionError: Some are there; the message names them.
+    """
+    foreign: list[str] = []
+    there: dict[Path, set[str]] = {}
+    for path in paths:
+        if path.parent not in there:  # one look at a folder, however many files are asked about
+            with contextlib.suppress(OSError):
+                there[path.parent] = set(os.listdir(path.parent))
+        if path.name not in there.get(path.parent, ()) or is_own(path):
+            continue
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder; expected the path of a file")
+        foreign.append(str(path))
+    if foreign and not overwrite:
+        shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if foreign[5:] else "")
+        raise OptionError(
+            f"{shown}: there already, and not written by mmdecode or changed since; choose another "
+            "place, or replace with --overwrite (overwrite=True)"
+        )
+
+
+def refuse_foreign_in(folder: Path, overwrite: bool = False) -> None:
+    """Refuses a folder that holds files that are not ours, for results of names not known yet.
+
+    Raises:
+        OptionError: It holds some, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"{folder} is a file; expected a folder")
+    files = (file for file in folder.glob("*") if file.name[0] != "." and not file.is_dir())
+    refuse_foreign(sorted(files), overwrite)
+
+
+def is_own(path: Path) -> bool:
+    """Whether this library wrote a file and nobody changed it since; see `write_file`."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            if not head or _MADE.search(head):  # an empty file has nothing to lose
+                return True
+            known = _listed(path)
+            if not known or _ANY in known:
+                return bool(known)
+            file.seek(0)
+            return hashlib.file_digest(file, _digest).hexdigest() in known
+    except OSError:
+        return False
+
+
+def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
+    if isinstance(data, str):
+        data = data.encode()
+    if isinstance(data, bytes):
+        file.write(data)
+    else:
+        shutil.copyfileobj(data, file)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Puts a complete file in its place, and says first that it is ours."""
+    with temporary.open("rb") as file:
+        if not _MADE.search(file.read(_HEAD)):
+            file.seek(0)
+            _list(path, hashlib.file_digest(file, _digest).hexdigest())
+    temporary.replace(path)
+
+
+def _temporary(path: Path) -> Path:
+    """A name of its own beside a file; short, since the file's own may be as long as can be."""
+    return path.with_name(f".{os.getpid()}-{next(_numbers)}.tmp")
+
+
+def _list(path: Path, content: str) -> None:
+    """Notes that a file of this content is ours."""
+    with (path.parent / LISTING).open("ab") as file:
+        file.write(content.encode() + b" " + _name(path) + b"\n")
+
+
+def _listed(path: Path) -> set[str]:
+    """What a file may contain if it is ours."""
+    ending = b" " + _name(path) + b"\n"
+    with contextlib.suppress(OSError):
+        lines = complete_lines(path.parent / LISTING)
+        return {line.split(b" ", 1)[0].decode() for line in lines if line.endswith(ending)}
+    return set()
+
+
+def _name(path: Path) -> bytes:
+    """As a line can hold it; no name has a zero byte of its own."""
+    return os.fsencode(path.name).replace(b"\n", b"\0")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -98,8 +293,8 @@ def run_of(place: Path) -> Path:
 
 def note_settings(place: Path, settings: Mapping[str, Any]) -> None:
     """Writes down under which settings the results in a folder or file are made."""
-    noted = json.dumps(_noted(settings), indent=1, default=str)
-    write_atomically(run_of(place), noted + "\n")
+    noted = json.dumps({"made_by": MAKER} | _noted(settings), indent=1, default=str)
+    write_file(run_of(place), noted + "\n")
 
 
 def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -58,7 +58,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines; the file either is complete or does not exist."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    write_atomically(path, "".join(lines))
+    write_file(path, "".join(lines))
 
 
 def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -40,7 +40,7 @@ from mmdecode.files import (
     lock,
     note_settings,
     to_json,
-    write_atomically,
+    write_file,
 )
 
 RESULTS, PARTS = "results.jsonl", "parts"
@@ -102,7 +102,7 @@ def merge(folder: Path, entries: Sequence[Entry]) -> None:
                 lines[source] = line
         # recordings of an earlier, larger input stay, behind the others
         ordered = sorted(lines, key=lambda source: place.get(source, len(place)))
-        write_atomically(folder / RESULTS, b"".join(lines[source] for source in ordered))
+        write_file(folder / RESULTS, b"".join(lines[source] for source in ordered))
         for path in parts:
             path.unlink()
         if (folder / PARTS).exists():
@@ -180,7 +180,7 @@ class ResultFolder:
             if isinstance(result, Transcript):
                 for kind in self.formats:
                     text = FORMATS[kind](result, self.layout)
-                    write_atomically(self.folder / f"{name}.{kind}", text)
+                    write_file(self.folder / f"{name}.{kind}", text)
                 self.done.add(result.source)
             line = {"id": entry.id, **_recording(entry), "name": name} | dataclasses.asdict(result)
             data = to_json(line).encode() + b"\n"

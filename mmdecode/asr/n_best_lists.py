@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.manifest import AUDIO, ID
 from mmdecode.errors import InputError, UnknownNameError
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 from mmdecode.tables import first_of, read_rows, text_of
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def write_lists(
     else:
         text = "".join(f"{row}\n" for row in rows)
     data = text.encode()
-    write_atomically(path, gzip.compress(data, mtime=0) if packed else data)
+    write_file(path, gzip.compress(data, mtime=0) if packed else data)
 
 
 def lists_of(transcript: Transcript) -> list[NBestList]:

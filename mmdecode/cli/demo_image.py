@@ -34,7 +34,7 @@ def run(
 
     from mmdecode.evaluation import image_page
     from mmdecode.evaluation.image_page import Way, Ways
-    from mmdecode.files import write_atomically
+    from mmdecode.files import write_file
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.loading import load
     from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, law_of
@@ -84,7 +84,7 @@ def run(
         conditions=_conditions(adapter.model, generator.settings, seed),
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "report.html", image_page.page(report))
+    write_file(out / "report.html", image_page.page(report))
     summary = _summary(report)
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {"report.html": str(out / "report.html")}

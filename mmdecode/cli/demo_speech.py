@@ -144,7 +144,7 @@ def _run(
     from mmdecode.asr.formats import FORMATS
     from mmdecode.asr.subtitles import DEFAULT
     from mmdecode.asr.transcriber import Transcript
-    from mmdecode.files import write_atomically
+    from mmdecode.files import write_file
 
     drafted = ways[1]
     timed = _with_words(drafted)
@@ -165,7 +165,7 @@ def _run(
             words = [word for segment in found.segments for word in segment.words or ()]
             items.append(dataclasses.replace(item, words=words))
             subtitles = out / "subtitles" / f"{Path(clip.name).stem}.srt"
-            write_atomically(subtitles, FORMATS["srt"](found, DEFAULT))
+            write_file(subtitles, FORMATS["srt"](found, DEFAULT))
             kind = "recording" if clip.long else "clean"
             _append(file, clip, kind, transcript, identical=item.identical)
     return items, noisy

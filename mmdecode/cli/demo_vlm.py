@@ -61,7 +61,7 @@ def run(
     from mmdecode.evaluation import answer_page
     from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured
     from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
-    from mmdecode.files import write_atomically
+    from mmdecode.files import write_file
     from mmdecode.vlm.answerer import Answerer, load
     from mmdecode.zoo.scene_sets import image_name, scenes_from
 
@@ -99,7 +99,7 @@ def run(
         draft=drafter,
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "report.html", answer_page.page(report))
+    write_file(out / "report.html", answer_page.page(report))
     summary = _summary(report)
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {"report.html": str(out / "report.html")}

@@ -475,7 +475,7 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
     import mmdecode
     from mmdecode.asr.jobs import RESULTS
     from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
-    from mmdecode.files import explained, write_atomically
+    from mmdecode.files import explained, write_file
     from mmdecode.tables import read_rows
 
     if output.folder is None:
@@ -497,7 +497,7 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # names of files need not be UTF-8
-        write_atomically(path, page.encode("utf-8", "backslashreplace"))
+        write_file(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _together(tallies: list[_Tally], done_before: int) -> _Tally:

@@ -47,7 +47,7 @@ from mmdecode.evaluation.layout import (
     without_empty,
 )
 from mmdecode.evaluation.statistics import holm
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
 
@@ -443,7 +443,7 @@ class ImageReport:
             "report.html": self.page(),
         }
         for name, text in texts.items():
-            write_atomically(folder / name, text)
+            write_file(folder / name, text)
         return [folder / name for name in texts]
 
 

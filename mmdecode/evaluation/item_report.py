@@ -19,7 +19,7 @@ from mmdecode.evaluation.item_page import ImageSource, Shown, overview, page_of
 from mmdecode.evaluation.items import ITEMS, Some, write_items
 from mmdecode.evaluation.layout import Rows, csv_text, markdown
 from mmdecode.evaluation.statistics import RESAMPLES
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -244,7 +244,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         write_items(folder / ITEMS, self.recorded)
         files = [folder / name for name in texts]
         for path, text in zip(files, texts.values(), strict=True):
-            write_atomically(path, text)
+            write_file(path, text)
         for name, data in self.drawings.items():
             files.append(folder / f"{name}.png")
             files[-1].write_bytes(data)

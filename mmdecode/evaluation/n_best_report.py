@@ -23,7 +23,7 @@ from mmdecode.evaluation.report import marked
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.statistics import RESAMPLES, holm, interval, resampled_sums
 from mmdecode.evaluation.wer import WER, align_as_written, count_steps, summed
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 from mmdecode.tables import write_rows
 
 HELD = " (threshold)"
@@ -319,7 +319,7 @@ def save_reports(reports: Sequence[NBestReport], folder: str | os.PathLike[str])
         "report.html": page,
     }
     for name, text in files.items():
-        write_atomically(folder / name, text)
+        write_file(folder / name, text)
     write_rows(folder / "texts.jsonl", (row for report in reports for row in _texts(report)))
     return [folder / name for name in (*files, "texts.jsonl")]
 

@@ -32,7 +32,7 @@ from mmdecode.evaluation.scripts import units
 from mmdecode.evaluation.statistics import RESAMPLES, interval, resampled_sums
 from mmdecode.evaluation.word_page import Worst
 from mmdecode.evaluation.word_report import WERReport
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 
 NON_SPEECH, SPEECH = "non-speech", "speech"
 """What the id of a sample begins with: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
@@ -323,7 +323,7 @@ class SilenceReport:
             "report.html": self.page(),
         }
         for name, text in texts.items():
-            write_atomically(folder / name, text)
+            write_file(folder / name, text)
         return [folder / name for name in texts]
 
     def _repr_html_(self) -> str:

@@ -38,7 +38,7 @@ from mmdecode.evaluation.wer import (
 )
 from mmdecode.evaluation.word_measures import Measures
 from mmdecode.evaluation.word_page import Worst, overview, page_of
-from mmdecode.files import write_atomically
+from mmdecode.files import write_file
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -437,7 +437,7 @@ class WERReport:
         }
         files = [folder / name for name in texts]
         for path, text in zip(files, texts.values(), strict=True):
-            write_atomically(path, text)
+            write_file(path, text)
         for name, figure in self.figures().items():
             files.append(folder / f"{name}.png")
             files[-1].write_bytes(plots.png(figure))

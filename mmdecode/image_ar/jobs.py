@@ -31,7 +31,7 @@ from mmdecode.files import (
     explained,
     note_settings,
     to_json,
-    write_atomically,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class ImageFolder:
         with explained(self.folder):
             if not image.error:
                 png = as_png(image, {**self._texts, **line})
-                write_atomically(self.folder / line["file"], png)
+                write_file(self.folder / line["file"], png)
             append_line(self._file, to_json(line).encode() + b"\n")
         return line
 
@@ -155,13 +155,13 @@ class ImageFolder:
         # images of an earlier, longer run stay, behind the others
         ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
         with explained(self.folder):
-            write_atomically(self._results, b"".join(lines[name][0] for name in ordered))
+            write_file(self._results, b"".join(lines[name][0] for name in ordered))
             if grid:
                 rows: dict[int | str, list[Path]] = {}
                 for request in requests:
                     file = self.folder / f"{self.name(request)}.png"
                     rows.setdefault(request.condition, []).append(file)
-                write_atomically(self.folder / GRID, _encoded(laid_out(list(rows.values()))))
+                write_file(self.folder / GRID, _encoded(laid_out(list(rows.values()))))
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         """Complete lines and what they hold; one that was cut off by a crash is not complete."""

@@ -26,7 +26,7 @@ from mmdecode.files import (
     lock,
     note_settings,
     to_json,
-    write_atomically,
+    write_file,
 )
 from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.requests import Request
@@ -92,7 +92,7 @@ class AnswerFile:
         # answers to an earlier, longer input stay, behind the others
         ordered = sorted(lines, key=lambda name: place.get(name, len(place)))
         with explained(self.path):
-            write_atomically(self.path, b"".join(lines[name][0] for name in ordered))
+            write_file(self.path, b"".join(lines[name][0] for name in ordered))
 
     def close(self) -> None:
         """No more answers."""
