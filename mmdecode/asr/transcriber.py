@@ -16,7 +16,7 @@ from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.words import Word, in_order, timed_words
+from mmdecode.asr.words import Word, around_words, in_order, timed_words
 from mmdecode.checkpoints import dtype_of, loading, local_path, placed
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refuse_unknown
@@ -33,7 +33,8 @@ class Segment:
     """A stretch of speech.
 
     Attributes:
-        start_s, end_s: When, in seconds from the beginning of the recording.
+        start_s, end_s: When, in seconds from the beginning of the recording; where words are timed,
+            the start of its first word and the end of its last one.
         text: What was said.
         tokens: As ids, timestamps included.
         temperature: At which it was decoded.
@@ -325,14 +326,10 @@ class Transcriber:
     def _spans(self, job: Job, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
         """Start and end of each segment."""
         spans = [job.timeline.span(piece.start, piece.end) for piece in job.pieces]
-        if self.options.mode == "sequential":
-            return spans
-        # of a segment that two windows made neither knows both ends
-        said = [
-            (own[0].start_s, own[-1].end_s) if own else span
-            for own, span in zip(words, spans, strict=True)
-        ]
-        return in_order(said, job.timeline.duration_s)
+        if self.options.mode != "sequential":
+            # of a segment that two windows made neither knows both ends
+            spans = in_order(spans, job.timeline.duration_s)
+        return around_words(spans, words)
 
     def _said(self, tokens: list[int]) -> list[Any]:
         """Those that are text."""

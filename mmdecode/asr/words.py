@@ -9,6 +9,7 @@ openai/whisper and faster-whisper; the law is the model's own with Whisper's rul
 from __future__ import annotations
 
 import codecs
+import math
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -210,3 +211,30 @@ def in_order(
         free = min(max(end, start + shortest), latest)
         fitted.append((start, free))
     return fitted
+
+
+def around_words(
+    spans: Sequence[tuple[float, float]], words: Sequence[Sequence[Word] | None]
+) -> list[tuple[float, float]]:
+    """Times of segments that agree with those of their words.
+
+    A segment with words begins with the first and ends with the last of them. One without keeps
+    its time as far as it does not reach into the words before and after it.
+
+    Args:
+        spans: Starts and ends of segments.
+        words: Of each segment, in order of time.
+    """
+    latest = [math.inf]  # where the next segment with words begins, from the last one on
+    for own in reversed(words):
+        latest.append(own[0].start_s if own else latest[-1])
+    found: list[tuple[float, float]] = []
+    earliest = 0.0
+    for (start, end), own, limit in zip(spans, words, latest[-2::-1], strict=True):
+        if own:
+            earliest = own[-1].end_s
+            found.append((own[0].start_s, earliest))
+        else:
+            start = min(max(start, earliest), limit)
+            found.append((start, min(max(start, end), limit)))
+    return found

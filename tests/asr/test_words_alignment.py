@@ -2,11 +2,15 @@
 
 import dataclasses
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     GenerationMixin,
     Wav2Vec2Config,
@@ -31,7 +35,10 @@ from mmdecode.asr.alignment import (
     token_starts,
     warp,
 )
+from mmdecode.asr.formats import FORMATS
 from mmdecode.asr.letters import SYMBOLS, LetterHead
+from mmdecode.asr.subtitles import Layout, clean
+from mmdecode.asr.words import Word, around_words
 from mmdecode.errors import InputError, OptionError
 from mmdecode.zoo.speech import speech_test
 
@@ -352,11 +359,46 @@ def check(transcript):
             assert end <= word.start_s < word.end_s <= transcript.duration_s + 1e-6
             assert 0 <= word.confidence <= 1
             end = word.end_s
+        assert not segment.words or segment.start_s == segment.words[0].start_s
+        assert not segment.words or segment.end_s == segment.words[-1].end_s
+    bounds = [time for s in transcript.segments for time in (s.start_s, s.end_s)]
+    assert bounds == sorted(bounds)
     return [word for segment in transcript.segments for word in segment.words]
 
 
 def without_words(transcript):
-    return [dataclasses.replace(segment, words=None) for segment in transcript.segments]
+    """Segments as they are where no words are timed; their times are those of the words else."""
+    return [
+        dataclasses.replace(segment, words=None, start_s=0.0, end_s=0.0)
+        for segment in transcript.segments
+    ]
+
+
+def times_by_format(transcript):
+    """Start and end of each spoken segment in milliseconds, as each format has them."""
+    exact = Layout(max_line_width=None, max_reading_speed=None, min_duration_s=0.0)
+    written = {kind: write(transcript, exact) for kind, write in FORMATS.items()}
+    clock = re.compile(r"(\d+):(\d+):(\d+)[.,](\d+) --> (\d+):(\d+):(\d+)[.,](\d+)")
+
+    def shown(text):
+        numbers = [list(map(int, found)) for found in clock.findall(text)]
+        return [
+            tuple(((h * 60 + m) * 60 + s) * 1000 + ms for h, m, s, ms in (n[:4], n[4:]))
+            for n in numbers
+        ]
+
+    def told(segments):
+        spoken = (s for s in segments if clean(s["text"]))
+        return [(round(1000 * s["start_s"]), round(1000 * s["end_s"])) for s in spoken]
+
+    rows = [line.split("\t") for line in written["tsv"].splitlines()[1:]]
+    return {
+        "srt": shown(written["srt"]),
+        "vtt": shown(written["vtt"]),
+        "tsv": [(int(start), int(end)) for start, end, _ in rows],
+        "json": told(json.loads(written["json"])["segments"]),
+        "jsonl": told(map(json.loads, written["jsonl"].splitlines())),
+    }
 
 
 @pytest.mark.parametrize("method", [True, "attention"])
@@ -370,7 +412,7 @@ def test_words_change_nothing_else_and_no_draft_changes_them(trained, clips, met
     for ours, theirs, base in zip(found, drafted, plain, strict=True):
         assert len(check(ours)) > 5
         assert ours.segments == theirs.segments
-        assert without_words(ours) == base.segments and ours.text == base.text
+        assert without_words(ours) == without_words(base) and ours.text == base.text
     assert [timed(clip)[0].segments for clip in clips] == [one.segments for one in found]
 
 
@@ -399,6 +441,30 @@ def test_random_text_over_many_windows_is_timed_in_order(kit, processor, aligned
     transcriber = Transcriber(aligned, processor, Decoder(seed=0), settings)
     for transcript in transcriber([kit.noise(7.3, 1), kit.noise(0.05, 2), np.zeros(100)]):
         check(transcript)
+        expected, *others = times_by_format(transcript).values()
+        assert all(other == expected for other in others)
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 9)] * 2, st.integers(0, 3)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_segments_without_words_stay_between_the_words_around_them(drawn):
+    """Whatever the model says of the times of segments, those of their words count."""
+    spans, words, at = [], [], 0.0
+    for start, length, count in drawn:
+        spans.append((start, start + length))
+        own = [
+            Word(text=" a", start_s=at + i, end_s=at + i + 0.5, confidence=1.0)
+            for i in range(count)
+        ]
+        words.append(own or None)
+        at += count
+    found = around_words(spans, words)
+    for (start, end), own in zip(found, words, strict=True):
+        assert start <= end and (not own or (start, end) == (own[0].start_s, own[-1].end_s))
+        for other in words:
+            assert not other or own is other or end <= other[0].start_s or other[-1].end_s <= start
+    if not any(words):
+        assert found == spans
 
 
 @pytest.fixture(scope="module")
