@@ -1,4 +1,4 @@
-"""Streams on the shipped Whisper: words, lag, what is taken back, and what it costs.
+"""Streams on the shipped Whisper: words, lag, which provisional words change, and what it costs.
 
     python benchmarks/streaming.py --page docs/streaming.md       # CPU, about 5 minutes
 
@@ -74,7 +74,7 @@ def measure(
         "dal": mean([report.heard.dal for report in reports]),
         "ready_laal": mean([report.ready.laal for report in reports]),
         "lag_s": mean([report.lag_s for report in reports]),
-        "revision_rate": mean([report.revision_rate for report in reports]),
+        "revision_rate": mean([report.provisional_change_rate for report in reports]),
         "seconds_per_second": round(spent * RATE / sum(map(len, waves)), 3),
         "texts": [text for text, _ in found],
     }
@@ -91,7 +91,7 @@ def tables(result: dict[str, Any], name: str) -> str:
         "the end."
     ]
     header = ["policy", "step", "draft", "WER", "AL", "LAAL", "DAL", "LAAL on the wall"]
-    header += ["behind the word's end", "taken back", "compute per second"]
+    header += ["behind the word's end", "provisional and changed", "compute per second"]
     for case in result["cases"]:
         rows = [["whole recording at once", "", "", f"{100 * case['offline_wer']:.1f} %"]]
         rows[0] += [""] * (len(header) - len(rows[0]))

@@ -1,9 +1,9 @@
-"""Streams: words while somebody speaks, and never one taken back.
+"""Streams: words while somebody speaks; committed ones are never taken back.
 
 `Stream` hears a recording that is still going on. Every ``step_s`` seconds of audio it transcribes
 what it keeps of it anew, with a `Transcriber` as it is: any model, draft, guide or option. What a
 policy of `POLICIES` finds stable is committed: it is said once, and does not change any more. The
-rest is pending: shown, and free to change with the next step.
+rest is provisional: shown, and free to change with the next step.
 
 * ``agreement``: words that the last ``n`` hypotheses agree on (LocalAgreement-n; Liu et al. 2020,
   arXiv:2005.11185, section 2.2; for Whisper Macháček et al. 2023, arXiv:2307.14743, section 2.1).
@@ -99,7 +99,7 @@ class Commits:
         """Takes a hypothesis.
 
         Returns:
-            Where in it the newly committed words begin and end; those behind are pending.
+            Where in it the newly committed words begin and end; those behind are provisional.
         """
         keys = [bare(word) for word in words]
         begin = covered(self._said, keys)
@@ -152,14 +152,14 @@ class Update:
             beginning of the stream: no step begins before its audio is there and the one before has
             ended.
         committed: New words, each with the space before it: they never change.
-        pending: Words behind them as they look now.
+        provisional: Words behind them as they look now.
         words: The new words with times and confidences; ``None``: the transcriber times no words.
     """
 
     heard_s: float
     ready_s: float
     committed: list[str]
-    pending: list[str]
+    provisional: list[str]
     words: list[Word] | None = None
 
     @property
@@ -313,12 +313,14 @@ class Stream:
         self._ready_s = max(self._ready_s, self.heard_s) + time.perf_counter() - began
         return self._said(found.words[begin:end], found.words[end:], timed and timed[begin:end])
 
-    def _said(self, committed: list[str], pending: list[str], timed: list[Word] | None) -> Update:
+    def _said(
+        self, committed: list[str], provisional: list[str], timed: list[Word] | None
+    ) -> Update:
         return Update(
             heard_s=self.heard_s,
             ready_s=round(max(self._ready_s, self.heard_s), 6),
             committed=committed,
-            pending=pending,
+            provisional=provisional,
             words=timed,
         )
 

@@ -174,7 +174,7 @@ def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
 
 
 class _Screen:
-    """Committed words as running text; on a terminal pending ones dimmed behind them."""
+    """Committed words as running text; on a terminal provisional ones dimmed behind them."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -200,12 +200,13 @@ class _Screen:
         if self._line.endswith((".", "?", "!")) or len(self._line) > out.width:
             out.print(self._line, markup=False, highlight=False)
             self._line = ""
-        self._live.update(Text.assemble(self._line, ("".join(update.pending), "dim")), refresh=True)
+        open_words = "".join(update.provisional), "dim"
+        self._live.update(Text.assemble(self._line, open_words), refresh=True)
 
 
 def _summary(report: StreamReport, heard_s: float) -> str:
     """The numbers in words."""
-    parts = [f"{heard_s:.1f} s heard, {report.words} words"]
+    parts = [f"{heard_s:.1f} s heard, {report.committed_words} words committed"]
     if report.heard.al is not None:
         parts.append(
             f"lagging (AL, DAL) {report.heard.al:.2f} and {report.heard.dal:.2f} s of audio, "
@@ -213,6 +214,7 @@ def _summary(report: StreamReport, heard_s: float) -> str:
         )
     if report.lag_s is not None:
         parts.append(f"committed {report.lag_s:.2f} s behind their ends")
-    parts.append(f"{100 * report.revision_rate:.0f} % of the words shown were taken back")
+    changed = 100 * report.provisional_change_rate
+    parts.append(f"{changed:.0f} % of the words shown were provisional and changed")
     parts.append(f"updates at most {report.delay_s:.2f} s late")
     return "; ".join(parts)

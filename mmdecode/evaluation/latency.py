@@ -1,4 +1,4 @@
-"""How far a stream's words lag behind what is said, and how much of what it shows it takes back.
+"""How far a stream's words lag behind what is said, and how often provisional words change.
 
 All of it is computed per recording, from when each word was committed: in seconds of audio heard by
 then, which does not depend on the machine, or as the seconds at which it was ready, which does.
@@ -16,10 +16,12 @@ speaker who spreads m words evenly over it:
   arXiv:1906.00048.
 
 In a recording with pauses nobody speaks evenly: where the times of words are known, `lag_s`, from a
-word's own end to when it was committed, says more. `revision_rate` is the share of shown words that
-were taken back. Taken back between two displays are the words of the first behind what both begin
-with (erasure; Arivazhagan et al. 2020, arXiv:1912.03393); their normalised erasure, per final word,
-is rate / (1 - rate).
+word's own end to when it was committed, says more.
+
+Committed words never change. `provisional_change_rate` is the share of all shown words that were
+provisional and changed before they were committed. Between two displays those are the words of the
+first after what both begin with (erasure; Arivazhagan et al. 2020, arXiv:1912.03393); their
+normalised erasure, per final word, is rate / (1 - rate).
 """
 
 from __future__ import annotations
@@ -102,20 +104,21 @@ class StreamReport:
     """What one recording's stream was like.
 
     Attributes:
-        words: Committed.
+        committed_words: How many; none of them was ever taken back.
         heard: Lagging in seconds of audio heard: the policy's part.
         ready: Lagging on the wall, the time of the machine included.
         lag_s: Mean seconds of audio from a word's end to when it was committed; ``None``: no word
             has times.
-        revision_rate: Share of shown words that were taken back; all of them were pending.
+        provisional_change_rate: Share of shown words that were provisional and changed; the others
+            were committed as they were shown.
         delay_s: Most seconds that a step was ready behind its audio.
     """
 
-    words: int
+    committed_words: int
     heard: Lagging
     ready: Lagging
     lag_s: float | None
-    revision_rate: float
+    provisional_change_rate: float
     delay_s: float
 
 
@@ -124,12 +127,12 @@ class StreamMeter:
     """Measures a stream update by update; keeps two numbers per word.
 
     Attributes:
-        shown: Words that were pending at the last update.
-        taken_back: Shown words that changed later.
+        shown: Words that were provisional at the last update.
+        changed: Provisional words that changed later.
     """
 
     shown: list[str] = field(default_factory=list)
-    taken_back: int = 0
+    changed: int = 0
     _heard: list[float] = field(default_factory=list)
     _ready: list[float] = field(default_factory=list)
     _lags: list[float] = field(default_factory=list)
@@ -138,11 +141,11 @@ class StreamMeter:
 
     def add(self, update: Update) -> None:
         """Takes the next update; the last one is that of ``finish``."""
-        now = [*update.committed, *update.pending]
+        now = [*update.committed, *update.provisional]
         pairs = zip(self.shown, now, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.taken_back += len(self.shown) - kept
-        self.shown = list(update.pending)
+        self.changed += len(self.shown) - kept
+        self.shown = list(update.provisional)
         count = len(update.committed)
         self._heard += [update.heard_s] * count
         self._ready += [update.ready_s] * count
@@ -156,13 +159,13 @@ class StreamMeter:
         Args:
             reference_words: How many words were said, where that is known.
         """
-        shown = len(self._heard) + self.taken_back
+        shown = len(self._heard) + self.changed
         return StreamReport(
-            words=len(self._heard),
+            committed_words=len(self._heard),
             heard=lagging(self._heard, self._end_s, reference_words),
             ready=lagging(self._ready, self._end_s, reference_words),
             lag_s=sum(self._lags) / len(self._lags) if self._lags else None,
-            revision_rate=self.taken_back / shown if shown else 0.0,
+            provisional_change_rate=self.changed / shown if shown else 0.0,
             delay_s=self._delay_s,
         )
 

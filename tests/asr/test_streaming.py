@@ -132,11 +132,12 @@ def test_every_word_is_said_once_whatever_was_made_up_in_between(timed, policy, 
 def test_blocks_do_not_matter(seed, wild):
     draw, samples = random.Random(seed), spoken(50)
     known = [
-        (u.heard_s, u.committed, u.pending) for u in updates_of(Stream(Hearer(wild=wild)), samples)
+        (u.heard_s, u.committed, u.provisional)
+        for u in updates_of(Stream(Hearer(wild=wild)), samples)
     ]
     sizes = iter(lambda: draw.choice([0, 1, 3, 10, 33, 200]), None)
     cut = updates_of(Stream(Hearer(wild=wild)), samples, sizes)
-    assert [(u.heard_s, u.committed, u.pending) for u in cut] == known
+    assert [(u.heard_s, u.committed, u.provisional) for u in cut] == known
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -254,7 +255,7 @@ def test_a_long_pause_neither_loops_nor_holds_up_what_comes_behind(noise, timed)
 def test_nothing_in_is_nothing_out():
     hearer = Hearer()
     update = Stream(hearer).finish()
-    assert (update.heard_s, update.ready_s, update.committed, update.pending) == (0, 0, [], [])
+    assert (update.heard_s, update.ready_s, update.committed, update.provisional) == (0, 0, [], [])
     stream = Stream(hearer)
     assert stream.feed(np.zeros(0, np.float32)) == []
     assert stream.finish().committed == []
@@ -267,7 +268,7 @@ def test_what_is_pending_at_the_end_is_committed_without_another_pass():
     stream.feed(spoken(5, sentence=100)[:20])
     passes = len(hearer.lengths)
     update = stream.finish()
-    assert update.text.endswith(" w5") and update.pending == []
+    assert update.text.endswith(" w5") and update.provisional == []
     assert len(hearer.lengths) == passes
 
 
@@ -363,12 +364,14 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     for update in updates:
         meter.add(update)
     report = meter.report(len(clip.text.split()))
-    assert report.words == len(words) and 0 < report.lag_s < 3
+    assert report.committed_words == len(words) and 0 < report.lag_s < 3
     drafted = Transcriber.from_pretrained(
         trained, draft="lookup", device="cpu", word_timestamps="ctc"
     )
     again = updates_of(Stream(drafted), clip.samples(), sizes)
-    assert [(u.committed, u.pending) for u in again] == [(u.committed, u.pending) for u in updates]
+    assert [(u.committed, u.provisional) for u in again] == [
+        (u.committed, u.provisional) for u in updates
+    ]
 
 
 @pytest.mark.parametrize(("within", "heard"), [("hearing", 2), ("waiting", 3)])
@@ -413,13 +416,18 @@ def test_the_command_prints_what_is_committed(trained, clip, tmp_path):
     words = ["stream", str(path), "--model", trained, "--device", "cpu"]
     shown = CliRunner().invoke(cli.app, words)
     assert shown.exit_code == 0, shown.output
-    assert "words; lagging (AL, DAL)" in shown.stderr.replace("\n", " ")
+    summary = shown.stderr.replace("\n", " ")
+    assert "words committed; lagging (AL, DAL)" in summary and "taken back" not in summary
+    assert "% of the words shown were provisional and changed" in summary
     words = ["stream", "-", "--model", trained, "--device", "cpu", "--json"]
     piped = CliRunner().invoke(cli.app, words, input=samples.tobytes() + b"\0")
     assert piped.exit_code == 0, piped.output
     *updates, report = [json.loads(line) for line in piped.stdout.splitlines()]
     text = "".join(word for update in updates for word in update["committed"])
-    assert shown.stdout.strip() == text.strip() and report["words"] == len(text.split())
+    assert shown.stdout.strip() == text.strip()
+    assert report["committed_words"] == len(text.split())
+    assert 0 < report["provisional_change_rate"] < 1
+    assert all(update["provisional"] for update in updates[:2]) and not updates[-1]["provisional"]
     assert [update["heard_s"] for update in updates[:3]] == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Lagging against closed forms, and what a stream takes back."""
+"""Lagging against closed forms, and which provisional words change."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused():
         average_lagging([2.0], 4.0, 0)
 
 
-def update(heard_s, committed, pending, late_s=0.0, ends=None):
+def update(heard_s, committed, provisional, late_s=0.0, ends=None):
     words = None
     if ends is not None:
         words = [
@@ -98,7 +98,7 @@ def update(heard_s, committed, pending, late_s=0.0, ends=None):
         heard_s=heard_s,
         ready_s=heard_s + late_s,
         committed=committed.split(),
-        pending=pending.split(),
+        provisional=provisional.split(),
         words=words,
     )
 
@@ -110,20 +110,20 @@ def measured(*updates, reference_words=None):
     return meter.report(reference_words)
 
 
-def test_words_that_change_are_taken_back_and_committed_ones_were_kept():
+def test_provisional_words_that_change_are_counted_and_committed_ones_are_not():
     report = measured(
         update(1.0, "", "a b c"),
         update(2.0, "a", "b x y"),  # c became x
         update(3.0, "b", "z"),  # x, y became z
         update(4.0, "z d", ""),
     )
-    assert report.words == 4
-    assert report.revision_rate == pytest.approx(3 / 7)  # c, x, y of a b c x y z d
+    assert report.committed_words == 4
+    assert report.provisional_change_rate == pytest.approx(3 / 7)  # c, x, y of a b c x y z d
 
 
-def test_nothing_is_taken_back_where_pending_words_only_move_over():
+def test_no_change_is_counted_where_provisional_words_are_committed_as_they_were():
     report = measured(update(1.0, "", "a b"), update(2.0, "a b", "c"), update(2.5, "c", ""))
-    assert report.revision_rate == 0
+    assert report.provisional_change_rate == 0
 
 
 def test_a_report_tells_audio_from_wall_and_knows_the_ends_of_words():
@@ -141,4 +141,9 @@ def test_a_report_tells_audio_from_wall_and_knows_the_ends_of_words():
 
 def test_an_empty_stream_has_a_report():
     report = measured(update(0.0, "", ""))
-    assert (report.words, report.heard.al, report.lag_s, report.revision_rate) == (0, None, None, 0)
+    assert (
+        report.committed_words,
+        report.heard.al,
+        report.lag_s,
+        report.provisional_change_rate,
+    ) == (0, None, None, 0)
