@@ -1,5 +1,6 @@
 """The README's picture from a result of asr_speed.py: python benchmarks/plot_asr_speed.py RESULT"""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+
+from mmdecode.evaluation.layout import drawing
 
 ENGINES = {
     "generate": ("transformers generate", "#9aa0a6"),
@@ -49,7 +52,9 @@ def main(result, out):
     )
     figure.tight_layout()
     Path(out).parent.mkdir(exist_ok=True)
-    figure.savefig(out)
+    made = io.StringIO()
+    figure.savefig(made, format="svg")
+    Path(out).write_text(drawing(made.getvalue()))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
@@ -9,6 +10,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from hallucination_tables import HARDEST, Summary, greedy_verdict, settings
+
+from mmdecode.evaluation.layout import drawing
 
 CROWD = 0.95  # points from the plain model; those nearer are not named
 HELPS, OTHERS, CURVE = "#0b8043", "#4c8bf5", "#9aa0a6"
@@ -48,5 +51,7 @@ def draw(pope: Summary, out: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower center")
     figure.tight_layout()
-    figure.savefig(out)
+    made = io.StringIO()
+    figure.savefig(made, format="svg")
+    out.write_text(drawing(made.getvalue()))
     plt.close(figure)

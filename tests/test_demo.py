@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,44 +14,10 @@ from mmdecode.engine.decoder import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer
 from mmdecode.zoo.speech import speech_test
+from tests.pages import checked
 
 ROOT = Path(__file__).parents[1]
-VOID = {"meta", "link", "input", "br", "img", "hr", "wbr"}
 TEXT = {1: " six", 2: " spoons", 3: "ful", 4: " of", 5: " <b>", 6: "0.40 s", 7: "end"}
-
-
-class Checked(HTMLParser):
-    """Refuses tags that do not close, and collects what a browser would fetch."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.fetched, self.audio, self.ids = [], [], 0, set()
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.audio += tag == "audio"
-        assert attrs.get("id") not in self.ids or attrs.get("id") is None
-        self.ids.add(attrs.get("id"))
-        self.fetched += [attrs[key] for key in ("src", "href") if key in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, f"{tag} closes {self.open[-3:]}"
-        self.open.pop()
-
-
-def checked(text):
-    parser = Checked()
-    parser.feed(text)
-    parser.close()
-    assert not parser.open
-    return parser
 
 
 def item(**changes):

@@ -11,7 +11,7 @@ from mmdecode.cli import demo_image
 from mmdecode.cli.app import app
 from mmdecode.evaluation import image_page as page
 from mmdecode.image_ar import ImageGenerator
-from tests.test_demo import checked
+from tests.pages import checked
 
 
 def run(*words):

@@ -42,6 +42,7 @@ from mmdecode.evaluation.layout import (
     document,
     html_table,
     markdown,
+    markdown_page,
     number,
     percent,
     without_empty,
@@ -439,7 +440,7 @@ class ImageReport:
         summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str)
         texts = {
             "summary.json": f"{summary}\n",
-            "table.md": self.table(),
+            "table.md": markdown_page(self.table()),
             "report.html": self.page(),
         }
         for name, text in texts.items():

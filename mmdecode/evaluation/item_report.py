@@ -17,7 +17,7 @@ from mmdecode.evaluation import plots
 from mmdecode.evaluation.item_comparison import ItemComparison
 from mmdecode.evaluation.item_page import ImageSource, Shown, overview, page_of
 from mmdecode.evaluation.items import ITEMS, Some, write_items
-from mmdecode.evaluation.layout import Rows, csv_text, markdown
+from mmdecode.evaluation.layout import Rows, csv_text, markdown, markdown_page
 from mmdecode.evaluation.statistics import RESAMPLES
 from mmdecode.files import write_file
 
@@ -237,7 +237,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str)
         texts = {
             SUMMARY: f"{summary}\n",
-            "table.md": f"{self.table()}\n{lines}",
+            "table.md": markdown_page(f"{self.table()}\n{lines}"),
             "table.csv": csv_text(self.rows()),
             "report.html": self.page(),
         }

@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmdecode.evaluation.report import data_url, head
+from mmdecode.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""
+
+MADE_BY = f"<!-- made by {MAKER} -->\n"
+"""First line of a file of Markdown, and second of an SVG, that says whose it is."""
 
 
 def without_empty(rows: Rows) -> list[dict[str, str]]:
@@ -26,6 +30,17 @@ def markdown(rows: Rows) -> str:
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
     )
+
+
+def markdown_page(text: str) -> str:
+    """A file of Markdown that names its maker."""
+    return f"{MADE_BY}\n{text}"
+
+
+def drawing(svg: str) -> str:
+    """A file of type SVG that names its maker, after the line that has to come first."""
+    first, rest = svg.split("\n", 1)
+    return f"{first}\n{MADE_BY}{rest}"
 
 
 def html_table(rows: Rows) -> str:

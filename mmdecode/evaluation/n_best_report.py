@@ -15,7 +15,15 @@ import numpy as np
 
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
-from mmdecode.evaluation.layout import Rows, csv_text, document, html_table, markdown, without_empty
+from mmdecode.evaluation.layout import (
+    Rows,
+    csv_text,
+    document,
+    html_table,
+    markdown,
+    markdown_page,
+    without_empty,
+)
 from mmdecode.evaluation.n_best import Aligner, changes, count_lists, reference_of
 from mmdecode.evaluation.n_best_methods import FIRST, Output, Parts
 from mmdecode.evaluation.normalisers import ORIGINS
@@ -314,7 +322,7 @@ def save_reports(reports: Sequence[NBestReport], folder: str | os.PathLike[str])
     )
     files = {
         "summary.json": json.dumps(summary, indent=1, allow_nan=False, default=str) + "\n",
-        "table.md": tables,
+        "table.md": markdown_page(tables),
         "table.csv": csv_text(joined_rows(reports)),
         "report.html": page,
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmdecode.evaluation.wer import WER, Step, align_as_written
+from mmdecode.files import MAKER
 
 if TYPE_CHECKING:
     from mmdecode.asr.words import Word
@@ -478,6 +479,7 @@ def head(title: str, *styles: str) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="{MAKER}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>

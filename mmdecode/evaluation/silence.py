@@ -25,7 +25,14 @@ import numpy as np
 
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import plots
-from mmdecode.evaluation.layout import csv_text, document, html_table, markdown, percent
+from mmdecode.evaluation.layout import (
+    csv_text,
+    document,
+    html_table,
+    markdown,
+    markdown_page,
+    percent,
+)
 from mmdecode.evaluation.normalisers import normaliser_of
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.scripts import units
@@ -318,7 +325,7 @@ class SilenceReport:
         folder.mkdir(parents=True, exist_ok=True)
         texts = {
             "summary.json": json.dumps(self.summary, indent=1, default=str) + "\n",
-            "table.md": self.table(),
+            "table.md": markdown_page(self.table()),
             "table.csv": csv_text(self.all_rows()),
             "report.html": self.page(),
         }

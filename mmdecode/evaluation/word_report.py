@@ -18,7 +18,7 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownN
 from mmdecode.evaluation import plots, word_measures
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.conditions import conditions_of
-from mmdecode.evaluation.layout import csv_text, markdown, number
+from mmdecode.evaluation.layout import csv_text, markdown, markdown_page, number
 from mmdecode.evaluation.layout import percent as percent_of
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.pier import TAGS, is_tagged, refuse_points, untagged
@@ -429,9 +429,10 @@ class WERReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str) + "\n"
+        compared = "".join(f"\n- {found}" for found in self.comparisons)
         texts = {
             "summary.json": summary,
-            "table.md": self.table() + "".join(f"\n- {found}" for found in self.comparisons) + "\n",
+            "table.md": markdown_page(f"{self.table()}{compared}\n"),
             "table.csv": csv_text(self.rows()),
             "report.html": self.page(),
         }

@@ -37,11 +37,13 @@ from mmdecode.evaluation.image_runs import (
     modes_of,
     read_images,
 )
+from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
+from tests.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
 LANTERN = "jacobi:window=6 + lantern:delta=0.4"
@@ -129,6 +131,8 @@ def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_pa
     assert len(rows) == 5 * 9
     assert {row["condition"] for row in rows} == {0, 1, 2}
     page = (folder / "report.html").read_text()
+    checked(page)
+    assert (folder / "table.md").read_text().startswith(MADE_BY)
     assert page.count("data:image/png;base64,") == 5
     assert "the very same images" in page
     assert "the very same images" in (folder / "table.md").read_text()

@@ -16,10 +16,12 @@ from mmdecode.asr import correction, selection
 from mmdecode.asr.n_best_lists import NBestList, read_lists, write_lists
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.evaluation.n_best import Aligner
 from mmdecode.evaluation.n_best_methods import Output, parts_of
 from mmdecode.evaluation.n_best_report import NBestReport, save_reports
 from mmdecode.evaluation.wer import wer
+from tests.pages import checked
 
 
 def some_lists(count=80):
@@ -171,6 +173,8 @@ def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     for name in ("summary.json", "table.md", "table.csv"):
         assert not re.search("colour|nice", (out / name).read_text())
     page = (out / "report.html").read_text()
+    checked(page)
+    assert (out / "table.md").read_text().startswith(MADE_BY)
     assert '<span class="substitute">read<del>red</del></span>' in page and "made better" in page
     assert "<td>read</td><td>red</td>" in page
     rows = [json.loads(line) for line in (out / "texts.jsonl").read_text().splitlines()]

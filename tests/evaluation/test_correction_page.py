@@ -17,6 +17,7 @@ from mmdecode.cli.app import app
 from mmdecode.evaluation import correction_page
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.zoo.speech import speech_test
+from tests.pages import checked
 
 MARKS = {"": "both", "a": "audio", "l": "language model"}
 
@@ -125,6 +126,7 @@ def test_a_page_shows_the_most_changed_first_and_says_what_it_leaves_out(monkeyp
     monkeypatch.setattr(correction_page, "MOST", 2)
     texts = [text("a b c", "a b c"), text("a x/l y/l", "a b c"), text("a x/l c", "a b c")]
     html = CorrectedTexts(texts).page({"model": "m"})
+    checked(html)
     shown_texts = re.findall(r"<dt>corrected</dt><dd>(.*?)</dd>", html)
     assert [shown(line) for line in shown_texts] == ["a model:x! model:y!", "a model:x! c"]
     assert "The 2 of 3 recordings with the most changes" in html and "of 3</small>" in html

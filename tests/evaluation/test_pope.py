@@ -14,6 +14,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.chair import coco_image, read_chair
 from mmdecode.evaluation.item_comparison import compared_rows
 from mmdecode.evaluation.items import YesNoItem, file_hash, read_items, text_hash
+from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.evaluation.pope import (
     SPLITS,
     asked_object,
@@ -24,6 +25,7 @@ from mmdecode.evaluation.pope import (
     warnings_of,
 )
 from mmdecode.evaluation.yes_no_report import ALWAYS, YesNoReport, shifted
+from tests.pages import checked
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -276,6 +278,8 @@ def test_failures_are_wrong_under_every_parser():
 def test_rescoring_needs_only_the_rows(report, tmp_path):
     files = report.save(tmp_path)
     assert {path.name for path in files} >= {"summary.json", "table.md", "report.html"}
+    checked((tmp_path / "report.html").read_text())
+    assert (tmp_path / "table.md").read_text().startswith(MADE_BY)
     saved = json.loads((tmp_path / "summary.json").read_text())
     again = YesNoReport(read_items(tmp_path, YesNoItem), task="pope", resamples=500)
     assert json.loads(json.dumps(again.summary)) == saved

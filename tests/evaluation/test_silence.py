@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
+from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, write_sounds
 from mmdecode.evaluation.plots import words_per_minute
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.silence import SilenceReport
+from tests.pages import checked
 
 LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]
 
@@ -144,6 +146,8 @@ def test_tables_and_page_say_what_was_missed(tmp_path):
     ]  # fmt: skip
     assert "other: misses noise" in found.table()
     page = files[3].read_text()
+    checked(page)
+    assert files[1].read_text().startswith(MADE_BY)
     assert "other: misses noise" in page
     assert page.count("<figure>") == 1 and "data:image/png" in page
     summary = json.loads(files[0].read_text())

@@ -22,12 +22,14 @@ from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import runs
+from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.evaluation.runs import Journal, read_samples
 from mmdecode.evaluation.samples import Sample, match, read_results, write_results
 from mmdecode.evaluation.word_report import WERReport, wer_report
 from mmdecode.files import claimed
 from mmdecode.tables import write_rows
 from mmdecode.zoo.speech import speech_test
+from tests.pages import checked
 
 
 def sample(name="a", mode="plain", text="red green blue", heard="red green blue", **known):
@@ -305,10 +307,14 @@ def test_everything_is_written(tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["recordings"] == 40
     with (tmp_path / "out" / "table.csv").open() as file:
         assert [row["mode"] for row in csv.DictReader(file)] == ["slow", "fast"]
-    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.startswith(f"{MADE_BY}\n")
+    lines = table.removeprefix(f"{MADE_BY}\n").splitlines()
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert "normaliser whisper" in report.table() and "batch size 1" in report.table()
-    seen = tags((tmp_path / "out" / "report.html").read_text())
+    page = (tmp_path / "out" / "report.html").read_text()
+    checked(page)
+    seen = tags(page)
     assert seen.count("img") == 3 and "b" not in seen
 
 
