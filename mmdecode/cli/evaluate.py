@@ -109,6 +109,14 @@ def wer(
     split_hyphens: Annotated[
         bool, typer.Option("--split-hyphens", help="For PIER, hyphens separate words.")
     ] = False,
+    segmented: Annotated[
+        bool,
+        typer.Option(
+            "--segmented",
+            help="Spaces separate words in Japanese, Chinese, Thai and the like too, in references "
+            "and transcripts; else their characters are scored.",
+        ),
+    ] = False,
     hallucinations: Annotated[
         bool,
         typer.Option(
@@ -241,6 +249,7 @@ def wer(
             resamples=resamples,
             seed=seed,
             points=points,
+            segmented=segmented,
             split_hyphens=split_hyphens,
             made_up=hallucinations,
             punctuation=punctuation,

@@ -332,7 +332,7 @@ def _words(text: str) -> list[str]:
 
 
 def _forms(word: str) -> Iterator[str]:
-    """A word and what it may be the plural of."""
+    """A word and what it may be the plural of: "es" is cut off only after s, x, z, ch, sh or o."""
     yield word
     if word in IRREGULAR:
         yield IRREGULAR[word]
@@ -344,7 +344,7 @@ def _forms(word: str) -> Iterator[str]:
         yield from (f"{word[:-3]}f", f"{word[:-3]}fe")
     if word.endswith("s") and not word.endswith("ss"):
         yield word[:-1]
-    if word.endswith("es"):
+    if word.endswith(("ses", "xes", "zes", "ches", "shes", "oes")):
         yield word[:-2]
 
 

@@ -7,7 +7,7 @@ same rate of the rest, and the errors of both add up to those of the word error 
 
 Points of interest are spans tagged in the reference, ``das <tag meeting> ist heute``, or all words
 of a script, such as the Latin ones of an Arabic sentence. Characters of scripts without spaces are
-units of their own, in references and in hypotheses.
+units of their own, in references and in hypotheses, unless both are said to be segmented.
 
 Source: Ugan et al. 2025, PIER; the rules are those of its code, enesyugan/PIER-CodeSwitching-
 Evaluation. Not followed: there, sentences are dropped that consist of points of interest only, or
@@ -104,6 +104,7 @@ def pier(
     normaliser: str = "none",
     scorer: str = "plain",
     split_hyphens: bool = False,
+    segmented: bool = False,
     groups: Sequence[str] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -117,6 +118,7 @@ def pier(
         normaliser: Of `mmdecode.evaluation.normalisers.NORMALISERS`; tags keep to their words.
         scorer: ``plain`` or ``merge``, see `mmdecode.evaluation.wer`.
         split_hyphens: Whether hyphens separate words.
+        segmented: See `mmdecode.evaluation.wer.wer`.
         groups: Speaker or recording of each pair, which the bootstrap then draws; ``None``: it
             draws pairs.
         resamples: Bootstrap draws of the interval.
@@ -135,9 +137,9 @@ def pier(
     normalise = normaliser_of(normaliser)
     rows = []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
-        said, marked = points_of(reference, points, normalise, split_hyphens)
+        said, marked = points_of(reference, points, normalise, split_hyphens, segmented)
         heard = normalise(_apart(hypothesis, split_hyphens))
-        _, heard_units = paired_units("".join(said), heard)
+        _, heard_units = paired_units("".join(said), heard, segmented)
         rows.append(count_points(align_units(said, heard_units, scorer), marked))
     table = np.array(rows, dtype=np.int64)  # (pairs, 8)
     interest, rest = (
@@ -183,7 +185,11 @@ def untagged(reference: str) -> str:
 
 
 def points_of(
-    reference: str, points: str, normalise: Normaliser, split_hyphens: bool = False
+    reference: str,
+    points: str,
+    normalise: Normaliser,
+    split_hyphens: bool = False,
+    segmented: bool = False,
 ) -> tuple[list[str], list[bool]]:
     """Normalised units of a reference, and which of them are points of interest.
 
@@ -192,20 +198,22 @@ def points_of(
         points: See `pier`.
         normalise: What words are made of.
         split_hyphens: See `pier`.
+        segmented: See `pier`.
 
     Raises:
         InputError: A tag is not closed.
     """
     text, flags = _untagged(reference)
     text = _apart(text, split_hyphens)
-    said = units(normalise(text))
+    cut = str.split if segmented else units
+    said = cut(normalise(text))
     if points != TAGS:
         return said, [any(script(c) == SCRIPTS[points] for c in unit) for unit in said]
     tagged = iter([flag for character, flag in zip(text, flags, strict=True) if character.strip()])
     single = []  # each unit as it is normalised alone, with its flag
-    for unit in units(text):
+    for unit in cut(text):
         flag = sum(next(tagged) for _ in unit) > 0
-        single += [(part, flag) for part in units(normalise(unit))]
+        single += [(part, flag) for part in cut(normalise(unit))]
     marked = [False] * len(said)
     matcher = SequenceMatcher(None, [part for part, _ in single], said, autojunk=False)
     for kind, first, last, begin, end in matcher.get_opcodes():

@@ -136,6 +136,7 @@ def wer(
     *,
     normaliser: str = "whisper",
     scorer: str | None = None,
+    segmented: bool = False,
     groups: Sequence[str] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -147,6 +148,8 @@ def wer(
         hypotheses: What was recognised, in the same order.
         normaliser: Of `NORMALISERS`, applied to both sides.
         scorer: Of `SCORERS`; ``None``: ``merge`` for the leaderboard's normaliser, else ``plain``.
+        segmented: Whether spaces separate words in scripts without spaces too, on both sides; else
+            each of their characters is a unit.
         groups: Speaker or recording of each pair, which the bootstrap then draws; ``None``: it
             draws pairs.
         resamples: Bootstrap draws of the interval.
@@ -157,7 +160,9 @@ def wer(
         MissingExtraError: jiwer or kaldialign is not installed.
     """
     scorer = scorer or default_scorer(normaliser)
-    counts = count_errors(references, hypotheses, normaliser=normaliser, scorer=scorer)
+    counts = count_errors(
+        references, hypotheses, normaliser=normaliser, scorer=scorer, segmented=segmented
+    )
     return summed(counts, normaliser, scorer, groups, resamples, seed)
 
 
@@ -203,6 +208,7 @@ def count_errors(
     *,
     normaliser: str = "whisper",
     scorer: str = "plain",
+    segmented: bool = False,
 ) -> np.ndarray:
     """Counts of each pair.
 
@@ -211,6 +217,7 @@ def count_errors(
         hypotheses: What was recognised, in the same order.
         normaliser: Of `NORMALISERS`.
         scorer: Of `SCORERS`.
+        segmented: See `wer`.
 
     Returns:
         ``(pairs, 7)`` integers; the columns are `COLUMNS`.
@@ -225,7 +232,7 @@ def count_errors(
     if not len(references):
         raise OptionError("there is nothing to score; expected at least one pair of texts")
     pairs = zip(references, hypotheses, strict=True)
-    return count_steps([align(said, heard, normaliser, scorer) for said, heard in pairs])
+    return count_steps([align(*pair, normaliser, scorer, segmented) for pair in pairs])
 
 
 def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
@@ -254,7 +261,11 @@ def count_steps(alignments: Iterable[Sequence[Step]]) -> np.ndarray:
 
 
 def align(
-    reference: str, hypothesis: str, normaliser: str = "whisper", scorer: str = "plain"
+    reference: str,
+    hypothesis: str,
+    normaliser: str = "whisper",
+    scorer: str = "plain",
+    segmented: bool = False,
 ) -> list[Step]:
     """Aligns the normalised words of two texts as the error rate counts them.
 
@@ -263,6 +274,7 @@ def align(
         hypothesis: What was recognised.
         normaliser: Of `NORMALISERS`.
         scorer: Of `SCORERS`.
+        segmented: See `wer`.
 
     Raises:
         InputError: The alternatives of a reference have too many combinations.
@@ -270,10 +282,11 @@ def align(
     """
     normalise = normaliser_of(normaliser)
     if scorer != "sclite":
-        return align_units(*paired_units(normalise(reference), normalise(hypothesis)), scorer)
+        said, heard = normalise(reference), normalise(hypothesis)
+        return align_units(*paired_units(said, heard, segmented), scorer)
     heard = normalise(hypothesis.lower())
     found = [
-        align_units(*paired_units(normalise(reading), heard), scorer)
+        align_units(*paired_units(normalise(reading), heard, segmented), scorer)
         for reading in readings(reference.lower())
     ]
     return min(found, key=_sclite_cost)
@@ -299,11 +312,15 @@ def align_units(said: Sequence[str], heard: Sequence[str], scorer: str = "plain"
 
 
 def align_as_written(
-    reference: str, hypothesis: str, normaliser: str = "whisper", scorer: str = "plain"
+    reference: str,
+    hypothesis: str,
+    normaliser: str = "whisper",
+    scorer: str = "plain",
+    segmented: bool = False,
 ) -> list[Step]:
     """Like `align`, but shows words as they were written where the normaliser kept them apart."""
     normalise = normaliser_of(normaliser)
-    steps = align(reference, hypothesis, normaliser, scorer)
+    steps = align(reference, hypothesis, normaliser, scorer, segmented)
     said = iter(_written(reference, [w for s in steps for w in s.said.split()], normalise))
     heard = iter(_written(hypothesis, [w for s in steps for w in s.heard.split()], normalise))
 
@@ -345,9 +362,15 @@ def best_of(tables: Sequence[np.ndarray]) -> np.ndarray:
     return stacked[best, np.arange(stacked.shape[1])]
 
 
-def paired_units(said: str, heard: str) -> tuple[list[str], list[str]]:
-    """Words of both texts, by characters where the reference is of a script without spaces."""
-    cut = units if is_spaceless(said) else str.split
+def paired_units(said: str, heard: str, segmented: bool = False) -> tuple[list[str], list[str]]:
+    """Words of both texts, by characters where the reference is of a script without spaces.
+
+    Args:
+        said: The reference.
+        heard: The hypothesis.
+        segmented: See `wer`.
+    """
+    cut = units if is_spaceless(said) and not segmented else str.split
     return cut(said), cut(heard)
 
 

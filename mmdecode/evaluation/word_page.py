@@ -29,13 +29,14 @@ class Worst:
     Attributes:
         samples: The one with the most errors first.
         errors: Word errors of each.
-        normaliser, scorer: With which they were counted.
+        normaliser, scorer, segmented: With which they were counted.
     """
 
     samples: list[Sample]
     errors: list[int]
     normaliser: str
     scorer: str
+    segmented: bool = False
 
     def as_html(self) -> str:
         """Players and alignments, without styles."""
@@ -47,7 +48,9 @@ class Worst:
     def _article(self, sample: Sample, errors: int) -> str:
         audio = Path(sample.audio_filepath) if sample.audio_filepath else None
         small = audio is not None and audio.is_file() and audio.stat().st_size <= PLAYED
-        steps = align_as_written(sample.text, sample.pred_text, self.normaliser, self.scorer)
+        steps = align_as_written(
+            sample.text, sample.pred_text, self.normaliser, self.scorer, self.segmented
+        )
         failed = f'<p class="bad">{html.escape(sample.error)}</p>' if sample.error else ""
         return (
             f'<article class="clip"><h3>{html.escape(sample.id)}</h3>'

@@ -79,6 +79,7 @@ class WERReport:
         conditions: What the samples depend on, by name; kept and shown.
         points: Points of interest of PIER, see `mmdecode.evaluation.pier`: ``tags``, or the name
             of a script; ``None``: ``tags`` where a reference has some. Tags are never words.
+        segmented: See `mmdecode.evaluation.wer.wer`.
         **measures: Further fields of `mmdecode.evaluation.word_measures.Measures`.
 
     Attributes:
@@ -101,10 +102,12 @@ class WERReport:
         seed: int = 0,
         conditions: Mapping[str, Any] | None = None,
         points: str | None = None,
+        segmented: bool = False,
         **measures: bool,
     ) -> None:
         self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
         self.margin, self.resamples, self.seed = margin, resamples, seed
+        self.segmented = segmented
         self.conditions = dict(conditions or {})
         if points is None and any(is_tagged(sample.text) for sample in samples):
             points = TAGS
@@ -160,7 +163,13 @@ class WERReport:
         """Of each recording, by mode."""
         return {
             mode: [
-                align(found[name].text, found[name].pred_text, self.normaliser, self.scorer)
+                align(
+                    found[name].text,
+                    found[name].pred_text,
+                    self.normaliser,
+                    self.scorer,
+                    self.segmented,
+                )
                 for name in self.ids
             ]
             for mode, found in self._of.items()
@@ -186,6 +195,7 @@ class WERReport:
             "recordings": len(self.ids),
             "left_out": self.left_out,
             "by_characters": self.by_characters,
+            "segmented": self.segmented,
             "points": self.measures.points,
             "interval": {
                 "unit": "recording" if self._groups is None else "group",
@@ -202,6 +212,8 @@ class WERReport:
     @cached_property
     def by_characters(self) -> int:
         """References of scripts without spaces, which are scored by their characters."""
+        if self.segmented:
+            return 0
         return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
 
     def _mode(self, mode: str) -> dict[str, Any]:
@@ -257,6 +269,7 @@ class WERReport:
             [sample.text for sample in samples],
             normaliser=self.normaliser,
             scorer=self.scorer,
+            segmented=self.segmented,
             groups=self._groups,
             resamples=self.resamples,
             seed=self.seed,
@@ -286,10 +299,10 @@ class WERReport:
         first = self._scored(mode or self.modes[0])
         if isinstance(other, str):
             second = self._scored(other)
-        elif (other.normaliser, other.scorer) != (self.normaliser, self.scorer):
+        elif other._scoring != self._scoring:
             raise OptionError(
-                f"one report is scored with {self.normaliser}, {self.scorer} and the other with "
-                f"{other.normaliser}, {other.scorer}; score both alike"
+                f"one report is scored with {self._scoring} and the other with {other._scoring}; "
+                "score both alike"
             )
         else:
             second = other._scored(other_mode or other.modes[0])
@@ -301,6 +314,11 @@ class WERReport:
             resamples=self.resamples,
             seed=self.seed,
         )
+
+    @property
+    def _scoring(self) -> str:
+        """How words are counted."""
+        return f"{self.normaliser}, {self.scorer}{', segmented' * self.segmented}"
 
     def _scored(self, mode: str) -> Scored:
         self._known(mode)
@@ -366,6 +384,8 @@ class WERReport:
                 f"{self.by_characters} references of scripts without spaces are scored by "
                 "characters: their rate is the CER"
             )
+        if self.segmented:
+            parts.append("words are what stands between spaces, in every script")
         parts += self.measures.about(found["modes"][self.modes[0]])
         size = max((int(s.batch["size"]) for s in self.samples if s.batch), default=1)
         if size > 1:
@@ -407,7 +427,8 @@ class WERReport:
         errors = self.counts[name][:, 2:5].sum(1)
         places = [int(p) for p in np.argsort(-errors, kind="stable")[:count] if errors[p]]
         samples = [self._of[name][self.ids[place]] for place in places]
-        return Worst(samples, [int(errors[p]) for p in places], self.normaliser, self.scorer)
+        counted = [int(errors[p]) for p in places]
+        return Worst(samples, counted, self.normaliser, self.scorer, self.segmented)
 
     def figures(self) -> dict[str, Any]:
         """Figures by name, those left out for which nothing is known."""

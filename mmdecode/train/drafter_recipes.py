@@ -487,6 +487,8 @@ class MedusaRecipe(Recipe):
         losses = head_losses(logits.unflatten(1, states.shape[:2]), labels)
         weights = options.decay ** torch.arange(len(losses), device=losses.device)
         known = ~losses.isnan()
+        if not known.any():  # no answer is long enough: nothing is learned from this batch
+            return logits.sum() * 0
         return (losses[known] * weights[known]).sum() / weights[known].sum()
 
     def draft(self, module: Any, length: int) -> Draft:

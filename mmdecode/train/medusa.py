@@ -97,13 +97,24 @@ def head_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = []
     for shift, rows in enumerate(logits):
-        kept = rows[:, : rows.shape[1] - shift]
+        wanted = moved(labels, shift, rows.shape[1])
         losses.append(
-            F.cross_entropy(
-                kept.flatten(0, 1).float(), labels[:, shift:].flatten(), ignore_index=-100
-            )
+            F.cross_entropy(rows.flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
         )
     return torch.stack(losses)
+
+
+def moved(labels: Tensor, places: int, length: int, nothing: int = -100) -> Tensor:
+    """Of each of ``length`` positions the label so many places on, ``(B, length)``.
+
+    Args:
+        labels: ``(B, T)``, of any T.
+        places: From a position to its label.
+        length: Positions.
+        nothing: What stands for the labels that are missing at the end.
+    """
+    rest = labels[:, places:]
+    return F.pad(rest, (0, length - rest.shape[1]), value=nothing)
 
 
 @torch.no_grad()
@@ -282,7 +293,7 @@ def ranks(
         asked = targets != -100
         rows = []
         for shift in range(len(top)):
-            wanted = F.pad(targets[:, shift:], (0, shift), value=-100)
+            wanted = moved(targets, shift, targets.shape[1])
             rows.append((top[shift] == wanted[..., None])[asked])
         found.append(torch.stack(rows).cpu())
     return torch.cat(found, 1)
@@ -317,7 +328,7 @@ def _pad(samples: Sequence[Sample], device: torch.device) -> _Batch:
 
 def _targets(batch: _Batch) -> Tensor:
     """What the first head is asked at each state: the token after the one the state decides."""
-    after = F.pad(batch.ids[:, 2:], (0, 2))
+    after = moved(batch.ids, 2, batch.ids.shape[1])
     position = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     asked = (position >= batch.prompt[:, None] - 1) & (position < batch.length[:, None] - 2)
     return after.masked_fill(~asked, -100)

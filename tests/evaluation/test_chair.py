@@ -37,7 +37,7 @@ def images():
     "name", ["instructblip_brief", "llava_short", "mplugowl_short", "minigpt4_concise"]
 )
 def test_real_captions_score_as_elsewhere(images, name):
-    """Half a point is the room for another tokeniser; ours is nearer."""
+    """Ours counts as the other tokeniser does, whose results are given with two decimals."""
     expected = json.loads((DATA / "expected.json").read_text())[f"captions_{name}"]
     items = read_captions(DATA / f"captions_{name}.jsonl.gz", images, name)
     assert len(items) == 2000
@@ -45,10 +45,10 @@ def test_real_captions_score_as_elsewhere(images, name):
         [item.output for item in items], [item.objects for item in items], coco_vocabulary()
     ).sum(0)
     found = {key: 100 * float(value) for key, value in rates(counts).items()}
-    assert found["chair_s"] == pytest.approx(expected["CHAIR_s"], abs=0.3)
-    assert found["chair_i"] == pytest.approx(expected["CHAIR_i"], abs=0.1)
-    assert found["recall"] == pytest.approx(expected["recall"], abs=0.1)
-    assert counts[1] == pytest.approx(expected["mentions"], rel=0.001)
+    assert found["chair_s"] == pytest.approx(expected["CHAIR_s"], abs=0.006)
+    assert found["chair_i"] == pytest.approx(expected["CHAIR_i"], abs=0.006)
+    assert found["recall"] == pytest.approx(expected["recall"], abs=0.006)
+    assert counts[1] == expected["mentions"]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,19 @@ def test_real_captions_score_as_elsewhere(images, name):
         ("Wine glasses on the dining tables", ["wine glass", "dining table"]),
         ("a pair of skis, an iPhone", ["skis", "cell phone"]),
         ("does this pass as grass?", []),
+        ("skies, manes, weather vanes, copes, ice cubes, capes and cares", []),
+        ("buses, benches, dishes, boxes, volcanoes and sandwiches", ["bus", "bench", "sandwich"]),
     ],
 )
 def test_words_of_coco(text, expected):
     assert coco_vocabulary().objects(text) == expected
+
+
+def test_es_is_an_ending_of_its_own_only_where_a_plural_needs_it():
+    """After s, x, z, ch, sh and o; elsewhere it is the e of the word and an s."""
+    words = Vocabulary({name: [] for name in "gas box quiz coach brush hero fin man plan".split()})
+    found = words.objects("gases boxes quizzes quizes coaches brushes heroes fines manes planes")
+    assert found == ["gas", "box", "quiz", "coach", "brush", "hero"]
 
 
 def test_another_vocabulary():

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import pier as measured
 from mmdecode.evaluation.normalisers import normaliser_of
@@ -76,6 +78,31 @@ def test_unsegmented_text_is_cut_into_characters_on_both_sides():
     found = scored(case)
     assert found == scored(case | {"reference": apart[0], "hypothesis": apart[1]})
     assert (found.interest.words, found.rest.words) == (2, 17)
+
+
+SAID, HEARD = "私は <tag 東京> に 行きます", "私は 京都 に 行き ます"
+
+
+def test_words_of_segmented_text_stay_whole():
+    found = pier([SAID], [HEARD], segmented=True, **OPTIONS)
+    assert (found.interest.words, found.interest.substitutions) == (1, 1)
+    assert (found.rest.words, found.rest.hits, found.rest.errors) == (3, 2, 2)
+    whole = wer([untagged(SAID)], [HEARD], segmented=True, **OPTIONS)
+    assert (whole.words, whole.errors) == (4, found.interest.errors + found.rest.errors)
+    assert whole.characters == len("私は東京に行きます")
+    cut = pier([SAID], [HEARD], **OPTIONS)
+    assert (cut.interest.words, cut.rest.words, cut.rest.errors) == (2, 7, 0)
+
+
+def test_points_of_a_script_are_whole_words_of_segmented_text():
+    said, heard = "これ は 大学pc です", "これ は 大学 です"
+    found = pier([said], [heard], points="latin", segmented=True, **OPTIONS)
+    assert (found.interest.words, found.interest.errors, found.rest.errors) == (1, 1, 0)
+    assert pier([said], [heard], points="latin", **OPTIONS).rest.words == 7
+    both = pier(["我 用 laptop"], ["我 用 lap top"], points="latin", segmented=True, **OPTIONS)
+    assert both.interest.words == 1 and both == pier(
+        ["我 用 laptop"], ["我 用 lap top"], points="latin", **OPTIONS
+    )
 
 
 WORDS = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=6)
@@ -169,3 +196,18 @@ def test_what_cannot_be_told_is_refused(reference, options, error, says):
 def test_sides_of_unlike_length_are_refused():
     with pytest.raises(OptionError, match="2 references and 1 hypotheses"):
         pier(["a", "b"], ["a"])
+
+
+def test_the_command_keeps_a_given_segmentation(tmp_path):
+    rows = {"audio_filepath": "a.wav", "duration": 1.0, "time": 0.1, "text": SAID}
+    results = tmp_path / "MODEL_m_DATASET_d.jsonl"
+    results.write_text(json.dumps(rows | {"pred_text": HEARD}) + "\n")
+    command = ["evaluate", "wer", "--hypotheses", str(results), "--normalizer", "none", "--json"]
+    kept, cut = (
+        json.loads(CliRunner().invoke(app, [*command, *more]).stdout.splitlines()[-1])
+        for more in (["--segmented"], [])
+    )
+    (mode,) = kept["modes"].values()
+    assert (mode["words"], mode["pier"]["interest"]["substitutions"]) == (4, 1)
+    assert kept["segmented"] and kept["by_characters"] == 0
+    assert cut["by_characters"] == 1 and next(iter(cut["modes"].values()))["words"] == 9

@@ -205,6 +205,23 @@ def test_what_a_pass_is_asked_is_the_token_so_many_places_on():
         assert targets.asked.sum(1).tolist() == (lengths - 1 - index).clamp_min(0).tolist()
 
 
+@pytest.mark.parametrize("kind", recipes.RECIPES)
+@pytest.mark.parametrize("length", [1, 2])
+def test_answers_too_short_for_a_kind_teach_it_nothing_and_break_nothing(kind, length):
+    """Of one token none is drafted; where each answer is as short, there is no loss, not NaN."""
+    model = text_model("llama", layers=3)
+    recipe, options = recipes.RECIPES[kind], replace(SMALL, kind=kind, **having(kind, heads=4))
+    short = [Sample(r, [5 + r.index] * length) for r in requests(3)]
+    module = recipe.build(registry.adapter_for(model), short, options)
+    batch = collect(Texts(model, build), recipe.reads(module), short)
+    loss = recipe.loss(module, batch, options, torch.Generator().manual_seed(0))
+    loss.backward()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
+    if length == 1 and kind not in ("text", "kangaroo"):  # these are asked for the first one too
+        assert loss.item() == 0 and not any(grad.any() for grad in grads)
+
+
 def test_nothing_is_asked_where_the_likeliest_token_is_outside_the_vocabulary():
     wanted = torch.zeros(1, 3, 6)
     wanted[0, :, 4], wanted[0, 1, 2] = 1.0, 3.0
