@@ -89,7 +89,8 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
     if overwrite and not is_own(path):
         path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _list(path, _ANY)
+    if _ANY not in _listed(path):
+        _list(path, _ANY)
     return path.open("ab")
 
 

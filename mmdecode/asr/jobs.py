@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from mmdecode.files import (
     explained,
     lock,
     note_settings,
+    open_append,
     to_json,
     write_file,
 )
@@ -103,10 +105,8 @@ def merge(folder: Path, entries: Sequence[Entry]) -> None:
         # recordings of an earlier, larger input stay, behind the others
         ordered = sorted(lines, key=lambda source: place.get(source, len(place)))
         write_file(folder / RESULTS, b"".join(lines[source] for source in ordered))
-        for path in parts:
-            path.unlink()
         if (folder / PARTS).exists():
-            (folder / PARTS).rmdir()
+            shutil.rmtree(folder / PARTS)
 
 
 class ResultFolder:
@@ -152,7 +152,7 @@ class ResultFolder:
             if rank is not None:
                 part = folder / PARTS / f"rank-{rank}.jsonl"
                 part.parent.mkdir(exist_ok=True)
-            self._file = part.open("ab")
+            self._file = open_append(part)
             lock(self._file.fileno(), folder)
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
         names = Names(self._names.values())

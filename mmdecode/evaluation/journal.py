@@ -15,6 +15,7 @@ from mmdecode.files import (
     complete_lines,
     explained,
     note_settings,
+    open_append,
 )
 from mmdecode.tables import write_rows
 
@@ -66,7 +67,7 @@ class Journal(Generic[Row]):
                 self.done = {key(row): row for row in read(path)}
                 os.truncate(path, sum(map(len, complete_lines(path))))
             note_settings(folder, settings)
-            self._file = path.open("ab")
+            self._file = open_append(path)
 
     def add(self, row: Row) -> None:
         """Writes a row where a crash cannot lose it."""

@@ -30,6 +30,7 @@ from mmdecode.files import (
     complete_lines,
     explained,
     note_settings,
+    open_append,
     to_json,
     write_file,
 )
@@ -70,7 +71,7 @@ class ImageFolder:
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(folder))
             with explained(folder):
-                self._file = stack.enter_context(self._results.open("ab"))
+                self._file = stack.enter_context(open_append(self._results))
                 if self._results.stat().st_size:
                     check_settings(folder, settings, resume)
                 found = list(self._lines())

@@ -25,6 +25,7 @@ from mmdecode.files import (
     explained,
     lock,
     note_settings,
+    open_append,
     to_json,
     write_file,
 )
@@ -58,7 +59,7 @@ class AnswerFile:
         self.done: set[str] = set()
         with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = open_append(path)
             try:
                 lock(self._file.fileno(), path)
                 if path.stat().st_size:

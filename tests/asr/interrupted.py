@@ -106,7 +106,7 @@ def kill(pids, after_s):
 def reported(folder):
     """Ids that have a transcript in some complete line, and how many such lines there are."""
     ids = []
-    for path in [folder / "results.jsonl", *(folder / "parts").glob("*")]:
+    for path in [folder / "results.jsonl", *(folder / "parts").glob("*.jsonl")]:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith(b"\n")]
         ids += [entry["id"] for entry in found if "error" not in entry]
@@ -114,7 +114,9 @@ def reported(folder):
 
 
 def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """All files but hidden ones."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def series(inputs, options, kills, folder, log, exit_code):

@@ -18,7 +18,7 @@ from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
 from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, MissingExtraError, OptionError
-from mmdecode.files import claimed, note_settings
+from mmdecode.files import LISTING, claimed, note_settings
 
 HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]
@@ -71,7 +71,9 @@ def test_results_end_in_the_order_of_the_input_and_with_its_places_and_names(tmp
 
 
 def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """All files but hidden ones."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
@@ -82,7 +84,11 @@ def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
     (out / ".a.txt.7.tmp").write_text("half")
     with (out / "parts" / "rank-1.jsonl").open("a") as file:
         file.write('{"source": "w/a.wav", "na')
-    assert sorted(p.name for p in (out / "parts").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
+    assert sorted(p.name for p in (out / "parts").iterdir()) == [
+        LISTING,
+        "rank-0.jsonl",
+        "rank-1.jsonl",
+    ]
     assert write(out, [], resume=True, end=False).done == {"x/a.wav", "y/a.wav"}
     write(out, [told(ENTRIES[0].id), told(ENTRIES[3].id)], resume=True)
     assert contents(out) == contents(tmp_path / "a")

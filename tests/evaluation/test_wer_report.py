@@ -461,7 +461,7 @@ def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, 
 
 def test_files_of_the_leaderboard_score_the_same(finished, manifest):
     folder, found = finished
-    files = sorted((folder / "leaderboard").iterdir())
+    files = sorted((folder / "leaderboard").glob("*.jsonl"))
     given = [
         x
         for f in files

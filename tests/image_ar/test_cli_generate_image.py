@@ -32,7 +32,8 @@ def run(classes, tmp_path):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.iterdir() if path.name[0] != ".")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def lines(folder):
