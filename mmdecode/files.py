@@ -147,7 +147,7 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
         if path.name not in there.get(path.parent, ()) or is_own(path):
             continue
         if path.is_dir():
-            raise OptionError(f"{path} is a folder; expected the path of a file")
+            raise OptionError(f"{path} is a folder; expected a file; choose another --out")
         foreign.append(str(path))
     if foreign and not overwrite:
         shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if foreign[5:] else "")

@@ -103,7 +103,7 @@ def test_an_empty_file_has_nothing_to_lose(tmp_path):
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
     (tmp_path / "a.html").mkdir()
     for overwrite in (False, True):
-        with pytest.raises(OptionError, match="is a folder; expected the path of a file"):
+        with pytest.raises(OptionError, match="is a folder; expected a file"):
             write_file(tmp_path / "a.html", "text", overwrite)
 
 

@@ -16,7 +16,7 @@ from mmdecode import crashes as journals
 from mmdecode.cli import app as cli
 from mmdecode.crashes import Journal
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import note_settings
+from mmdecode.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.jobs import AnswerFile
@@ -239,12 +239,12 @@ def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
 
 def test_what_cannot_be_written_or_read_on_is_said(run, table, tmp_path, images):
     done = run("--input", table, "--output", tmp_path)
-    assert isinstance(done.exception, InputError)
+    assert isinstance(done.exception, OptionError)
     assert "choose another --out" in str(done.exception)
     out = tmp_path / "answers.jsonl"
     settings = {"a": 1}
     requests = asked_of([str(images / "x.png")], ["What?"])
-    out.write_text("{}\n")
+    write_file(out, "{}\n")
     note_settings(out, settings)
     with pytest.raises(InputError, match="line 1 is no answer; remove the line"):
         AnswerFile(out, settings, True, requests)
