@@ -488,8 +488,10 @@ def run(arguments: argparse.Namespace) -> Path:
     torch.set_num_threads(arguments.threads)
     path = local_path(MODEL)
     facts = machine(torch.device("cpu"), "float32")
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-    extractor = WhisperFeatureExtractor.from_pretrained(path)
+    model = WhisperForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    extractor = WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
     features = windows(extractor, arguments.limit)
     facts |= {
         "command": "python benchmarks/drafters.py",
@@ -506,7 +508,9 @@ def run(arguments: argparse.Namespace) -> Path:
         for kind in medusa
         for nodes in NODES
     }
-    bigram = bigrams(AutoTokenizer.from_pretrained(path), model.config.vocab_size)
+    bigram = bigrams(
+        AutoTokenizer.from_pretrained(path, trust_remote_code=False), model.config.vocab_size
+    )
     subject = Subject(model, features, medusa, trees, bigram)
     cases = []
     for case in (

@@ -84,7 +84,7 @@ def engines(
     checkpoint: Checkpoint, chosen: list[str], waves: list[np.ndarray], batches: tuple[int, ...]
 ) -> dict[tuple[str, int], tuple[Callable[[], Tokens], Any]]:
     """What runs, and the encoder it runs, by name and batch."""
-    processor = WhisperProcessor.from_pretrained(checkpoint.path)
+    processor = WhisperProcessor.from_pretrained(checkpoint.path, trust_remote_code=False)
     model = checkpoint.model
     parts: dict[str, tuple[Any, Callable[[], Decoder]]] = {
         "undrafted": (model, Decoder),

@@ -67,24 +67,26 @@ class Checkpoint:
     @cached_property
     def model(self) -> Any:
         """As transformers loads it."""
-        model = WhisperForConditionalGeneration.from_pretrained(self.path, dtype=self.dtype)
+        model = WhisperForConditionalGeneration.from_pretrained(
+            self.path, dtype=self.dtype, trust_remote_code=False
+        )
         return model.to(self.device).eval()
 
     @cached_property
     def extractor(self) -> Any:
         """Makes features."""
-        return WhisperFeatureExtractor.from_pretrained(self.path)
+        return WhisperFeatureExtractor.from_pretrained(self.path, trust_remote_code=False)
 
     @cached_property
     def tokenizer(self) -> Any:
         """The model's."""
-        return AutoTokenizer.from_pretrained(self.path)
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
 
     @cached_property
     def settings(self) -> Any:
         """``config`` and ``generation_config``, as the model has them, without its weights."""
         return SimpleNamespace(
-            config=AutoConfig.from_pretrained(self.path),
+            config=AutoConfig.from_pretrained(self.path, trust_remote_code=False),
             generation_config=GenerationConfig.from_pretrained(self.path),
         )
 

@@ -1,22 +1,73 @@
-"""Names of checkpoints: a folder, a Hub id, or ``zoo:NAME``, a model shipped with the package."""
+"""Checkpoints by name: a folder, a Hub id or its short name, or ``zoo:NAME``, which ships."""
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.errors import (
+    InputError,
+    MMDecodeError,
+    OptionError,
+    UnknownNameError,
+    did_you_mean,
+)
+from mmdecode.model_names import SHORT, full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from transformers import PreTrainedModel
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
+Arguments = ParamSpec("Arguments")
+Loaded = TypeVar("Loaded")
+
 ZOO = Path(__file__).parent / "zoo" / "models"
+
+HUB_TIMEOUT_S = 2.0
+"""How long the Hub may take to answer whether it has a model."""
+
+_CODE_TRUSTED: ContextVar[bool] = ContextVar("code_trusted", default=False)
+
+
+def code_trusted() -> bool:
+    """Whether Python files of a checkpoint may be run: not so, outside of `trusting_code`.
+
+    Everything that loads with transformers passes this as ``trust_remote_code``: left out, it asks
+    on standard input, where a recording or a list of paths may come in.
+    """
+    return _CODE_TRUSTED.get()
+
+
+@contextmanager
+def trusting_code(trust: bool = True) -> Iterator[None]:
+    """Lets checkpoints that are loaded inside run their own Python files.
+
+    Args:
+        trust: ``False`` changes nothing: what an outer block allows stays allowed.
+    """
+    before = _CODE_TRUSTED.set(trust or _CODE_TRUSTED.get())
+    try:
+        yield
+    finally:
+        _CODE_TRUSTED.reset(before)
+
+
+def trusting_as_asked(load: Callable[Arguments, Loaded]) -> Callable[Arguments, Loaded]:
+    """A loader that may run what it loads, if its argument ``trust_remote_code`` says so."""
+
+    @functools.wraps(load)
+    def loads(*args: Arguments.args, **given: Arguments.kwargs) -> Loaded:
+        with trusting_code(bool(given.get("trust_remote_code", False))):
+            return load(*args, **given)
+
+    return loads
 
 
 def zoo_names() -> list[str]:
@@ -31,11 +82,18 @@ def paired(model_id: str | None, what: str) -> str | None:
 
 
 def local_path(name: str | Path) -> str:
-    """What ``from_pretrained`` takes.
+    """What ``from_pretrained`` takes: a folder, or a Hub id that the Hub was found to have.
+
+    A Hub id whose files are in the cache is given as their folder when the Hub cannot be reached.
+
+    Args:
+        name: A folder, a Hub id, a short name of `mmdecode.model_names` or ``zoo:NAME``. A folder
+            that exists comes first.
 
     Raises:
         UnknownNameError: ``zoo:NAME`` is not shipped.
-        InputError: A path that looks like a folder does not exist.
+        InputError: A path that looks like a folder does not exist, the Hub has no such model, or
+            it cannot be reached and the cache does not hold the model.
     """
     text = str(name)
     if text.startswith("zoo:"):
@@ -48,7 +106,84 @@ def local_path(name: str | Path) -> str:
         raise InputError(
             f"model folder {text!r} does not exist; give a folder, a Hub id or zoo:NAME"
         )
-    return str(path) if path.exists() else text
+    full = full_name(text)
+    return str(path) if path.exists() and full == text else _hub_path(full)
+
+
+def _hub_path(name: str) -> str:
+    """The Hub id, or the folder of its files in the cache where the Hub cannot be reached.
+
+    Raises:
+        InputError: There is no such model, or nobody can tell.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        _ask_hub(name)
+        return name
+    except ConnectionError as error:
+        try:
+            return huggingface_hub.snapshot_download(name, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise InputError(
+                f"model {name!r} cannot be loaded: there is no such folder, its files are not in "
+                f"the cache, and {error}{_meant(name)}; give a folder or zoo:NAME, or download it "
+                f"where there is a connection, with 'hf download {name}'"
+            ) from error
+
+
+@functools.cache
+def _ask_hub(name: str) -> None:
+    """Asks the Hub once, briefly, whether it has a model.
+
+    Left alone, its client tries an unreachable one again for 20 s and more, and only then says
+    that there is no such model.
+
+    Raises:
+        InputError: It has no such model, or does not give it to this user.
+        ConnectionError: It cannot be asked.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        url = huggingface_hub.hf_hub_url(name, "config.json")
+        huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_S)
+    except EntryNotFoundError:
+        return  # a model without a config.json
+    except GatedRepoError as error:
+        raise InputError(
+            f"model {name!r} cannot be loaded: its authors give access on request; ask for it at "
+            f"https://huggingface.co/{name} and log in with 'hf auth login'"
+        ) from error
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise InputError(
+            f"model {name!r} cannot be loaded: there is no such folder, and no such model on the "
+            f"Hub{_meant(name)}; give a folder, a Hub id or zoo:NAME; for a private model log in "
+            "with 'hf auth login'"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise ConnectionError("HF_HUB_OFFLINE forbids to ask the Hub") from error
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        raise ConnectionError(f"the Hub answers with an error ({code})") from error
+    except Exception as error:  # of its client for HTTP, which depends on its version
+        reason = f"{error}" or type(error).__name__
+        raise ConnectionError(f"the Hub cannot be reached ({reason})") from error
+
+
+def _meant(name: str) -> str:
+    """A suggestion, unless the name is one of those that are known."""
+    known = {*SHORT, *SHORT.values(), *(f"zoo:{one}" for one in zoo_names())}
+    return "" if name in known else did_you_mean(name, known)
 
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype:
@@ -93,6 +228,12 @@ def loading(model_id: str) -> Iterator[None]:
     except MMDecodeError:
         raise
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"model {model_id!r} cannot be loaded: it brings Python code of its own, which is "
+                "not run unasked; read its .py files, and if you trust them give "
+                "--trust-remote-code, in Python trust_remote_code=True"
+            ) from error
         raise InputError(
             f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
             "folder, a Hub id that can be reached, or zoo:NAME"
@@ -100,10 +241,15 @@ def loading(model_id: str) -> Iterator[None]:
 
 
 def config_of(path: str) -> Any:
-    """The model configuration of a checkpoint."""
+    """The model configuration of a checkpoint.
+
+    Raises:
+        InputError: It cannot be read.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path)
+    with loading(path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
 
 
 def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,9 +1,55 @@
-"""What tests of several folders share."""
+"""What tests of several folders share, and an environment that is the same on every machine.
 
-import pytest
+A test must not depend on what a machine happens to have: this hides programs that libraries start
+where they are there, GPUs from all but the tests for them, and the user's Hub cache, account and
+connection, from this process and those it starts.
+"""
 
-from mmdecode.engine import capture
-from mmdecode.testing import tape
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+OPTIONAL_PROGRAMS = ("ffmpeg", "ffprobe", "avconv", "sox", "espeak", "espeak-ng")
+"""What some library here starts if it finds it."""
+
+FOREIGN = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
+_OF_SESSION = Path(tempfile.mkdtemp(prefix="mmdecode-tests-"))
+atexit.register(shutil.rmtree, _OF_SESSION, ignore_errors=True)
+
+
+def _without_programs(path: str) -> str:
+    """The search path with a copy, in links, of each folder that has one of `OPTIONAL_PROGRAMS`."""
+    found = []
+    for number, folder in enumerate(path.split(os.pathsep)):
+        if any(os.path.lexists(Path(folder) / name) for name in OPTIONAL_PROGRAMS):
+            links = _OF_SESSION / f"path-{number}"
+            links.mkdir()
+            for program in os.scandir(folder):
+                if program.name not in OPTIONAL_PROGRAMS:
+                    (links / program.name).symlink_to(os.path.abspath(program.path))
+            folder = str(links)
+        found.append(folder)
+    return os.pathsep.join(found)
+
+
+# before any library is imported that reads these once
+os.environ["PATH"] = _without_programs(os.environ.get("PATH", os.defpath))
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = str(_OF_SESSION / "huggingface")
+for _name in FOREIGN:
+    os.environ.pop(_name, None)
+
+import pytest  # noqa: E402
+
+from mmdecode.engine import capture  # noqa: E402
+from mmdecode.testing import tape  # noqa: E402
+
+
+def pytest_configure(config):
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture

@@ -388,6 +388,7 @@ EVERYONE = {
     "checkpoints",
     "crashes",
     "files",
+    "model_names",
     "runs",
     "tables",
     "_compat",

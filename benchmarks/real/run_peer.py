@@ -101,8 +101,10 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
 
     logging.set_verbosity_error()
     path, dtype = local_path(arguments.model), getattr(torch, arguments.dtype)
-    processor = WhisperProcessor.from_pretrained(path)
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=dtype)
+    processor = WhisperProcessor.from_pretrained(path, trust_remote_code=False)
+    model = WhisperForConditionalGeneration.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False
+    )
     model = model.to(arguments.device).eval()
     extractor = processor.feature_extractor
     options: dict[str, Any] = {
@@ -123,7 +125,9 @@ def transformers(arguments: argparse.Namespace) -> Transcribe:
         }
     if arguments.assistant:
         # distilled Whispers share the encoder, so that their decoder alone is loaded
-        assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype)
+        assistant = AutoModelForCausalLM.from_pretrained(
+            arguments.assistant, dtype=dtype, trust_remote_code=False
+        )
         options["assistant_model"] = assistant.to(arguments.device).eval()
 
     def transcribe(waves: list[np.ndarray]) -> list[str]:

@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.draft.source import Source
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.setup import token_ids
@@ -701,10 +701,10 @@ def load(
         if adapter is not None:
             told = json.loads(Path(adapter).read_text(encoding="utf-8"))
             base = local_path(told["base_model_name_or_path"])
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=code_trusted())
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = family.from_pretrained(base, dtype=kind)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = family.from_pretrained(base, dtype=kind, trust_remote_code=code_trusted())
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
     if base != path:
         with imported_peft(f"loading the adapter {model_id!r}") as peft:
             model = peft.PeftModel.from_pretrained(model, path).merge_and_unload()

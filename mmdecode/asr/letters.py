@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.checkpoints import local_path
+from mmdecode.checkpoints import code_trusted, loading, local_path
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 
 SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
@@ -201,14 +201,11 @@ def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCMod
     from transformers import AutoModelForCTC, AutoProcessor
 
     path = local_path(name)
-    try:
-        letters = AutoModelForCTC.from_pretrained(path, dtype=torch.float32)
-        processor = AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"the CTC model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give "
-            "a folder or a Hub id that can be reached"
-        ) from error
+    with loading(name):
+        letters = AutoModelForCTC.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=code_trusted()
+        )
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
     return CTCModel(letters.to(model.device), processor, rate)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmdecode.asr.correction import edits_of, words_of
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.errors import InputError, OptionError, ShapeError, UnsupportedModelError
 
 Weights = Literal["uniform", "scores"]
@@ -241,8 +241,10 @@ class TextScorer:
 
         kind, path = dtype_of(dtype), local_path(str(model_id))
         with loading(str(model_id)):
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=kind, trust_remote_code=code_trusted()
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
         return cls(placed(model, device), tokenizer, batch_size=batch_size)
 
     def __call__(self, texts: Sequence[str]) -> list[TextScore]:

@@ -17,9 +17,17 @@ from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, around_words, in_order, timed_words
-from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import (
+    code_trusted,
+    dtype_of,
+    loading,
+    local_path,
+    placed,
+    trusting_as_asked,
+)
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refuse_unknown
+from mmdecode.model_names import full_name
 from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
@@ -152,6 +160,7 @@ class Transcriber:
             self._corrector = self._correcting(correct)
 
     @classmethod
+    @trusting_as_asked
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
@@ -162,12 +171,14 @@ class Transcriber:
         dtype: str | torch.dtype | None = None,
         seed: int = 0,
         correct: ListCorrection | str | None = None,
+        *,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> Transcriber:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id or ``zoo:NAME``.
+            model_id: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
             draft: A draft, or its name with options; plain ``medusa`` means a zoo model's heads.
             guide: A guide, or its name with options.
             accept: See `mmdecode.Decoder`.
@@ -175,6 +186,7 @@ class Transcriber:
             dtype: ``None``: float32.
             seed: Of the noise that sampling uses.
             correct: What corrects each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
+            trust_remote_code: Run Python files that come with the model: read them first.
             **options: Fields of `TranscribeOptions`.
 
         Raises:
@@ -182,8 +194,9 @@ class Transcriber:
             OptionError: An option does not exist or is out of range.
         """
         settings = make_options(options)
-        model, processor = load(str(model_id), device, dtype)
-        at_hand = {"target": model, "model_id": str(model_id)}
+        name = full_name(str(model_id))
+        model, processor = load(name, device, dtype)
+        at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
         if isinstance(guide, str):
@@ -378,7 +391,7 @@ def load(
     kind = dtype_of(dtype)
     path = local_path(model_id)
     with loading(model_id):
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
         if config.model_type != "whisper":
             raise UnsupportedModelError(
                 f"{model_id} is a {config.model_type} model; a Transcriber runs Whisper models"
@@ -387,8 +400,13 @@ def load(
             # heads, block and target in one checkpoint; the target may come with its own head 0
             model = load_target(path).to(kind)
             own = list(Path(path).glob("*processor_config.json"))
-            processor = WhisperProcessor.from_pretrained(path if own else config.whisper_model_name)
+            processor = WhisperProcessor.from_pretrained(
+                path if own else local_path(config.whisper_model_name),
+                trust_remote_code=code_trusted(),
+            )
         else:
-            processor = WhisperProcessor.from_pretrained(path)
-            model = WhisperForConditionalGeneration.from_pretrained(path, dtype=kind)
+            processor = WhisperProcessor.from_pretrained(path, trust_remote_code=code_trusted())
+            model = WhisperForConditionalGeneration.from_pretrained(
+                path, dtype=kind, trust_remote_code=code_trusted()
+            )
     return placed(model, device), processor

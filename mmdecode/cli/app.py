@@ -7,7 +7,8 @@ A sub-command lives in ``mmdecode/cli/<module>.py`` and offers one of two things
 
 Its line in ``COMMANDS`` gives the help shown by ``mmdecode --help``, so that this needs no import
 of torch; a command whose file does not exist is not listed. Every command takes ``--json``
-(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set. Errors are raised as
+(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set; what those that load
+models share is added by ``models.with_models``. Errors are raised as
 classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. Code 1 is for a command
 that finished with failures among its items (``raise typer.Exit(1)``).
 """
@@ -24,6 +25,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import mmdecode
+from mmdecode.cli.models import with_models
 from mmdecode.cli.output import console
 from mmdecode.errors import MMDecodeError
 
@@ -75,7 +77,7 @@ def _load(name: str) -> Any:
         single.command(name)(module.command)
         loaded = typer.main.get_command(single)
     loaded.name = name
-    return loaded
+    return with_models(loaded)
 
 
 def _show_version(asked: bool) -> None:

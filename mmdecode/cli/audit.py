@@ -113,7 +113,7 @@ def command(
       mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
     """
     from mmdecode import registry
-    from mmdecode.checkpoints import config_of, local_path
+    from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.engine.decoder import Decoder
     from mmdecode.evaluation.audit import audit
     from mmdecode.evaluation.plain import UNCUT, Plain
@@ -125,13 +125,8 @@ def command(
     if not sample and temperature != 1.0:
         raise OptionError(f"--temperature {temperature} needs --sample")
     kind = SHORT.get(dtype, dtype)
-    try:
+    with loading(model):
         family = config_of(local_path(model)).model_type
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"model {model!r} cannot be read: {' '.join(str(error).split())[:300]}; give a folder, "
-            "a Hub id that can be reached, or zoo:NAME"
-        ) from error
     only_our_output()
     failures: list[dict[str, str]] = []
     options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
@@ -284,10 +279,9 @@ def _text(
     model: str, data: list[str] | None, device: str | None, dtype: str, limit: int | None
 ) -> tuple[Any, list[Case]]:
     """The model, and each line of the files as a case."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mmdecode.checkpoints import local_path
+    from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
     from mmdecode.evaluation.plain import Case
 
     if not data:
@@ -301,18 +295,13 @@ def _text(
     prompts = [line for line in lines if line.strip()][:limit]
     if not prompts:
         raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
-    floats = getattr(torch, dtype, None)
-    if not isinstance(floats, torch.dtype) or not floats.is_floating_point:
-        raise OptionError(f"dtype={dtype!r}; expected float32, bfloat16 or float16")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(local_path(model))
-        network = AutoModelForCausalLM.from_pretrained(local_path(model), dtype=floats).eval()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"model {model!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
-            "folder with a causal language model and its tokenizer"
-        ) from error
-    network = network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    path, kind = local_path(model), dtype_of(dtype)
+    with loading(model):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
+        network = AutoModelForCausalLM.from_pretrained(
+            path, dtype=kind, trust_remote_code=code_trusted()
+        ).eval()
+    network = placed(network, device)
     cases = []
     for index, prompt in enumerate(prompts, 1):
         encoded = tokenizer(prompt, return_tensors="pt").to(network.device)

@@ -258,13 +258,11 @@ def _made(
         return
     only_our_output()
     kind, _, model = source.partition(":")
-    family: Any = Corrector if kind == "corrector" else TextScorer
+    load: Any = (Corrector if kind == "corrector" else TextScorer).from_pretrained
     made = corrected if kind == "corrector" else scored
     # thresholds are laid on preferences later, on the development part
     told = {"copy_below": -math.inf} if kind == "corrector" else {}
-    loaded = family.from_pretrained(
-        model, device=device, dtype=dtype, batch_size=batch_size, **told
-    )
+    loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **told)
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))
         for name, lists in todo.items():

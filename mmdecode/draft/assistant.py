@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
-from mmdecode.checkpoints import config_of, loading, local_path
+from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
 from mmdecode.draft.own_law import OwnLaw, noise_of
 from mmdecode.engine.branch import MAIN, ModelBranches, chain
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import BranchSpec, Context, Guide, Needs, Outcome, Scores
 from mmdecode.engine.proposal import Kind, Proposal
-from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, OptionError
 
 
 class Assistant:
@@ -250,11 +250,13 @@ def _loaded(path: str, target: Any) -> Any:
     with loading(path):
         # the class for text may be another: Emu3's lacks what its whole model's weights are named
         if isinstance(target, PreTrainedModel) and found == target.config.model_type:
-            return type(target).from_pretrained(path).eval()
+            return type(target).from_pretrained(path, trust_remote_code=code_trusted()).eval()
         try:
             encoder_decoder = getattr(config_of(path), "is_encoder_decoder", False)
             auto = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCausalLM
-            return auto.from_pretrained(path).eval()
+            return auto.from_pretrained(path, trust_remote_code=code_trusted()).eval()
+        except MMDecodeError:
+            raise
         except ValueError as error:
             raise IncompatibleError.between(
                 f"assistant {path!r}",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmdecode.checkpoints import trusting_as_asked
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import (
     InputError,
@@ -37,6 +38,7 @@ from mmdecode.image_ar.modes import check_mode, decoder_of, lead_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
 from mmdecode.image_ar.sampling import Sampling
+from mmdecode.model_names import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,6 +227,7 @@ class ImageGenerator:
         }
 
     @classmethod
+    @trusting_as_asked
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
@@ -239,12 +242,13 @@ class ImageGenerator:
         refiner: str | os.PathLike[str] | None = None,
         drafted: int | None = None,
         template: bool = True,
+        trust_remote_code: bool = False,
         **how: Any,
     ) -> ImageGenerator:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id or ``zoo:NAME``.
+            model_id: A folder, a Hub id, a short name as ``janus-pro-1b``, or ``zoo:NAME``.
             draft: A draft, or its name with options.
             accept: See `mmdecode.Decoder`.
             mode: A draft and a rule by one name, see `mmdecode.image_ar.modes`: ``ar``, ``exact``,
@@ -257,6 +261,7 @@ class ImageGenerator:
             refiner: A smaller next-scale model that writes the last scales (CoDe).
             drafted: Scales that the model itself writes then.
             template: See `mmdecode.image_ar.loading.load`.
+            trust_remote_code: Run Python files that come with the model: read them first.
             **how: Guidance, sampling and the other arguments of `ImageGenerator`.
 
         Raises:
@@ -267,7 +272,7 @@ class ImageGenerator:
             UnsupportedModelError: It writes no image tokens that an adapter is there for.
         """
         check_mode(mode, draft, accept)
-        name = str(model_id)
+        name = full_name(str(model_id))
         if config_of(name).model_type == "var":
             given = {
                 "draft": draft,

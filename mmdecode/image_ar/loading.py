@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
-from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.models import llamagen, var  # noqa: F401, VAR's type becomes known
 from mmdecode.models.chameleon_vq import ChameleonVQDecoder
@@ -90,7 +90,7 @@ def config_of(model_id: str) -> Any:
             ".multiscale_vq, and save it with save_pretrained"
         )
     with loading(model_id):
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
 
 
 def load(
@@ -135,6 +135,7 @@ def whole(cls: Any, model_id: str, subfolder: str = "", **options: Any) -> Any:
             subfolder=subfolder,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=code_trusted(),
             **options,
         )
     wrong = [
@@ -228,7 +229,9 @@ def _captions(model_id: str, model: Any) -> Callable[[Sequence[str]], Mapping[st
             "give the text encoder that the model was trained with",
         )
     with loading(model_id):
-        tokenizer = AutoTokenizer.from_pretrained(local_path(model_id))
+        tokenizer = AutoTokenizer.from_pretrained(
+            local_path(model_id), trust_remote_code=code_trusted()
+        )
 
     @lru_cache(maxsize=64)
     @torch.no_grad()
@@ -277,7 +280,7 @@ def _of_transformers(
     if config.model_type == "chameleon" and _holds(model_id, "vq"):
         options["vq"] = placed(whole(ChameleonVQDecoder, model_id, "vq"), device)
     with loading(model_id):
-        model = auto.from_pretrained(path, dtype=dtype_of(dtype))
+        model = auto.from_pretrained(path, dtype=dtype_of(dtype), trust_remote_code=code_trusted())
     adapter = registry.image_adapter_for(placed(model.eval(), device), **options)
     if unconditional:
         return RasterModel(
@@ -287,7 +290,9 @@ def _of_transformers(
             classes=1,
         )
     with loading(model_id):
-        processor = transformers.AutoProcessor.from_pretrained(path)
+        processor = transformers.AutoProcessor.from_pretrained(
+            path, trust_remote_code=code_trusted()
+        )
     of_a_chat = template and config.model_type in _OF_A_CHAT
     templated = of_a_chat and bool(getattr(processor, "chat_template", None))
 

@@ -108,7 +108,7 @@ def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
     """
     from transformers import WhisperFeatureExtractor
 
-    extractor = WhisperFeatureExtractor.from_pretrained(model_folder)
+    extractor = WhisperFeatureExtractor.from_pretrained(model_folder, trust_remote_code=False)
     data = draw_joined_words(options.sentences, options.seed, "train", extractor.chunk_length)
     head = train_aligner(extractor, data, options)
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mmdecode.checkpoints import loading, local_path, unlike
+from mmdecode.checkpoints import code_trusted, loading, local_path, unlike
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.errors import InputError, OptionError
 from mmdecode.models.eagle import Eagle
@@ -67,6 +67,8 @@ def _loaded(built: nn.Module, name: str) -> nn.Module:
     if isinstance(built, PreTrainedModel):
         model: Any = None
         with loading(name):
-            model = AutoModelForCausalLM.from_pretrained(local_path(name), dtype=built.dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                local_path(name), dtype=built.dtype, trust_remote_code=code_trusted()
+            )
         return model
     raise OptionError(f"{type(built).__name__} cannot start from another; leave --from out")

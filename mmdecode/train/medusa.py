@@ -377,16 +377,12 @@ def train_from_manifest(
     Returns:
         The report, also written to ``out/report.json``.
     """
-    from transformers import AutoProcessor, WhisperForConditionalGeneration
-
     from mmdecode.asr.audio import blocks, source_of
-    from mmdecode.checkpoints import local_path
+    from mmdecode.asr.transcriber import load
     from mmdecode.engine.decoder import Decoder
 
-    path = local_path(model_name)
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-    model = model.to(device).eval()
-    processor = AutoProcessor.from_pretrained(path)
+    model, processor = load(model_name, device, torch.float32)
+    model = model.eval()
     extractor = processor.feature_extractor
     rows = [json.loads(line) for line in manifest.read_text().splitlines() if line.strip()][:limit]
 

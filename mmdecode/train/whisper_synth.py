@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.checkpoints import local_path
+from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
 from mmdecode.train import medusa
 from mmdecode.train.speech_windows import (
@@ -355,8 +355,10 @@ def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, 
     from mmdecode.engine.decoder import Decoder
 
     path = local_path(base)
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-    processor = WhisperProcessor.from_pretrained(path)
+    model = WhisperForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=code_trusted()
+    ).eval()
+    processor = WhisperProcessor.from_pretrained(path, trust_remote_code=code_trusted())
     windows = Windows(work / "corpus", processor, seed=991)
     windows.refresh()
     if not windows.shards:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.checkpoints import dtype_of, loading, local_path, placed
+from mmdecode.checkpoints import (
+    code_trusted,
+    dtype_of,
+    loading,
+    local_path,
+    placed,
+    trusting_as_asked,
+)
 from mmdecode.engine.decoder import Decoder, Round
 from mmdecode.engine.setup import token_ids
 from mmdecode.errors import (
@@ -28,6 +35,7 @@ from mmdecode.errors import (
 )
 from mmdecode.frontdoor import generate
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
+from mmdecode.model_names import full_name
 from mmdecode.vlm.images import digest
 from mmdecode.vlm.questions import Prompts, Question
 from mmdecode.vlm.requests import Request, requests_of
@@ -186,6 +194,7 @@ class Answerer:
             self._places = registry.adapter_for(model).max_positions
 
     @classmethod
+    @trusting_as_asked
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
@@ -195,25 +204,29 @@ class Answerer:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         seed: int = 0,
+        *,
+        trust_remote_code: bool = False,
     ) -> Answerer:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id or ``zoo:NAME``.
+            model_id: A folder, a Hub id, a short name as ``llava-1.5-7b``, or ``zoo:NAME``.
             draft: A draft, or its name with options.
             guide: A guide, or its name with options.
             accept: See `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.
             dtype: ``None``: float32.
             seed: Of the noise that sampling uses.
+            trust_remote_code: Run Python files that come with the model: read them first.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
             OptionError: The device or dtype does not exist.
             UnsupportedModelError: It is no vision-language model.
         """
-        model, processor = load(str(model_id), device, dtype)
-        at_hand = {"target": model, "model_id": str(model_id)}
+        name = full_name(str(model_id))
+        model, processor = load(name, device, dtype)
+        at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
         if isinstance(guide, str):
@@ -481,14 +494,16 @@ def load(
     path = local_path(model_id)
     try:
         with loading(model_id):
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
             if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
                 raise UnsupportedModelError(
                     f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
                     "models, those of transformers' AutoModelForImageTextToText"
                 )
-            processor = AutoProcessor.from_pretrained(path)
-            model = AutoModelForImageTextToText.from_pretrained(path, dtype=kind)
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
+            model = AutoModelForImageTextToText.from_pretrained(
+                path, dtype=kind, trust_remote_code=code_trusted()
+            )
     except MMDecodeError:
         raise
     except ImportError as error:  # some processors exist for torchvision alone

@@ -356,7 +356,7 @@ def test_families_of_transformers_are_loaded_with_their_processor(tmp_path, monk
     network.save_pretrained(tmp_path)
     asked = {}
     processor = SimpleNamespace(tokenizer="words", chat_template=None)
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda path: processor)
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: processor)
     model = load(str(tmp_path), "cpu")
     assert model.classes == 0
     assert model.given(["one"]) == {"prompt": ["one"], "tokenizer": processor}
@@ -382,7 +382,7 @@ def janus(tmp_path, monkeypatch):
             + "a" * add_generation_prompt
         ),
     )
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda path: processor)
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: processor)
     return tmp_path
 
 

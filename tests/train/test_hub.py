@@ -12,7 +12,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from typer.testing import CliRunner
 
 from mmdecode import registry
-from mmdecode.checkpoints import local_path
 from mmdecode.cli.app import app
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import InputError, MMDecodeError, OptionError
@@ -205,4 +204,3 @@ def test_the_command_refuses_before_it_trains(server, tmp_path, monkeypatch):
     found = CliRunner().invoke(app, [*words.split()[:-2], "--private"])
     assert found.exit_code and "--push" in str(found.exception) + found.output
     assert not (tmp_path / "out").exists()
-    assert local_path(NAME) == NAME

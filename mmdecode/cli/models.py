@@ -1,0 +1,134 @@
+"""What every command that loads a model has in common, added where commands are imported.
+
+* ``--trust-remote-code``, the one way to let a checkpoint run Python files of its own;
+* short names of models stand for their Hub ids, in what is printed and hashed too;
+* a shipped model on the user's own files is announced as the toy it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import mmdecode
+from mmdecode.cli.output import console, print_line
+
+MODELS = ("model", "refiner", "corrector", "correct", "methods")
+"""Parameters that name models: alone, or somewhere in the value."""
+
+OWN_FILES = (
+    *("paths", "path", "files_from", "manifest", "data", "recordings", "speech"),
+    *("table", "start", "file", "prompts", "real"),
+)
+"""Parameters that name what a model is run on, among other things."""
+
+INSTEAD = {
+    "whisper": "openai/whisper-small, or another Whisper",
+    "llava": "llava-hf/llava-1.5-7b-hf, or another vision-language model",
+    "llamagen": "deepseek-community/Janus-Pro-1B, or another model of image tokens",
+    "var": "a VAR that was published, read by load_published of mmdecode.models.var",
+    "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
+}
+"""What to give in the place of a shipped model, by how its name begins."""
+
+
+def with_models(command: Any) -> Any:
+    """A command, or a group with its commands; those that load models as described above."""
+    for inner in getattr(command, "commands", {}).values():
+        with_models(inner)
+    if any(parameter.name in MODELS for parameter in command.params):
+        command.params.append(_trust_option())
+        command.callback = _prepared(command.callback)
+    return command
+
+
+def _trust_option() -> Any:
+    """The option as typer makes it."""
+
+    def trust(context: typer.Context, value: bool) -> bool:
+        if value:
+            from mmdecode.checkpoints import trusting_code
+
+            context.with_resource(trusting_code())
+        return value
+
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def carrier(
+        trust_remote_code: bool = typer.Option(
+            False,
+            "--trust-remote-code",
+            callback=trust,
+            help="Run Python files that come with a model; read them first.",
+        ),
+    ) -> None: ...
+
+    [option] = typer.main.get_command(app).params
+    option.expose_value = False
+    return option
+
+
+def _prepared(run: Any) -> Any:
+    @functools.wraps(run)
+    def prepared(*args: Any, **given: Any) -> Any:
+        from mmdecode.model_names import full_name
+
+        for name in ("model", "refiner"):
+            if isinstance(given.get(name), str):
+                given[name] = full_name(given[name])
+        if isinstance(given.get("corrector"), list):
+            given["corrector"] = [full_name(name) for name in given["corrector"]]
+        note = toy_note(given)
+        if note and os.environ.get("RANK", "0") == "0":
+            print_line(note, console, "yellow")
+        return run(*args, **given)
+
+    return prepared
+
+
+def toy_note(given: dict[str, Any]) -> str | None:
+    """What to say where a shipped model is run on the user's own files.
+
+    Args:
+        given: A command's parameters by name.
+    """
+    from mmdecode.checkpoints import zoo_names
+
+    own = [value for name in OWN_FILES for value in _texts(given.get(name)) if _is_own(value)]
+    if not own:
+        return None
+    named = [value for name in MODELS for value in _texts(given.get(name))]
+    found = [name for value in named for name in re.findall(r"zoo:([\w-]+)", value)]
+    toys = list(dict.fromkeys(name for name in found if name in zoo_names()))
+    if not toys:
+        return None
+    shown = " and ".join(f"zoo:{name}" for name in toys)
+    instead = " and ".join(dict.fromkeys(INSTEAD[re.split("-", name)[0]] for name in toys))
+    return (
+        f"{shown} is a toy that ships for tests and makes nonsense of your own files; name a real "
+        f"model: {instead}"
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, (str, os.PathLike)):
+        yield str(value)
+    elif isinstance(value, Iterable):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _is_own(value: str) -> bool:
+    """Whether a value names something to read that does not ship with the package."""
+    if value == "-":
+        return True
+    path = Path(value)
+    shipped = Path(mmdecode.__file__).parent
+    return os.path.lexists(path) and not path.resolve().is_relative_to(shipped)

@@ -1,0 +1,125 @@
+"""A shipped model that is run on the user's own files is announced as the toy it is."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from mmdecode.checkpoints import zoo_names
+from mmdecode.cli.app import app
+from mmdecode.cli.models import INSTEAD, toy_note
+from mmdecode.zoo.scenes import draw_scene, render
+from mmdecode.zoo.speech import speech_test
+from tests.support.commands import all_commands
+
+CLIP = speech_test()[3].path
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(CLIP, "talk.ogg")
+    Image.fromarray(render(draw_scene(0))).save("photo.png")
+    Path("clips.jsonl").write_text('{"path": "talk.ogg", "text": "a word"}\n')
+    return tmp_path
+
+
+def printed(*words, **options):
+    done = CliRunner().invoke(app, words, **options)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def test_the_first_command_that_one_types_says_what_to_give_instead(own):
+    done = printed("transcribe", "talk.ogg")
+    [line] = [line for line in done.stderr.splitlines() if "toy" in line]
+    assert line.startswith("zoo:whisper-synth is a toy")
+    assert "openai/whisper-small" in line
+    assert "toy" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"path": "-", "model": "zoo:whisper-synth"}, "openai/whisper-small"),
+        ({"paths": ["photo.png"], "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
+        ({"table": "clips.jsonl", "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
+        ({"start": Path("photo.png"), "model": "zoo:llamagen-scenes"}, "Janus-Pro-1B"),
+        ({"start": Path("photo.png"), "model": "zoo:var-scenes"}, "VAR"),
+        (
+            {"paths": ["."], "model": "openai/whisper-small", "correct": "llm:model=zoo:lm-synth"},
+            "train corrector",
+        ),
+        ({"data": ["clips.jsonl"], "corrector": ["zoo:lm-synth"]}, "train corrector"),
+        ({"data": "clips.jsonl", "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
+    ],
+)
+def test_own_files_of_any_kind_are_noticed(own, given, instead):
+    assert instead in toy_note(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"paths": ["talk.ogg"], "model": "openai/whisper-small"},
+        {"paths": [str(CLIP)], "model": "zoo:whisper-synth"},
+        {"data": "zoo", "model": "zoo:llava-scenes"},
+        {"data": "zoo:scenes", "model": "zoo:llava-scenes"},
+        {"data": None, "model": "zoo:llamagen-scenes", "names": ["ring"]},
+        {"what": "speech", "model": None},
+    ],
+)
+def test_real_models_and_what_ships_go_without_a_word(own, given):
+    assert toy_note(given) is None
+
+
+ON_OWN_FILES = [
+    "transcribe talk.ogg",
+    "transcribe -",
+    "transcribe --files-from clips.jsonl",
+    "transcribe --manifest clips.jsonl",
+    "transcribe talk.ogg --model openai/whisper-small --correct llm:model=zoo:lm-synth",
+    "stream talk.ogg",
+    "ask photo.png -q ring",
+    "ask --input clips.jsonl",
+    "generate-image --class ring --start photo.png --keep-rows 2",
+    "generate-image --prompts clips.jsonl",
+    "evaluate wer --manifest clips.jsonl --model zoo:whisper-synth",
+    "evaluate silence --recordings clips.jsonl",
+    "evaluate silence --speech clips.jsonl",
+    "evaluate pope --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate chair --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate mme --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate amber --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate spatial --data clips.jsonl --model zoo:llava-scenes",
+    "evaluate images --prompts clips.jsonl --model zoo:llamagen-scenes",
+    "evaluate nbest --data clips.jsonl --corrector zoo:lm-synth",
+    "evaluate nbest --data clips.jsonl --methods mbr,lm:zoo:lm-synth",
+    "train medusa --data clips.jsonl --model zoo:whisper-synth --out heads",
+    "train drafter --data clips.jsonl --model zoo:llava-scenes --out drafter",
+    "train alignment-heads --data clips.jsonl --model zoo:whisper-synth",
+    "train corrector --data clips.jsonl --model zoo:lm-synth --out corrector",
+    "audit --data talk.ogg",
+    "bench vlm --data clips.jsonl",
+]
+NO_OWN_FILES = {"demo"}
+
+
+@pytest.mark.parametrize("line", ON_OWN_FILES)
+def test_every_command_notices_own_files(own, line):
+    name, command = next((n, c) for n, c in all_commands().items() if f"{line} ".startswith(n))
+    with command.make_context(name, line.removeprefix(name).split()) as context:
+        assert "is a toy" in toy_note(context.params)
+
+
+def test_every_command_that_loads_a_model_is_tried():
+    for name, command in all_commands().items():
+        if any("--trust-remote-code" in parameter.opts for parameter in command.params):
+            assert name in NO_OWN_FILES or any(line.startswith(name) for line in ON_OWN_FILES), name
+
+
+def test_for_each_shipped_model_that_can_be_named_there_is_a_real_one():
+    models = [name for name in zoo_names() if name != "scene-classifier"]
+    assert {name.split("-")[0] for name in models} == set(INSTEAD)
