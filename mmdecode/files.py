@@ -45,10 +45,10 @@ _numbers = itertools.count()
 def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False) -> None:
     """Writes a file that is complete or not there, and replaces none that is not ours.
 
-    Every file of this library is written here or by its two relatives, `open_append` and
-    `write_folder`. A file is ours if its head names the maker (`MAKER`, as pages, JSON reports and
-    PNGs do), or if `LISTING` in its folder holds its name and what it contains: then this library
-    wrote it and nobody changed it since. Missing folders are made.
+    Every file of this library is written here or by its relatives, `write_files`, `open_append`
+    and `write_folder`. A file is ours if its head names the maker (`MAKER`, as pages, JSON reports
+    and PNGs do), or if `LISTING` in its folder holds its name and what it contains: then this
+    library wrote it and nobody changed it since. Missing folders are made.
 
     Args:
         path: Of the file. What is no regular file, as ``/dev/stdout``, is written into.
@@ -64,14 +64,32 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
             _put(data, device)
         return
     refuse_foreign([path], overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            _put(data, file)
-        _replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _made(path.parent):
+        temporary = path.with_name(_temporary())
+        try:
+            with temporary.open("wb") as file:
+                _put(data, file)
+            _replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_files(
+    folder: Path, files: Mapping[str, str | bytes], overwrite: bool = False
+) -> list[Path]:
+    """Writes files of a folder by their names; where one is refused, none is written.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        OptionError: A file that is not ours is there.
+    """
+    paths = [folder / name for name in files]
+    refuse_foreign(paths, overwrite)
+    for path, data in zip(paths, files.values(), strict=True):
+        write_file(path, data, overwrite)
+    return paths
 
 
 def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
@@ -88,10 +106,10 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
     refuse_foreign([path], overwrite)
     if overwrite and not is_own(path):
         path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if _ANY not in _listed(path):
-        _list(path, _ANY)
-    return path.open("ab")
+    with _made(path.parent):
+        if _ANY not in _listed(path):
+            _list(path, _ANY)
+        return path.open("ab")
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool = False) -> None:
@@ -108,24 +126,25 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
             message names. Commands that compute for long ask `refuse_foreign` first.
         OSError: It cannot be written; see `explained`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(folder)
-    temporary.mkdir()
-    try:
-        fill(temporary)
-        saved = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
-        targets = [folder / file.relative_to(temporary) for file in saved]
+    with _made(folder):
+        temporary = folder / _temporary()  # in the folder, which may be a mounted one
+        temporary.mkdir()
         try:
-            refuse_foreign(targets, overwrite)
-        except OptionError as error:
-            kept = folder.with_name(f"{folder.name}-{os.getpid()}")
-            temporary.rename(kept)
-            raise OptionError(f"{error}; what was computed is in {kept}") from None
-        for file, target in zip(saved, targets, strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(file, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            fill(temporary)
+            found = sorted(temporary.rglob("*"))
+            saved = [file for file in found if file.is_file() and file.name != LISTING]
+            targets = [folder / file.relative_to(temporary) for file in saved]
+            try:
+                refuse_foreign(targets, overwrite)
+            except OptionError as error:
+                kept = folder / f"computed-{os.getpid()}"
+                temporary.rename(kept)
+                raise OptionError(f"{error}; what was computed is in {kept}") from None
+            for file, target in zip(saved, targets, strict=True):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _replace(file, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
@@ -140,11 +159,17 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     """
     foreign: list[str] = []
     there: dict[Path, set[str]] = {}
-    for path in paths:
-        if path.parent not in there:  # one look at a folder, however many files are asked about
-            with contextlib.suppress(OSError):
-                there[path.parent] = set(os.listdir(path.parent))
-        if path.name not in there.get(path.parent, ()) or is_own(path):
+    asked = list(paths)
+    for path in asked:
+        if len(asked) == 1:
+            found = os.path.lexists(path)
+        else:  # one look at a folder, however many files are asked about
+            if path.parent not in there:
+                there[path.parent] = set()
+                with contextlib.suppress(OSError):
+                    there[path.parent].update(os.listdir(path.parent))
+            found = path.name in there[path.parent]
+        if not found or is_own(path):
             continue
         if path.is_dir():
             raise OptionError(f"{path} is a folder; expected a file; choose another --out")
@@ -185,6 +210,25 @@ def is_own(path: Path) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder; where what follows fails, what was made and is still empty goes again."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        remove_empty(missing)
+        raise
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Removes those folders that hold nothing, inner ones first."""
+    for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def _put(data: str | bytes | BinaryIO, file: BinaryIO) -> None:
     if isinstance(data, str):
         data = data.encode()
@@ -203,9 +247,9 @@ def _replace(temporary: Path, path: Path) -> None:
     temporary.replace(path)
 
 
-def _temporary(path: Path) -> Path:
-    """A name of its own beside a file; short, since the file's own may be as long as can be."""
-    return path.with_name(f".{os.getpid()}-{next(_numbers)}.tmp")
+def _temporary() -> str:
+    """A name of its own; short, since the file's own may be as long as can be."""
+    return f".{os.getpid()}-{next(_numbers)}.tmp"
 
 
 def _list(path: Path, content: str) -> None:
@@ -214,18 +258,49 @@ def _list(path: Path, content: str) -> None:
         file.write(content.encode() + b" " + _name(path) + b"\n")
 
 
-def _listed(path: Path) -> set[str]:
+def _listed(path: Path) -> Collection[str]:
     """What a file may contain if it is ours."""
-    ending = b" " + _name(path) + b"\n"
-    with contextlib.suppress(OSError):
-        lines = complete_lines(path.parent / LISTING)
-        return {line.split(b" ", 1)[0].decode() for line in lines if line.endswith(ending)}
-    return set()
+    listing = path.parent / LISTING
+    try:
+        with listing.open("rb") as file:
+            about = os.fstat(file.fileno())
+            mark = (about.st_dev, about.st_ino)
+            known = _listings.get(mark)
+            if known is None or known.size > about.st_size:
+                known = _listings[mark] = _Listing()
+            file.seek(known.size)  # of ten thousand lines those alone that came since
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+                content, _, name = line[:-1].partition(b" ")
+                known.contents.setdefault(name, set()).add(content.decode())
+                known.size += len(line)
+    except OSError:
+        return ()
+    return known.contents.get(_name(path), ())
+
+
+class _Listing:
+    """What was read of a `LISTING`, and up to which byte."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.contents: dict[bytes, set[str]] = {}
+
+
+_listings: dict[tuple[int, int], _Listing] = {}
 
 
 def _name(path: Path) -> bytes:
     """As a line can hold it; no name has a zero byte of its own."""
     return os.fsencode(path.name).replace(b"\n", b"\0")
+
+
+def marked_json(value: Mapping[str, Any], indent: int | None = 2) -> str:
+    """The text of a file of JSON whose first key says who made it.
+
+    Numbers that JSON cannot hold become null; the others stay as they are.
+    """
+    marked = {"made_by": MAKER} | _plain(value, exact=True)
+    return json.dumps(marked, indent=indent, allow_nan=False, default=str) + "\n"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -247,7 +322,7 @@ def _plain(value: Any, exact: bool = False) -> Any:
         return value if exact else round(value, 4)
     if isinstance(value, Mapping):
         times = ("_s", "offset", "duration")
-        return {key: _plain(item, str(key).endswith(times)) for key, item in value.items()}
+        return {k: _plain(item, exact or str(k).endswith(times)) for k, item in value.items()}
     return [_plain(item, exact) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -255,18 +330,19 @@ def _plain(value: Any, exact: bool = False) -> Any:
 def claimed(folder: Path) -> Iterator[None]:
     """Keeps a second run out of a folder; the operating system ends the claim with the process.
 
+    The folder is made; where the run then fails and has written nothing, it goes again.
+
     Raises:
         OptionError: Another run writes there.
         InputError: The folder cannot be made.
     """
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack:
+        with explained(folder):
+            stack.enter_context(_made(folder))
+            handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
         lock(handle, folder)
         yield
-    finally:
-        os.close(handle)
 
 
 def lock(handle: int, place: Path) -> None:
@@ -292,10 +368,9 @@ def run_of(place: Path) -> Path:
     return place / RUN if place.is_dir() else place.with_name(f"{place.name}.{RUN}")
 
 
-def note_settings(place: Path, settings: Mapping[str, Any]) -> None:
+def note_settings(place: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:
     """Writes down under which settings the results in a folder or file are made."""
-    noted = json.dumps({"made_by": MAKER} | _noted(settings), indent=1, default=str)
-    write_file(run_of(place), noted + "\n")
+    write_file(run_of(place), marked_json(_noted(settings), indent=1), overwrite)
 
 
 def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> None:

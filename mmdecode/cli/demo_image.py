@@ -23,7 +23,13 @@ PROMPTS = ("a red ring", "a blue star", "a green cup", "a yellow key")
 
 
 def run(
-    model: str, out: Path, limit: int | None, device: str | None, dtype: str, seed: int
+    model: str,
+    out: Path,
+    limit: int | None,
+    device: str | None,
+    dtype: str,
+    seed: int,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Draws, shows the numbers and writes the page; the options are those of the command.
 
@@ -34,11 +40,12 @@ def run(
 
     from mmdecode.evaluation import image_page
     from mmdecode.evaluation.image_page import Way, Ways
-    from mmdecode.files import write_file
+    from mmdecode.files import refuse_foreign, write_file
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.loading import load
     from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, law_of
 
+    refuse_foreign([out / "report.html"], overwrite)
     started = time.perf_counter()
     count = min(limit or PICTURES, PICTURES)
     console.print(
@@ -83,8 +90,7 @@ def run(
         ways=ways,
         conditions=_conditions(adapter.model, generator.settings, seed),
     )
-    out.mkdir(parents=True, exist_ok=True)
-    write_file(out / "report.html", image_page.page(report))
+    write_file(out / "report.html", image_page.page(report), overwrite)
     summary = _summary(report)
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {"report.html": str(out / "report.html")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +30,20 @@ def run(
     device: str | None,
     dtype: str,
     seed: int,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Transcribes, shows what came out and writes the page; the options are those of the command.
 
     Returns:
         The numbers; ``identical`` among them says whether drafting changed no token.
     """
+    from mmdecode.files import refuse_foreign, write_file, write_files
+    from mmdecode.tables import rows_text
+
+    page_file, texts_file, subtitles = (
+        out / name for name in ("report.html", "transcripts.jsonl", "subtitles")
+    )
+    refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
     started = time.perf_counter()
     what = "the shipped recordings" if limit is None else f"{limit} of the shipped recordings"
     console.print(
@@ -51,12 +58,13 @@ def run(
     clips = speech_test()[:limit]
     recordings = speech_test(long=True) if limit is None else []
     ways = _load(model, draft, device, dtype)
-    out.mkdir(parents=True, exist_ok=True)
     load_before = load_average() or "unknown"
-    items, noisy = _run(ways, clips, recordings, repeats, out)
+    items, noisy, rows, titles = _run(ways, clips, recordings, repeats)
+    write_file(texts_file, rows_text(rows), overwrite)
+    write_files(subtitles, titles, overwrite)
     result = _report(model, draft, ways, items, clips, noisy, recordings, seed)
     result.conditions.update(_conditions(ways, dtype, repeats, load_before))
-    page.write(result, out / "report.html")
+    write_file(page_file, page.page(result), overwrite)
     summary = _summary(result, items, len(clips))
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {
@@ -136,39 +144,34 @@ def _run(
     clips: Sequence[Clip],
     recordings: Sequence[Clip],
     repeats: int,
-    out: Path,
-) -> tuple[list[Item], list[str]]:
-    """Items of all recordings and the texts of the noisy clips; writes texts as it goes."""
+) -> tuple[list[Item], list[str], list[dict[str, Any]], dict[str, str]]:
+    """Items of all recordings, the texts of the noisy clips, rows of all texts, and subtitles."""
     from rich.progress import track
 
     from mmdecode.asr.formats import FORMATS
     from mmdecode.asr.subtitles import DEFAULT
     from mmdecode.asr.transcriber import Transcript
-    from mmdecode.files import write_file
 
     drafted = ways[1]
     timed = _with_words(drafted)
-    items, noisy = [], []
-    (out / "subtitles").mkdir(exist_ok=True)
-    with (out / "transcripts.jsonl").open("w", encoding="utf-8") as file:
-        for clip in track(
-            [*clips, *recordings], description="transcribing", console=console, transient=True
-        ):
-            loud = None if clip.long else drafted(clip.samples("noisy"))[0]
-            if loud is not None:
-                noisy.append(loud.text)
-                _append(file, clip, "noisy", loud)
-            turns = 1 if clip.long else repeats
-            item, transcript = _compare(ways, clip, turns, loud.text if loud else None)
-            (found,) = timed(clip.path, raise_errors=True)
-            assert isinstance(found, Transcript)  # a failure would have been raised
-            words = [word for segment in found.segments for word in segment.words or ()]
-            items.append(dataclasses.replace(item, words=words))
-            subtitles = out / "subtitles" / f"{Path(clip.name).stem}.srt"
-            write_file(subtitles, FORMATS["srt"](found, DEFAULT))
-            kind = "recording" if clip.long else "clean"
-            _append(file, clip, kind, transcript, identical=item.identical)
-    return items, noisy
+    items, noisy, rows, titles = [], [], [], {}
+    for clip in track(
+        [*clips, *recordings], description="transcribing", console=console, transient=True
+    ):
+        loud = None if clip.long else drafted(clip.samples("noisy"))[0]
+        if loud is not None:
+            noisy.append(loud.text)
+            rows.append(_row(clip, "noisy", loud))
+        turns = 1 if clip.long else repeats
+        item, transcript = _compare(ways, clip, turns, loud.text if loud else None)
+        (found,) = timed(clip.path, raise_errors=True)
+        assert isinstance(found, Transcript)  # a failure would have been raised
+        words = [word for segment in found.segments for word in segment.words or ()]
+        items.append(dataclasses.replace(item, words=words))
+        titles[f"{Path(clip.name).stem}.srt"] = FORMATS["srt"](found, DEFAULT)
+        kind = "recording" if clip.long else "clean"
+        rows.append(_row(clip, kind, transcript, identical=item.identical))
+    return items, noisy, rows, titles
 
 
 def _compare(
@@ -235,16 +238,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
 
 
-def _append(file: Any, clip: Clip, kind: str, transcript: Transcript, **more: Any) -> None:
-    row: dict[str, Any] = {
-        "name": clip.name,
-        "set": kind,
-        "reference": clip.text,
-        "text": transcript.text,
-    }
-    row |= {"tokens": transcript.tokens, **more}
-    file.write(json.dumps(row) + "\n")
-    file.flush()
+def _row(clip: Clip, kind: str, transcript: Transcript, **more: Any) -> dict[str, Any]:
+    row = {"name": clip.name, "set": kind, "reference": clip.text, "text": transcript.text}
+    return row | {"tokens": transcript.tokens, **more}
 
 
 def _report(

@@ -49,6 +49,7 @@ def run(
     device: str | None,
     dtype: str,
     seed: int,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Asks, shows what was answered and writes the page; the options are those of the command.
 
@@ -61,10 +62,11 @@ def run(
     from mmdecode.evaluation import answer_page
     from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured
     from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
-    from mmdecode.files import write_file
+    from mmdecode.files import refuse_foreign, write_file
     from mmdecode.vlm.answerer import Answerer, load
     from mmdecode.zoo.scene_sets import image_name, scenes_from
 
+    refuse_foreign([out / "report.html"], overwrite)
     started = time.perf_counter()
     names = list(dict.fromkeys(guides))
     scenes = scenes_from(FIRST, min(limit or SCENES, SCENES), wanted=is_tempting)
@@ -98,8 +100,7 @@ def run(
         conditions=_conditions(network, seed),
         draft=drafter,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    write_file(out / "report.html", answer_page.page(report))
+    write_file(out / "report.html", answer_page.page(report), overwrite)
     summary = _summary(report)
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {"report.html": str(out / "report.html")}

@@ -14,6 +14,7 @@ from mmdecode.cli.flags import (
     Dtype,
     Language,
     MaxNewTokens,
+    Overwrite,
     Resume,
     Task,
     Timestamps,
@@ -133,6 +134,7 @@ def wer(
         Path | None, typer.Option("--out", help="Folder for samples, tables, figures and page.")
     ] = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
     warmup: Annotated[
         int, typer.Option(min=0, help="Untimed runs of the first batch; the leaderboard makes 10.")
@@ -169,7 +171,7 @@ def wer(
       mmdecode evaluate wer --rescore run --points latin --hallucinations --punctuation
     """
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.normalisers import normaliser_of
     from mmdecode.evaluation.pier import refuse_points
     from mmdecode.evaluation.runs import SAMPLES
@@ -206,9 +208,8 @@ def wer(
     folder = out_dir or rescore
     with claimed(folder) if folder else contextlib.nullcontext():
         own = rescore and folder and folder.resolve() == rescore.resolve()
-        if folder and not own and not resume and is_taken(folder, SAMPLES):
-            advice = "continue it with --resume, or " if model else ""
-            raise OptionError(f"{folder} holds an earlier report; {advice}choose another --out")
+        if folder:
+            refuse_taken(folder, SAMPLES, resume or bool(own), overwrite, resumable=bool(model))
         if model:
             assert manifest is not None
             entries = _entries(manifest, limit, normalise if filtered else None)
@@ -237,6 +238,7 @@ def wer(
                 | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup},
                 out_dir,
                 resume,
+                overwrite,
             )
         elif hypotheses:
             samples, conditions = _foreign(hypotheses, manifest, limit, group)
@@ -257,7 +259,7 @@ def wer(
         )
         if folder and own and (folder / "summary.json").exists():
             console.print(f"replacing the report in {folder}; its samples stay", highlight=False)
-        files = report.save(folder) if folder else []
+        files = report.save(folder, overwrite) if folder else []
     failures = [sample for sample in report.samples if sample.error is not None]
     if json:
         emit_json(
@@ -346,6 +348,7 @@ def _run(
     settings: dict[str, Any],
     out_dir: Path | None,
     resume: bool,
+    overwrite: bool,
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
     from mmdecode.evaluation.conditions import conditions_of
@@ -361,6 +364,7 @@ def _run(
         conditions,
         out_dir,
         resume,
+        overwrite,
         group=settings["group"],
         warmup=settings["warmup"],
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.flags import Device, Dtype, Overwrite
 from mmdecode.cli.output import (
     JsonFlag,
     console,
@@ -99,6 +99,7 @@ def images(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --output; same settings only.")
     ] = False,
+    overwrite: Overwrite = False,
     device: Device = None,
     dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Of the images and of all draws in tests.")] = 0,
@@ -121,7 +122,8 @@ def images(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import surroundings
     from mmdecode.evaluation.image_report import ImageReport
-    from mmdecode.evaluation.image_runs import Recorder, groups_of, modes_of
+    from mmdecode.evaluation.image_runs import ROWS, Recorder, groups_of, modes_of
+    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.plots import drawable
     from mmdecode.files import claimed
     from mmdecode.image_ar.loading import config_of, load
@@ -130,6 +132,7 @@ def images(
         raise OptionError("--resume continues what a run wrote to --output; give that folder")
     if output is not None:
         drawable()
+        refuse_taken(output, ROWS, resume, overwrite)
     only_our_output()
     chosen = modes_of([name.strip() for name in modes.split(",") if name.strip()], also or [])
     if config_of(model).model_type == "var":
@@ -166,7 +169,7 @@ def images(
     }
     load_average = settings.pop("load_average")
     with warnings_shown("default"), claimed(output) if output else contextlib.nullcontext():
-        rows = _drawn(recorder, output, settings, resume)
+        rows = _drawn(recorder, output, settings, resume, overwrite)
         report = ImageReport(
             _scored(network, recorder, rows, judge, batch_size),
             laws=recorder.laws,
@@ -188,7 +191,7 @@ def images(
             resamples=resamples,
             seed=seed,
         )
-        files = report.save(output) if output else []
+        files = report.save(output, overwrite) if output else []
     failed = [row for row in rows if row.error is not None]
     if json:
         told = [
@@ -262,12 +265,16 @@ def _known(model: RasterModel, judge: Classifier, recorder: Recorder) -> dict[An
 
 
 def _drawn(
-    recorder: Recorder, output: Path | None, settings: dict[str, Any], resume: bool
+    recorder: Recorder,
+    output: Path | None,
+    settings: dict[str, Any],
+    resume: bool,
+    overwrite: bool,
 ) -> list[ImageRow]:
     """Rows of all modes; appended to the output as they come."""
     from mmdecode.evaluation.image_runs import journal_of
 
-    journal = journal_of(output, settings, resume) if output else None
+    journal = journal_of(output, settings, resume, overwrite) if output else None
     with progress_bar() as bar, contextlib.ExitStack() as stack:
         task = bar.add_task("drawing", total=recorder.total)
         if journal:

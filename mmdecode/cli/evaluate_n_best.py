@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.flags import Device, Dtype, Overwrite
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
 from mmdecode.cli.progress import only_our_output, progress_bar
 
@@ -82,6 +82,7 @@ def nbest(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --output; same lists only.")
     ] = False,
+    overwrite: Overwrite = False,
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Lists or texts at once.")] = 16,
     device: Device = None,
@@ -108,13 +109,16 @@ def nbest(
 
     import mmdecode
     from mmdecode.errors import OptionError
+    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.n_best import Aligner
-    from mmdecode.evaluation.n_best_methods import Method, outputs, parts_of
+    from mmdecode.evaluation.n_best_methods import ROWS, Method, outputs, parts_of
     from mmdecode.evaluation.n_best_report import NBestReport, joined_rows, save_reports
     from mmdecode.files import claimed
 
     if resume and output is None:
         raise OptionError("--resume continues what a run wrote to --output; give that folder")
+    if output is not None:
+        refuse_taken(output, ROWS, resume, overwrite)
     asked = [name for text in methods or ["mbr,table"] for name in text.split(",") if name]
     asked += [f"corrector:{name}" for name in corrector or []]
     wanted = [Method.of(name) for name in dict.fromkeys(asked)]
@@ -133,7 +137,7 @@ def nbest(
         "transformers": transformers.__version__,
     }
     with claimed(output) if output else contextlib.nullcontext():
-        rows = _rows(wanted, sets, output, resume, device, dtype, batch_size, limit)
+        rows = _rows(wanted, sets, output, resume, overwrite, device, dtype, batch_size, limit)
         reports = []
         for name, parts in sets.items():
             found = {
@@ -154,7 +158,7 @@ def nbest(
                     conditions=conditions,
                 )
             )
-        files = save_reports(reports, output) if output else []
+        files = save_reports(reports, output, overwrite) if output else []
     if json:
         emit_json({"task": "nbest", "sets": [one.summary for one in reports], "files": files})
     else:
@@ -198,6 +202,7 @@ def _rows(
     sets: Mapping[str, Parts],
     output: Path | None,
     resume: bool,
+    overwrite: bool,
     device: str | None,
     dtype: str,
     batch_size: int,
@@ -217,6 +222,7 @@ def _rows(
             lambda row: (row.data, row.source, row.id),
             settings,
             resume,
+            overwrite,
         )
     found: Rows = {}
     for row in journal.done.values() if journal else ():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Resume
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Overwrite, Resume
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
 from mmdecode.cli.progress import only_our_output, recorded
 
@@ -59,6 +59,7 @@ def silence(
         Path | None, typer.Option("--out", help="Folder for samples, tables and page.")
     ] = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Recordings decoded at once.")] = 8,
     language: Language = None,
     max_new_tokens: MaxNewTokens = None,
@@ -92,7 +93,7 @@ def silence(
     """
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import conditions_of
-    from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.plots import drawable
     from mmdecode.evaluation.runs import SAMPLES, data_hash
     from mmdecode.evaluation.silence import SilenceReport
@@ -109,11 +110,7 @@ def silence(
             drawable()
             folder = out_dir
             stack.enter_context(claimed(folder))
-            if not resume and is_taken(folder, SAMPLES):
-                raise OptionError(
-                    f"{folder} holds an earlier report; continue it with --resume, or choose "
-                    "another --out"
-                )
+            refuse_taken(folder, SAMPLES, resume, overwrite)
         options = {
             "language": language,
             "max_new_tokens": max_new_tokens,
@@ -122,9 +119,11 @@ def silence(
         }
         transcribers = _transcribers(model, guides, draft, device, dtype, seed, options)
         entries = [
-            *_sounds(folder / "audio", clips, seconds, SEEDS[part], recordings, limit),
-            *(entry for one in sets for entry in _speech(one, folder / "audio", limit)),
+            *_read(sets, recordings, limit),
+            *_sounds(folder / "audio", clips, seconds, SEEDS[part], limit, overwrite),
         ]
+        if ZOO in sets:
+            entries += _zoo_speech(folder / "audio", limit, overwrite)
         settings = conditions_of(transcribers) | {
             "model": model,
             "guides": guides,
@@ -139,9 +138,11 @@ def silence(
             "limit": limit,
             "data_hash": data_hash(entries),
         }
-        samples = recorded("listening", transcribers, entries, settings, out_dir, resume, warmup=0)
+        samples = recorded(
+            "listening", transcribers, entries, settings, out_dir, resume, overwrite, warmup=0
+        )
         report = SilenceReport(samples, resamples=resamples, seed=seed, conditions=settings)
-        files = report.save(out_dir) if out_dir else []
+        files = report.save(out_dir, overwrite) if out_dir else []
         failures = [sample for sample in samples if sample.error is not None]
         if json:
             failed = [{"id": s.id, "mode": s.mode, "error": s.error} for s in failures]
@@ -195,42 +196,38 @@ def _transcribers(
     return found
 
 
-def _sounds(
-    folder: Path,
-    clips: int,
-    seconds: float,
-    seed: int,
-    recordings: Path | None,
-    limit: int | None,
-) -> Iterator[Entry]:
-    """Recordings without speech: those made here, and the user's."""
+def _read(sets: Sequence[str], recordings: Path | None, limit: int | None) -> Iterator[Entry]:
+    """The user's recordings, with speech and without."""
     from dataclasses import replace
 
     from mmdecode.asr.manifest import read_manifest
+    from mmdecode.evaluation.silence import NON_SPEECH, SPEECH
+
+    for entry in read_manifest(recordings, limit) if recordings else ():
+        yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
+    for path in (Path(one) for one in sets if one not in (ZOO, NONE)):
+        for entry in read_manifest(path, limit, text=True):
+            yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
+
+
+def _sounds(
+    folder: Path, clips: int, seconds: float, seed: int, limit: int | None, overwrite: bool
+) -> Iterator[Entry]:
+    """Recordings without speech, made here."""
+    from dataclasses import replace
+
     from mmdecode.evaluation.non_speech import write_sounds
     from mmdecode.evaluation.silence import NON_SPEECH
 
-    for entry in write_sounds(folder, min(clips, limit or clips), seconds, seed):
+    for entry in write_sounds(folder, min(clips, limit or clips), seconds, seed, overwrite):
         yield replace(entry, id=f"{NON_SPEECH}/{entry.id}")
-    for entry in read_manifest(recordings, limit) if recordings else ():
-        yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
 
 
-def _speech(source: str, folder: Path, limit: int | None) -> Iterator[Entry]:
-    """Recordings of speech with texts."""
-    from dataclasses import replace
-
-    from mmdecode.asr.manifest import Entry, read_manifest
+def _zoo_speech(folder: Path, limit: int | None, overwrite: bool) -> Iterator[Entry]:
+    """Shipped recordings of speech with texts, clean and noisy."""
+    from mmdecode.asr.manifest import Entry
     from mmdecode.evaluation.non_speech import write_flac
     from mmdecode.evaluation.silence import SPEECH
-
-    if source == NONE:
-        return
-    if source != ZOO:
-        path = Path(source)
-        for entry in read_manifest(path, limit, text=True):
-            yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
-        return
     from mmdecode.zoo.speech import speech_test
 
     clips = speech_test()[:limit]
@@ -238,7 +235,7 @@ def _speech(source: str, folder: Path, limit: int | None) -> Iterator[Entry]:
         yield Entry(id=f"{SPEECH}/clean/{clip.name}", audio=str(clip.path), text=clip.text)
     for clip in clips:
         path = folder / f"noisy_{clip.name}.flac"
-        write_flac(path, clip.samples("noisy"))
+        write_flac(path, clip.samples("noisy"), overwrite)
         yield Entry(id=f"{SPEECH}/noisy/{clip.name}", audio=str(path), text=clip.text)
 
 

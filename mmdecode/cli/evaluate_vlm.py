@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, refuse_without
 from mmdecode.cli.output import (
     JsonFlag,
     console,
@@ -138,6 +138,7 @@ def pope(
     warmup: Warmup = 1,
     output: Output = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = None,
@@ -186,6 +187,7 @@ def chair(
     warmup: Warmup = 1,
     output: Output = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = None,
@@ -224,6 +226,7 @@ def mme(
     warmup: Warmup = 1,
     output: Output = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = None,
@@ -261,6 +264,7 @@ def amber(
     warmup: Warmup = 1,
     output: Output = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = None,
@@ -300,6 +304,7 @@ def spatial(
     warmup: Warmup = 1,
     output: Output = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     rescore: Rescore = None,
     resamples: Resamples = 10_000,
     device: Device = None,
@@ -364,6 +369,7 @@ def _evaluate(
     model: str | None,
     output: Path | None,
     resume: bool,
+    overwrite: bool,
     rescore: Path | None,
     resamples: int,
     seed: int,
@@ -376,7 +382,7 @@ def _evaluate(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.answers import parser_of
     from mmdecode.evaluation.items import ITEMS
-    from mmdecode.evaluation.journal import is_taken
+    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.plots import drawable
     from mmdecode.files import claimed
 
@@ -395,18 +401,17 @@ def _evaluate(
         drawable()
     with warnings_shown("default"), claimed(folder) if folder else contextlib.nullcontext():
         own = rescore is not None and folder is not None and folder.resolve() == rescore.resolve()
-        if folder and not own and not resume and is_taken(folder, ITEMS):
-            advice = "continue it with --resume, or " if model else ""
-            raise OptionError(f"{folder} holds an earlier report; {advice}choose another --output")
+        if folder:
+            refuse_taken(folder, ITEMS, resume or own, overwrite, resumable=bool(model))
         if rescore is not None:
             run = _recorded(rescore, task)
         else:
             assert model is not None
-            run = _run(task, model, output, resume, seed, synonyms=synonyms, **asked)
+            run = _run(task, model, output, resume, overwrite, seed, synonyms=synonyms, **asked)
         report = _report(run, parser, {"resamples": resamples, "seed": seed})
         if own and folder and (folder / "summary.json").exists():
             console.print(f"replacing the report in {folder}; its rows stay", highlight=False)
-        files = report.save(folder) if folder else []
+        files = report.save(folder, overwrite) if folder else []
     failures = [item for item in report.recorded if item.error is not None]
     if json:
         told = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
@@ -434,6 +439,7 @@ def _run(
     model: str,
     output: Path | None,
     resume: bool,
+    overwrite: bool,
     seed: int,
     *,
     data: list[str] | None,
@@ -518,7 +524,7 @@ def _run(
         "notes": list(questions.warnings),
     }
     load_average = settings.pop("load_average")
-    rows = _decoded(recorder, questions, output, settings, resume)
+    rows = _decoded(recorder, questions, output, settings, resume, overwrite)
     return _Run(
         rows=rows,
         modes=modes,
@@ -534,6 +540,7 @@ def _decoded(
     output: Path | None,
     settings: dict[str, Any],
     resume: bool,
+    overwrite: bool,
 ) -> list[Any]:
     """Rows of all modes; appended to the output as they come."""
     from mmdecode.crashes import Journal, suspects_in
@@ -541,7 +548,7 @@ def _decoded(
     from mmdecode.vlm.crashes import watched
 
     kind = type(questions.items[0])
-    journal = journal_of(output, kind, settings, resume) if output else None
+    journal = journal_of(output, kind, settings, resume, overwrite) if output else None
     with progress_bar() as bar, contextlib.ExitStack() as stack:
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:

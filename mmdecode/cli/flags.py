@@ -11,6 +11,9 @@ from mmdecode.errors import OptionError
 
 Model = Annotated[str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace files that mmdecode did not write, or results.")
+]
 Language = Annotated[
     str | None, typer.Option(help="For example en; else the model's own, else detected.")
 ]

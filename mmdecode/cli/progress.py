@@ -59,6 +59,7 @@ def recorded(
     conditions: Mapping[str, Any],
     out_dir: Path | None,
     resume: bool,
+    overwrite: bool = False,
     **how: Any,
 ) -> list[Sample]:
     """Samples of all modes, under a bar; with a folder they go there as they come.
@@ -70,12 +71,13 @@ def recorded(
         conditions: Of the run; all but the load have to be the same for it to be resumed.
         out_dir: Folder of the journal; ``None``: none.
         resume: Whether it goes on with what the folder holds.
+        overwrite: Whether it may replace what the folder holds.
         **how: See `mmdecode.evaluation.runs.record`.
     """
     from mmdecode.evaluation.runs import journal_of, record
 
     fixed = {name: value for name, value in conditions.items() if name != "load_average"}
-    journal = journal_of(out_dir, fixed, resume) if out_dir else None
+    journal = journal_of(out_dir, fixed, resume, overwrite) if out_dir else None
     with progress_bar() as bar:
         task = bar.add_task(what, total=len(entries) * len(transcribers))
         if journal:

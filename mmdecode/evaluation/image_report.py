@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -48,7 +47,7 @@ from mmdecode.evaluation.layout import (
     without_empty,
 )
 from mmdecode.evaluation.statistics import holm
-from mmdecode.files import write_file
+from mmdecode.files import marked_json, write_files
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
 
@@ -429,23 +428,19 @@ class ImageReport:
         shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
         return {name: sheet(images, name) for name, images in shown.items()}
 
-    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Writes summary, tables and page; returns the files.
 
         Args:
             folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str)
-        texts = {
-            "summary.json": f"{summary}\n",
+        files = {
+            "summary.json": marked_json(self.summary, indent=1),
             "table.md": markdown_page(self.table()),
             "report.html": self.page(),
         }
-        for name, text in texts.items():
-            write_file(folder / name, text)
-        return [folder / name for name in texts]
+        return write_files(Path(folder), files, overwrite)
 
 
 def verdict(mode: Mapping[str, Any]) -> str:

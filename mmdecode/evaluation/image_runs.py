@@ -104,9 +104,11 @@ class ImageRow:
         return asdict(self)
 
 
-def journal_of(folder: Path, settings: Mapping[str, Any], resume: bool) -> Journal[ImageRow]:
+def journal_of(
+    folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
+) -> Journal[ImageRow]:
     """The images of a run, in a folder; see `Journal`."""
-    return Journal(folder / ROWS, read_images, _key, settings, resume)
+    return Journal(folder / ROWS, read_images, _key, settings, resume, overwrite)
 
 
 def read_images(path: Path) -> list[ImageRow]:

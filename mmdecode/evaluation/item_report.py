@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,10 +15,11 @@ from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.item_comparison import ItemComparison
 from mmdecode.evaluation.item_page import ImageSource, Shown, overview, page_of
-from mmdecode.evaluation.items import ITEMS, Some, write_items
+from mmdecode.evaluation.items import ITEMS, Some
 from mmdecode.evaluation.layout import Rows, csv_text, markdown, markdown_page
 from mmdecode.evaluation.statistics import RESAMPLES
-from mmdecode.files import write_file
+from mmdecode.files import marked_json, write_files
+from mmdecode.tables import rows_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -225,30 +225,23 @@ class ItemReport(abc.ABC, Generic[Some]):
         """One HTML file that holds everything: tables, figures, and the worst answers."""
         return page_of(self)
 
-    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Writes rows, summary, tables, figures and a page; returns the files.
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
+        """Writes rows, summary, tables, figures and a page; returns the files without the rows.
 
         Args:
             folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(f"- {found}\n" for found in self.comparisons)
-        summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str)
-        texts = {
-            SUMMARY: f"{summary}\n",
+        files: dict[str, str | bytes] = {
+            ITEMS: rows_text(item.as_dict() for item in self.recorded),
+            SUMMARY: marked_json(self.summary, indent=1),
             "table.md": markdown_page(f"{self.table()}\n{lines}"),
             "table.csv": csv_text(self.rows()),
             "report.html": self.page(),
         }
-        write_items(folder / ITEMS, self.recorded)
-        files = [folder / name for name in texts]
-        for path, text in zip(files, texts.values(), strict=True):
-            write_file(path, text)
-        for name, data in self.drawings.items():
-            files.append(folder / f"{name}.png")
-            files[-1].write_bytes(data)
-        return files
+        files |= {f"{name}.png": data for name, data in self.drawings.items()}
+        return write_files(Path(folder), files, overwrite)[1:]
 
     def _repr_html_(self) -> str:
         return overview(self)

@@ -23,7 +23,6 @@ import numpy as np
 from mmdecode.errors import InputError
 from mmdecode.evaluation.answers import Label, leading
 from mmdecode.files import complete_lines
-from mmdecode.tables import write_rows
 
 ITEMS = "items.jsonl"
 QUESTION = ("text", "question")
@@ -284,11 +283,6 @@ def read_items(path: Path, kind: type[Some]) -> list[Some]:
             raise InputError(f"{where} is no {kind.__name__}: {error}") from error
         found[item.mode, item.seed, item.id] = item
     return list(found.values())
-
-
-def write_items(path: Path, items: Sequence[Item]) -> None:
-    """Writes rows, one after another; the file either is complete or does not exist."""
-    write_rows(path, [item.as_dict() for item in items])
 
 
 def _parsed(data: bytes, where: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from mmdecode.errors import OptionError
 from mmdecode.files import (
     RUN,
     append_line,
@@ -16,6 +17,8 @@ from mmdecode.files import (
     explained,
     note_settings,
     open_append,
+    refuse_foreign,
+    run_of,
 )
 from mmdecode.tables import write_rows
 
@@ -40,12 +43,14 @@ class Journal(Generic[Row]):
         key: What a row is about; of several rows about one thing the last counts.
         settings: What may change a row.
         resume: Continue what is there.
+        overwrite: Begin anew where something is there, and replace files that are not ours.
 
     Attributes:
         done: The last row of each key, failures included.
 
     Raises:
-        OptionError: The folder holds results, and ``resume`` is not set or the settings differ.
+        OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set, or
+            the settings to resume differ; or a file that is not ours is there.
         InputError: The folder cannot be read or written.
     """
 
@@ -56,18 +61,21 @@ class Journal(Generic[Row]):
         key: Callable[[Row], Hashable],
         settings: Mapping[str, Any],
         resume: bool,
+        overwrite: bool = False,
     ) -> None:
         self.done: dict[Any, Row] = {}
         self._path, self._key, folder = path, key, path.parent
         with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if is_taken(folder, path.name):
+            refuse_foreign([run_of(folder), path], overwrite)
+            if overwrite and not resume:
+                path.unlink(missing_ok=True)
+            elif is_taken(folder, path.name):
                 check_settings(folder, settings, resume)
             if path.exists():
                 self.done = {key(row): row for row in read(path)}
                 os.truncate(path, sum(map(len, complete_lines(path))))
-            note_settings(folder, settings)
-            self._file = open_append(path)
+            note_settings(folder, settings, overwrite)
+            self._file = open_append(path, overwrite)
 
     def add(self, row: Row) -> None:
         """Writes a row where a crash cannot lose it."""
@@ -82,6 +90,34 @@ class Journal(Generic[Row]):
     def close(self) -> None:
         """No more rows."""
         self._file.close()
+
+
+def refuse_taken(
+    folder: Path, name: str, resume: bool, overwrite: bool, *, resumable: bool = True
+) -> None:
+    """Refuses a folder whose files a report would replace; before anything is computed.
+
+    Args:
+        folder: It need not exist.
+        name: Of the file of rows.
+        resume: The user continues what is there.
+        overwrite: The user allows to replace it.
+        resumable: The user could ask to continue, for the message.
+
+    Raises:
+        OptionError: It holds an earlier report, or files of such names that are not ours.
+    """
+    names = (RUN, name, "summary.json", "table.md", "table.csv", "texts.jsonl", "report.html")
+    figures = [
+        f for kind in ("*.png", "leaderboard/*.jsonl", "audio/*.flac") for f in folder.glob(kind)
+    ]
+    refuse_foreign([*(folder / one for one in names), *figures], overwrite)
+    if is_taken(folder, name) and not resume and not overwrite:
+        advice = "continue it with --resume, " if resumable else ""
+        raise OptionError(
+            f"{folder} holds an earlier report; {advice}replace it with --overwrite, or choose "
+            "another --out"
+        )
 
 
 def is_taken(folder: Path, name: str) -> bool:

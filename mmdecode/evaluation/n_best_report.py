@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -31,8 +30,8 @@ from mmdecode.evaluation.report import marked
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.statistics import RESAMPLES, holm, interval, resampled_sums
 from mmdecode.evaluation.wer import WER, align_as_written, count_steps, summed
-from mmdecode.files import write_file
-from mmdecode.tables import write_rows
+from mmdecode.files import marked_json, write_files
+from mmdecode.tables import rows_text
 
 HELD = " (threshold)"
 """Ends the name of a method under its copy threshold."""
@@ -296,7 +295,9 @@ def joined_rows(reports: Sequence[NBestReport]) -> Rows:
     return [{name: row.get(name, "") for name in names} for row in rows]
 
 
-def save_reports(reports: Sequence[NBestReport], folder: str | os.PathLike[str]) -> list[Path]:
+def save_reports(
+    reports: Sequence[NBestReport], folder: str | os.PathLike[str], overwrite: bool = False
+) -> list[Path]:
     """Writes summary, tables, a page and the texts of several sets; returns the files.
 
     The summary and the tables hold numbers alone; references and texts are in ``texts.jsonl`` and
@@ -305,9 +306,8 @@ def save_reports(reports: Sequence[NBestReport], folder: str | os.PathLike[str])
     Args:
         reports: One for each set.
         folder: Created where it does not exist.
+        overwrite: Replace files that are not ours.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     summary = {"task": "nbest", "sets": [report.summary for report in reports]}
     tables = "\n".join(
         report.table() + "".join(f"\n- {found}" for found in report.comparisons) + "\n"
@@ -321,15 +321,13 @@ def save_reports(reports: Sequence[NBestReport], folder: str | os.PathLike[str])
         reports[0].conditions,
     )
     files = {
-        "summary.json": json.dumps(summary, indent=1, allow_nan=False, default=str) + "\n",
+        "summary.json": marked_json(summary, indent=1),
         "table.md": markdown_page(tables),
         "table.csv": csv_text(joined_rows(reports)),
         "report.html": page,
+        "texts.jsonl": rows_text(row for report in reports for row in _texts(report)),
     }
-    for name, text in files.items():
-        write_file(folder / name, text)
-    write_rows(folder / "texts.jsonl", (row for report in reports for row in _texts(report)))
-    return [folder / name for name in (*files, "texts.jsonl")]
+    return write_files(Path(folder), files, overwrite)
 
 
 def _texts(report: NBestReport) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ rhythm of several talkers at once, and no words; ``music`` are chords of decayin
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from mmdecode.asr.manifest import Entry
 from mmdecode.errors import MissingExtraError
+from mmdecode.files import write_file
 
 RATE = 16_000
 LEVELS_DB: dict[str, tuple[int | None, ...]] = {
@@ -45,7 +47,9 @@ def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndar
     return np.clip(wave, -1, 1).astype(np.float32)
 
 
-def write_sounds(folder: Path, clips: int, seconds: float, seed: int) -> Iterator[Entry]:
+def write_sounds(
+    folder: Path, clips: int, seconds: float, seed: int, overwrite: bool = False
+) -> Iterator[Entry]:
     """Writes clips of every kind and level to a folder, and yields them with empty texts.
 
     Ids are ``KIND LEVEL/NUMBER``.
@@ -55,23 +59,25 @@ def write_sounds(folder: Path, clips: int, seconds: float, seed: int) -> Iterato
         clips: Of each kind and level.
         seconds: Length of each.
         seed: Of all.
+        overwrite: Replace files that are not ours.
 
     Raises:
         MissingExtraError: soundfile is not installed.
+        OptionError: A file that is not ours is there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for kind, levels in LEVELS_DB.items():
         for level in levels:
             name = kind if level is None else f"{kind} {level} dB"
             for number in range(clips):
                 path = folder / f"{name.replace(' ', '_')}_{number:02d}.flac"
-                write_flac(path, sound(kind, level, seconds, seed * 1000 + number))
+                wave = sound(kind, level, seconds, seed * 1000 + number)
+                write_flac(path, wave, overwrite)
                 yield Entry(
                     id=f"{name}/{number}", audio=str(path), text="", duration_s=float(seconds)
                 )
 
 
-def write_flac(path: Path, wave: np.ndarray) -> None:
+def write_flac(path: Path, wave: np.ndarray, overwrite: bool = False) -> None:
     """Writes mono samples at 16 kHz, of 16 bits.
 
     Raises:
@@ -81,7 +87,9 @@ def write_flac(path: Path, wave: np.ndarray) -> None:
         import soundfile
     except ImportError as error:
         raise MissingExtraError("writing audio files needs soundfile", extra="asr") from error
-    soundfile.write(path, wave, RATE, subtype="PCM_16")
+    data = io.BytesIO()
+    soundfile.write(data, wave, RATE, format="FLAC", subtype="PCM_16")
+    write_file(path, data.getvalue(), overwrite)
 
 
 def _white(count: int, random: np.random.Generator) -> np.ndarray:

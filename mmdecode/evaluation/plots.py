@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.errors import MissingExtraError
+from mmdecode.files import MAKER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,7 +216,7 @@ def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
 def png(figure: Figure) -> bytes:
     """A figure as a file of type PNG."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
+    figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
     return data.getvalue()
 
 

@@ -144,14 +144,6 @@ def score_text(score: WER) -> str:
     return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
 
 
-def write(report: Report, path: Path) -> None:
-    """Writes the page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(page(report), encoding="utf-8")
-    partial.replace(path)
-
-
 def page(report: Report) -> str:
     """The whole page."""
     gain, low, high = report.ratio

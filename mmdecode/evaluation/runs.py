@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 SAMPLES = "samples.jsonl"
 
 
-def journal_of(folder: Path, settings: Mapping[str, Any], resume: bool) -> Journal[Sample]:
+def journal_of(
+    folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
+) -> Journal[Sample]:
     """The samples of a run, in a folder; see `Journal`."""
     return Journal(
         folder / SAMPLES,
@@ -38,6 +40,7 @@ def journal_of(folder: Path, settings: Mapping[str, Any], resume: bool) -> Journ
         lambda sample: (sample.mode, sample.id),
         settings,
         resume,
+        overwrite,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmdecode.asr.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
-from mmdecode.tables import first_of, read_rows, text_of, write_rows
+from mmdecode.tables import first_of, read_rows, rows_text, text_of
 
 HEARD = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
 KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])
@@ -224,23 +224,20 @@ def read_results(path: Path, mode: str) -> list[Sample]:
     return samples
 
 
-def write_results(folder: Path, model: str, data: str, samples: Sequence[Sample]) -> list[Path]:
-    """Writes each mode's rows for the leaderboard's own scripts; returns the files.
+def leaderboard_files(model: str, data: str, samples: Sequence[Sample]) -> dict[str, str]:
+    """Each mode's rows as a file that the leaderboard's own scripts read, by its name.
 
     Args:
-        folder: Created where it does not exist.
         model: Name of the model.
         data: Name of the set.
         samples: Of any number of modes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         row = sample.as_dict()
         by_mode[sample.mode].append({name: row[name] for name in LEADERBOARD})
-    files = []
+    files = {}
     for mode, rows in by_mode.items():
         names = (re.sub(r"[^\w.+=,-]", "-", name) for name in (f"{model}-{mode}", data))
-        files.append(folder / "MODEL_{}_DATASET_{}.jsonl".format(*names))
-        write_rows(files[-1], rows)
+        files["MODEL_{}_DATASET_{}.jsonl".format(*names)] = rows_text(rows)
     return files

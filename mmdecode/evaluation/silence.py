@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -39,7 +38,7 @@ from mmdecode.evaluation.scripts import units
 from mmdecode.evaluation.statistics import RESAMPLES, interval, resampled_sums
 from mmdecode.evaluation.word_page import Worst
 from mmdecode.evaluation.word_report import WERReport
-from mmdecode.files import write_file
+from mmdecode.files import marked_json, write_files
 
 NON_SPEECH, SPEECH = "non-speech", "speech"
 """What the id of a sample begins with: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
@@ -312,26 +311,23 @@ class SilenceReport:
             self.conditions,
         )
 
-    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Writes summary, tables and a page; returns them.
 
         Args:
             folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        texts = {
-            "summary.json": json.dumps(self.summary, indent=1, default=str) + "\n",
+        files = {
+            "summary.json": marked_json(self.summary, indent=1),
             "table.md": markdown_page(self.table()),
             "table.csv": csv_text(self.all_rows()),
             "report.html": self.page(),
         }
-        for name, text in texts.items():
-            write_file(folder / name, text)
-        return [folder / name for name in texts]
+        return write_files(Path(folder), files, overwrite)
 
     def _repr_html_(self) -> str:
         return html_table(self.rows()) + "".join(html_table(r) for r in [self.speech_rows()] if r)

@@ -162,7 +162,11 @@ def comparisons_of(modes: Iterable[Mode]) -> dict[str, tuple[str, ...]]:
 
 
 def journal_of(
-    folder: Path, kind: type[Some], settings: Mapping[str, Any], resume: bool
+    folder: Path,
+    kind: type[Some],
+    settings: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool = False,
 ) -> Journal[Some]:
     """The rows of a run, in a folder; see `Journal`."""
     return Journal(
@@ -171,6 +175,7 @@ def journal_of(
         lambda item: (item.mode, item.seed, item.id),
         settings,
         resume,
+        overwrite,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -23,7 +22,7 @@ from mmdecode.evaluation.layout import percent as percent_of
 from mmdecode.evaluation.normalisers import ORIGINS, is_scored, normaliser_of
 from mmdecode.evaluation.pier import TAGS, is_tagged, refuse_points, untagged
 from mmdecode.evaluation.runs import data_hash, record
-from mmdecode.evaluation.samples import Sample, sample_of, write_results
+from mmdecode.evaluation.samples import Sample, leaderboard_files, sample_of
 from mmdecode.evaluation.scripts import is_spaceless
 from mmdecode.evaluation.statistics import (
     RESAMPLES,
@@ -38,7 +37,7 @@ from mmdecode.evaluation.wer import (
 )
 from mmdecode.evaluation.word_measures import Measures
 from mmdecode.evaluation.word_page import Worst, overview, page_of
-from mmdecode.files import write_file
+from mmdecode.files import marked_json, write_files
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -441,31 +440,27 @@ class WERReport:
         }
         return {name: figure for name, figure in found.items() if figure is not None}
 
-    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Writes summary, tables, figures, a page and the leaderboard's files; returns them.
 
         Args:
             folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        summary = json.dumps(self.summary, indent=1, allow_nan=False, default=str) + "\n"
         compared = "".join(f"\n- {found}" for found in self.comparisons)
-        texts = {
-            "summary.json": summary,
+        files: dict[str, str | bytes] = {
+            "summary.json": marked_json(self.summary, indent=1),
             "table.md": markdown_page(f"{self.table()}{compared}\n"),
             "table.csv": csv_text(self.rows()),
             "report.html": self.page(),
         }
-        files = [folder / name for name in texts]
-        for path, text in zip(files, texts.values(), strict=True):
-            write_file(path, text)
-        for name, figure in self.figures().items():
-            files.append(folder / f"{name}.png")
-            files[-1].write_bytes(plots.png(figure))
+        files |= {f"{name}.png": plots.png(figure) for name, figure in self.figures().items()}
         model = str(self.conditions.get("model", "unknown"))
         data = Path(str(self.conditions.get("data") or "unknown")).stem
-        return files + write_results(folder / "leaderboard", model, data, self.samples)
+        results = leaderboard_files(model, data, self.samples)
+        written = write_files(folder, files, overwrite)
+        return written + write_files(folder / "leaderboard", results, overwrite)
 
     def page(self) -> str:
         """One HTML file that holds everything: tables, figures, and the worst recordings."""

@@ -11,9 +11,10 @@ from sklearn.metrics import precision_recall_fscore_support
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.answers import choice
 from mmdecode.evaluation.choice_report import ChoiceReport
-from mmdecode.evaluation.items import ChoiceItem, read_items, write_items
+from mmdecode.evaluation.items import ChoiceItem, read_items
 from mmdecode.evaluation.spatial import read_choices, read_vsr, read_whats_up, score_choices
 from mmdecode.evaluation.yes_no import score_answers
+from mmdecode.tables import write_rows
 
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = ("left", "right", "on", "under")
@@ -101,7 +102,7 @@ def test_modes_are_compared_by_groups_of_questions(tmp_path):
 
 def test_rows_survive_the_file(tmp_path):
     items = whole("a", ["left"] * 4)
-    write_items(tmp_path / "items.jsonl", items)
+    write_rows(tmp_path / "items.jsonl", [item.as_dict() for item in items])
     assert read_items(tmp_path / "items.jsonl", ChoiceItem) == items
 
 

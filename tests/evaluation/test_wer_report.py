@@ -24,9 +24,9 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import runs
 from mmdecode.evaluation.layout import MADE_BY
 from mmdecode.evaluation.runs import Journal, read_samples
-from mmdecode.evaluation.samples import Sample, match, read_results, write_results
+from mmdecode.evaluation.samples import Sample, leaderboard_files, match, read_results
 from mmdecode.evaluation.word_report import WERReport, wer_report
-from mmdecode.files import claimed
+from mmdecode.files import claimed, write_files
 from mmdecode.tables import write_rows
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked
@@ -102,7 +102,7 @@ def test_transcripts_that_cannot_be_used_are_refused(tmp_path, text, said):
 
 def test_files_of_the_leaderboard_are_written_and_read(tmp_path):
     made = [sample(audio_filepath="a", duration=2.0, time=0.5), sample("b", audio_filepath="b")]
-    (path,) = write_results(tmp_path, "org/model", "set", made)
+    (path,) = write_files(tmp_path, leaderboard_files("org/model", "set", made))
     assert path.name == "MODEL_org-model-plain_DATASET_set.jsonl"
     assert list(json.loads(path.read_text().splitlines()[0])) == [
         "audio_filepath",
@@ -577,10 +577,13 @@ def test_an_earlier_report_is_not_overwritten(finished, manifest, tmp_path):
     summaries = [folder / "summary.json", tmp_path / "foreign" / "summary.json"]
     before = [path.read_bytes() for path in summaries]
     for given, words in [
-        ([*foreign, "--out", folder], "holds an earlier report; choose"),
-        ([*foreign, "--out", tmp_path / "foreign"], "holds an earlier report; choose"),
-        (["--rescore", folder, "--out", tmp_path / "foreign"], "holds an earlier report; choose"),
-        (settings(manifest, tmp_path / "foreign"), "continue it with --resume, or choose"),
+        ([*foreign, "--out", folder], "holds an earlier report; replace it"),
+        ([*foreign, "--out", tmp_path / "foreign"], "holds an earlier report; replace it"),
+        (
+            ["--rescore", folder, "--out", tmp_path / "foreign"],
+            "holds an earlier report; replace it",
+        ),
+        (settings(manifest, tmp_path / "foreign"), "continue it with --resume, replace"),
         (settings(manifest, tmp_path / "foreign", "--resume"), "cannot be read, so nothing shows"),
     ]:
         with pytest.raises(OptionError, match=words):
