@@ -203,7 +203,7 @@ def short_form(
 def run(arguments: argparse.Namespace, folder: Path) -> Path:
     """Measures everything and writes one file; converted weights lie in ``folder`` meanwhile."""
     threads = [int(n) for n in arguments.threads.split(",")]
-    batches = [int(n) for n in arguments.batches.split(",")]
+    batches = [int(n) for n in arguments.batch_size.split(",")]
     device = torch.device(arguments.device)
     if device.type == "cuda":
         threads = threads[:1]
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=peers.MAKERS, help="these only, beside generate"
     )
-    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--batch-size", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--limit", type=int, default=16, help="windows; a larger batch takes more, noisy ones too"
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
     arguments = parser.parse_args()
     if arguments.quick:
-        small = {"batches": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
+        small = {"batch_size": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})
     only_our_output()
     with tempfile.TemporaryDirectory() as folder:

@@ -228,7 +228,7 @@ def run(arguments: argparse.Namespace) -> Path:
     print(facts)
     warn_if_busy(facts)
     cases = []
-    for batch in arguments.batch:
+    for batch in arguments.batch_size:
         print(f"captions, batch {batch}")
         count = max(arguments.items, 2 * batch)
         cases.append(
@@ -260,12 +260,12 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="of each caption")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch", type=int, action="append", help="default: 1 and 8")
+    parser.add_argument("--batch-size", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--draft", action="append", help="default: lookup, recycling and others")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
     arguments = parser.parse_args()
-    arguments.batch = arguments.batch or [1, 8]
+    arguments.batch_size = arguments.batch_size or [1, 8]
     arguments.draft = arguments.draft or [
         "lookup",
         "recycling:nodes=8",

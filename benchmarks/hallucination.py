@@ -148,7 +148,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         resume = ["--resume"] if folder.exists() else []
         command = [sys.executable, "-m", "mmdecode", "evaluate", task, *common, *TASKS[task]]
         print(task, flush=True)
-        subprocess.run([*command, *named, "--output", str(folder), *resume], check=True)
+        subprocess.run([*command, *named, "--out", str(folder), *resume], check=True)
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def samples(
 def settings_of(subject: Subject, arguments: argparse.Namespace) -> str:
     """A name for all that the samples depend on, the weights included."""
     digest = hashlib.blake2b(digest_size=6)
-    asked = (arguments.batch, arguments.window, subject.guidance, subject.sampling)
+    asked = (arguments.batch_size, arguments.window, subject.guidance, subject.sampling)
     digest.update(repr(asked).encode())
     for weight in subject.adapter.model.state_dict().values():
         digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -98,20 +98,22 @@ def run(arguments: argparse.Namespace) -> Path:
     plain = None
     for name, (way, bug) in cases.items():
         folder = arguments.work / name.replace(" ", "-").replace(":", "").replace(",", "")
-        images = -(-arguments.images // arguments.batch) * arguments.batch  # whole batches
-        codes, commits = samples(subject, way, bug, images, arguments.batch, folder)
+        images = -(-arguments.count // arguments.batch_size) * arguments.batch_size  # whole batches
+        codes, commits = samples(subject, way, bug, images, arguments.batch_size, folder)
         if arguments.draw:
             continue
         labels = [
             label
-            for item in range(images // arguments.batch)
-            for label in subject.labels(arguments.batch, item)
+            for item in range(images // arguments.batch_size)
+            for label in subject.labels(arguments.batch_size, item)
         ]
 
         def laws(part: slice, codes: Any = codes, labels: Any = labels) -> torch.Tensor:
             return forced_logits(subject.model, labels[part], codes[part], subject.guidance)
 
-        scored = likelihood(laws, codes, subject.sampling, commits=commits, batch=arguments.batch)
+        scored = likelihood(
+            laws, codes, subject.sampling, commits=commits, batch=arguments.batch_size
+        )
         mean = mean_of(scored.per_image, labels)
         plain = plain or mean
         found[name] = {
@@ -174,8 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=40)
+    parser.add_argument("-n", "--count", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=40)
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--work", type=Path, default=Path("outputs/image-law"))
     parser.add_argument("--out", type=Path, default=HERE / "results")

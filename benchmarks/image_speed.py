@@ -239,7 +239,7 @@ def memory(arguments: argparse.Namespace, chosen: dict[str, Way]) -> dict[str, f
     found = {}
     for way in chosen:
         command = [sys.executable, __file__, "--child", way, "--model", arguments.model]
-        command += ["--memory", str(arguments.batch[0]), "--device", arguments.device]
+        command += ["--memory", str(arguments.batch_size[0]), "--device", arguments.device]
         command += [
             "--small",
             arguments.small,
@@ -347,9 +347,9 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     print(facts)
     warn_if_busy(facts)
     cases = []
-    for batch in arguments.batch:
+    for batch in arguments.batch_size:
         print(f"batch {batch}")
-        items = max(2, arguments.images // batch)
+        items = max(2, arguments.count // batch)
         cases.append(measure(subject, chosen, batch, items, arguments.repeats, device))
     facts["load_at_end"] = load()  # nothing below is timed
     print("identity")
@@ -365,7 +365,7 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
         "cases": cases,
         "identity": same,
         "memory": peaks,
-        "memory_at": arguments.batch[0],
+        "memory_at": arguments.batch_size[0],
     }
     form = f"{device.type}{'-compiled' if arguments.compile else ''}"
     name = f"images-{form}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
@@ -389,11 +389,11 @@ def main() -> None:
         "--eagle", help="drafter over states, '' for none; default: what ships with the model"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=16, help="a way and repeat")
+    parser.add_argument("-n", "--count", type=int, default=16, help="a way and repeat")
     parser.add_argument("--identical", type=int, default=200, help="images compared with plain")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--window", type=int, action="append", help="default: 8, 16 and 32")
-    parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
+    parser.add_argument("--batch-size", type=int, action="append", help="default: 1, 8 and 32")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--peaks", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true", help="every way, see `Decoder`")
@@ -403,7 +403,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.window = arguments.window or [8, 16, 32]
-    arguments.batch = arguments.batch or [1, 8, 32]
+    arguments.batch_size = arguments.batch_size or [1, 8, 32]
     if arguments.eagle is None:
         arguments.eagle = paired(arguments.model, "eagle") or ""
     chosen = ways(arguments.window, arguments.small or None, arguments.eagle or None)

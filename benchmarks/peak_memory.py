@@ -90,7 +90,7 @@ def measure(checkpoint: Checkpoint, chosen: list[str], batches: list[int]) -> li
             continue
         words = ["--engine", name, "--model", checkpoint.name, "--draft", checkpoint.draft]
         words += ["--device", str(checkpoint.device), "--dtype", str(checkpoint.dtype)[6:]]
-        words += ["--batches", *map(str, batches)]
+        words += ["--batch-size", *map(str, batches)]
         if name in peers.CTRANSLATE2:
             words += ["--converted", str(checkpoint.convert())]
         command = [sys.executable, __file__, *words]
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--converted", type=Path, help="the weights for CTranslate2")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def main() -> None:
     checkpoint = Checkpoint(
         arguments.model, arguments.draft, device, dtype, folder=arguments.converted
     )
-    print(json.dumps(child(arguments.engine, checkpoint, arguments.batches)))
+    print(json.dumps(child(arguments.engine, checkpoint, arguments.batch_size)))
 
 
 if __name__ == "__main__":

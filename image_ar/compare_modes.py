@@ -22,11 +22,11 @@ from mmdecode.image_ar.modes import MODES, decoder_of
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("conditions", nargs="+", help="classes or prompts")
-    parser.add_argument("-n", type=int, default=2, help="pictures of each")
+    parser.add_argument("-n", "--count", type=int, default=2, help="pictures of each")
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--guidance", type=float)
     parser.add_argument("--temperature", type=float)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--device")
     return parser.parse_args()
 
@@ -43,10 +43,10 @@ def main():
             decoder_of(mode, None, "auto", adapter=model.adapter),
             guidance=args.guidance,
             temperature=args.temperature,
-            batch=args.batch,
+            batch=args.batch_size,
         )
         generator(args.conditions[0])  # warm-up
-        images = generator(args.conditions, args.n, likelihood=True)
+        images = generator(args.conditions, args.count, likelihood=True)
         plain = plain or images
         rate = (generator.tokens - 1) / mean(image.passes for image in images)
         same = sum(torch.equal(a.codes, b.codes) for a, b in zip(images, plain, strict=True))

@@ -19,11 +19,11 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("wanted", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-n", type=int, default=1, help="pictures of each line")
+    parser.add_argument("-n", "--count", type=int, default=1, help="pictures of each line")
     parser.add_argument("--model", default="zoo:llamagen-scenes")
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
     return parser.parse_args()
 
@@ -32,11 +32,11 @@ def main():
     args = parse_args()
     wanted = [line.strip() for line in args.wanted.read_text().splitlines() if line.strip()]
     generator = ImageGenerator.from_pretrained(
-        args.model, mode=args.mode, seed=args.seed, batch=args.batch, device=args.device
+        args.model, mode=args.mode, seed=args.seed, batch=args.batch_size, device=args.device
     )
     args.folder.mkdir(parents=True, exist_ok=True)
     failed = []
-    for image in generator.images(generator.requests(wanted, args.n)):
+    for image in generator.images(generator.requests(wanted, args.count)):
         if image.error:
             failed.append(image)
             continue

@@ -241,7 +241,7 @@ LOADING = [
     "stream talk.ogg --model MODEL",
     "ask photo.png -q ring --model MODEL",
     "generate-image --model MODEL --class ring --out drawn",
-    "evaluate wer --manifest clips.jsonl --model MODEL",
+    "evaluate wer --data clips.jsonl --model MODEL",
     "evaluate chair --data zoo --model MODEL",
     "evaluate mme --data zoo --model MODEL",
     "evaluate amber --data amber --images . --model MODEL",

@@ -19,7 +19,7 @@ def run(*words):
 
 
 def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path):
-    done = run("--limit", 1, "--json", "--output", tmp_path / "demo", "--device", "cpu")
+    done = run("--limit", 1, "--json", "--out", tmp_path / "demo", "--device", "cpu")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["identical"] and found["pictures"] == ["house"]

@@ -76,7 +76,7 @@ def run(*words):
 
 def test_demo_asks_and_writes_a_page(tmp_path):
     guides = ["--guide", "vcd", "--guide", "pai:alpha=1"]
-    done = run("vlm", "--limit", "1", *guides, "--json", "--output", str(tmp_path / "demo"))
+    done = run("vlm", "--limit", "1", *guides, "--json", "--out", str(tmp_path / "demo"))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["methods"] == ["plain", "vcd", "pai:alpha=1"] and found["images"] == 1

@@ -87,7 +87,7 @@ def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
         (tmp_path / f"coco_pope_{split}.json").write_text(lines)
     write_images(tmp_path / "images", [row["image"] for row in rows])
     folder = tmp_path / "run"
-    done = run("vlm/pope.py", tmp_path, tmp_path / "images", "--guide", "vcd", "--output", folder)
+    done = run("vlm/pope.py", tmp_path, tmp_path / "images", "--guide", "vcd", "--out", folder)
     assert done.code == 0, done.err
     for mode in ("greedy", "vcd", "near_ties", "prompt_bias", "always yes"):
         for split in ("random", "popular", "adversarial"):

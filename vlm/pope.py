@@ -1,6 +1,6 @@
 """POPE with your own images: is there an object in the image, and does a guide see it better?
 
-    python vlm/pope.py pope/coco val2014/ --model llava-hf/llava-1.5-7b-hf --guide vcd --output run
+    python vlm/pope.py pope/coco val2014/ --model llava-hf/llava-1.5-7b-hf --guide vcd --out run
     python vlm/pope.py --zoo --guide vcd --guide ritual --limit 60
 
 The first argument is a folder with POPE's files, one per split (``coco_pope_random.json`` and so
@@ -33,7 +33,7 @@ def parse_args():
     parser.add_argument("--guide", action="append", help="see: mmdecode methods guide")
     parser.add_argument("--limit", type=int, help="only the first so many questions")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", type=Path, help="folder for the report")
+    parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
@@ -62,8 +62,8 @@ def main():
     print(report.table())
     for found in report.comparisons:
         print(found)
-    if args.output:
-        for path in report.save(args.output):
+    if args.out:
+        for path in report.save(args.out):
             print(path)
 
 

@@ -3,7 +3,7 @@
     python vlm/train_drafter.py questions.jsonl --test others.jsonl --out my-drafter
     python vlm/train_drafter.py --steps 300 --limit 200 --out my-drafter
 
-The first argument is a table as for ``mmdecode ask --input``; the model answers it itself, and the
+The first argument is a table as for ``mmdecode ask --data``; the model answers it itself, and the
 drafter learns to foresee its answers. Without one, scenes are drawn: 200 of them and 300 steps take
 some minutes on two CPU cores, and 1,000 with 1,500 steps foresee more. Started again with the same
 settings, a training goes on where it was stopped.

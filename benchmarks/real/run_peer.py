@@ -1,7 +1,7 @@
 """Transcripts by another package, for ``mmdecode evaluate wer --hypotheses``.
 
     python benchmarks/real/run_peer.py faster-whisper --model large-v3 \
-        --manifest data/librispeech-clean/manifest.jsonl --out faster-whisper.jsonl
+        --data data/librispeech-clean/manifest.jsonl --out faster-whisper.jsonl
 
 One line per recording, as it ends: its id, what was heard, its length, and the seconds it took. A
 batch's seconds are divided among its recordings, as the Open ASR leaderboard does; files are read
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("package", choices=PACKAGES)
     parser.add_argument("--model", required=True, help="as the package calls it")
     parser.add_argument("--assistant", help="drafts; transformers only, batch size 1")
-    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--beam-size", type=int, default=1)
@@ -180,7 +180,7 @@ def main() -> None:
         parser.error("--assistant is for transformers, with --batch-size 1")
     if arguments.package == "openai-whisper" and arguments.batch_size > 1:
         parser.error("openai-whisper takes one recording at a time; leave --batch-size out")
-    entries = read_manifest(arguments.manifest, arguments.limit)
+    entries = read_manifest(arguments.data, arguments.limit)
     size = arguments.batch_size if arguments.package == "transformers" else 1
     groups = batches(entries, size)
     try:

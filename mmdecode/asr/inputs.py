@@ -47,7 +47,7 @@ def gathered(
     entries = [Entry(id=path, audio=path) for path in find_audio(named)]
     entries += read_manifest(manifest, limit) if manifest else []
     if not entries:
-        raise OptionError("nothing to transcribe; give paths, --files-from or --manifest")
+        raise OptionError("nothing to transcribe; give paths, --files-from or --data")
     with contextlib.ExitStack() as stack:
         for index, entry in enumerate(entries[:limit]):
             if entry.audio == STDIN:

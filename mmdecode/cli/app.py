@@ -15,6 +15,7 @@ that finished with failures among its items (``raise typer.Exit(1)``).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -25,6 +26,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import mmdecode
+from mmdecode.cli.flags import with_shared
 from mmdecode.cli.models import with_models
 from mmdecode.cli.output import console
 from mmdecode.errors import MMDecodeError
@@ -68,6 +70,7 @@ def _module(name: str) -> str:
     return f"mmdecode.cli.{name.replace('-', '_')}"
 
 
+@functools.cache
 def _load(name: str) -> Any:
     module = importlib.import_module(_module(name))
     if hasattr(module, "app"):
@@ -77,7 +80,7 @@ def _load(name: str) -> Any:
         single.command(name)(module.command)
         loaded = typer.main.get_command(single)
     loaded.name = name
-    return with_models(loaded)
+    return with_shared(with_models(loaded))
 
 
 def _show_version(asked: bool) -> None:

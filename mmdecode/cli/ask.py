@@ -44,12 +44,12 @@ def command(
     table: Annotated[
         str | None,
         typer.Option(
-            "--input",
+            "--data",
             help="A table of questions (.jsonl, .json, .csv or .tsv) with question, image or "
             "images, and id.",
         ),
     ] = None,
-    image_folder: Annotated[
+    images: Annotated[
         str | None,
         typer.Option(help="Where the table's relative paths start; else at its own folder."),
     ] = None,
@@ -77,11 +77,11 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "--out", help="A .jsonl file for the answers; without it they are printed."
+            "--out", help="Folder for results.jsonl, the answers; without it they are printed."
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --output; same settings only.")
+        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
     ] = False,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print each answer while it is decoded.")
@@ -110,9 +110,9 @@ def command(
 ) -> None:
     """Ask questions about images.
 
-    Each question is asked about each image. Prints the answers, or appends a line to --output as
-    each is given. Images that cannot be read are listed at the end, and make the exit code 1.
-    Whatever stops a run, --resume goes on.
+    Each question is asked about each image. Prints the answers, or appends a line to results.jsonl
+    in --out as each is given. Images that cannot be read are listed at the end, and make the exit
+    code 1. Whatever stops a run, --resume goes on.
 
     For example:
 
@@ -120,9 +120,9 @@ def command(
 
       mmdecode ask photo.jpg -q "Describe the image." --stream --draft lookup
 
-      mmdecode ask photos/ -q "What is in the image?" --output answers.jsonl
+      mmdecode ask photos/ -q "What is in the image?" --out answers
 
-      mmdecode ask --input questions.jsonl --output answers.jsonl --resume
+      mmdecode ask --data questions.jsonl --out answers --resume
     """
     from mmdecode.errors import OptionError
     from mmdecode.vlm import crashes
@@ -132,11 +132,11 @@ def command(
     if not sample:
         refuse_without("--sample", SAMPLING, context)
     if output is None:
-        refuse_without("--output", ["resume"], context)
+        refuse_without("--out", ["resume"], context)
     if table is None:
-        refuse_without("--input", ["image_folder"], context)
+        refuse_without("--data", ["images"], context)
     if stream and (output or json):
-        raise OptionError("--stream prints answers as they come; leave out --output and --json")
+        raise OptionError("--stream prints answers as they come; leave out --out and --json")
     options = AnswerOptions(
         max_new_tokens=max_new_tokens,
         do_sample=sample,
@@ -151,9 +151,9 @@ def command(
     if table is None:
         requests = _asked(paths, questions, together, text_only)[:limit]
     elif paths or questions or together:
-        raise OptionError("--input has images and questions of its own; leave out the others")
+        raise OptionError("--data has images and questions of its own; leave out the others")
     else:
-        requests = read_requests(table, limit, image_folder)
+        requests = read_requests(table, limit, images)
     load: dict[str, Any] = {
         "model_id": model,
         "draft": draft,
@@ -169,10 +169,10 @@ def command(
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         if output is not None:  # refused before a model is loaded
-            from mmdecode.vlm.jobs import AnswerFile
+            from mmdecode.vlm.jobs import RESULTS, AnswerFile
 
             file = stack.enter_context(
-                contextlib.closing(AnswerFile(output, settings, resume, requests))
+                contextlib.closing(AnswerFile(output / RESULTS, settings, resume, requests))
             )
         todo = requests
         if file:
@@ -228,7 +228,7 @@ def _asked(
     from mmdecode.vlm.requests import asked_of
 
     if not questions:
-        raise OptionError("nothing to ask; give -q with a question, or --input with a table")
+        raise OptionError("nothing to ask; give -q with a question, or --data with a table")
     if bool(paths) == text_only:
         raise OptionError(
             "--text-only asks without an image; leave out the images"

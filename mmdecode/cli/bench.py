@@ -17,12 +17,14 @@ from mmdecode.cli.flags import Device, Dtype
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import OptionError
+from mmdecode.files import explained, write_file
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.draft_speed import Speed
 
 app = typer.Typer(help="Measure speed against plain decoding.", no_args_is_help=True)
 SCENES = "zoo:scenes"
+RESULTS = "results.json"
 
 
 @app.callback()
@@ -51,7 +53,7 @@ def vlm(
             help="A table of questions about images, as for 'mmdecode ask', or zoo:scenes."
         ),
     ] = SCENES,
-    batch: Annotated[
+    batch_size: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Questions decoded at once; repeat for several. [default: 1]"),
     ] = None,
@@ -65,8 +67,9 @@ def vlm(
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Time transformers' own loop too.")
     ] = True,
-    output: Annotated[
-        Path | None, typer.Option(help="Write all numbers here as JSON, after each setting.")
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for results.json, all numbers; after each setting."),
     ] = None,
     device: Device = None,
     dtype: Dtype = "float32",
@@ -80,7 +83,7 @@ def vlm(
 
     For example:
 
-      mmdecode bench vlm --draft lookup --draft recycling --batch 1 --batch 4
+      mmdecode bench vlm --draft lookup --draft recycling --batch-size 1 --batch-size 4
 
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
@@ -106,7 +109,7 @@ def vlm(
             f"load {facts['load_at_start']}: others are at work, times are not to be told"
         )
     cases: list[dict[str, Any]] = []
-    for size in batch or [1]:
+    for size in batch_size or [1]:
         batches = prompts_of(answerer, data, limit, size)
         asked = PEERS if peers and guide is None else {}
         others, failed = working(answerer.model, batches[0], asked)
@@ -148,11 +151,12 @@ def vlm(
             if not json:
                 out.print(table_of(found, f"{title}; {sure.entropy_bits:.2f} bits a token"))
             facts["load_at_end"] = load()
-            if output is not None:
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_text(json_module.dumps({"machine": facts, "cases": cases}) + "\n")
-    if output is not None and not json:
-        print_line(str(output))
+            if out_dir is not None:
+                with explained(out_dir):
+                    found_so_far = json_module.dumps({"machine": facts, "cases": cases})
+                    write_file(out_dir / RESULTS, found_so_far + "\n")
+    if out_dir is not None and not json:
+        print_line(str(out_dir / RESULTS))
     if json:
         emit_json({"machine": facts, "cases": cases})
 

@@ -58,7 +58,6 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
             "--out",
             help="Folder for the results; of all demos, a folder with one for each. Default: "
             f"{', '.join(f'{FOLDER}/{name}' for name in DEMOS)}.",

@@ -46,7 +46,7 @@ def _tasks() -> None:
 @app.command()
 def wer(
     context: typer.Context,
-    manifest: Annotated[
+    data: Annotated[
         Path | None,
         typer.Option(
             help="Recordings and what is said in them: .jsonl, .json, .csv, .tsv or .trn."
@@ -66,7 +66,7 @@ def wer(
         list[str] | None,
         typer.Option(
             help="Score these transcripts instead of a model: [NAME=]FILE, as .jsonl, .csv, .tsv "
-            "or .trn, or a folder of .txt. Without --manifest, result files of the Open ASR "
+            "or .trn, or a folder of .txt. Without --data, result files of the Open ASR "
             "leaderboard. Repeat it for more."
         ),
     ] = None,
@@ -75,9 +75,7 @@ def wer(
     ] = None,
     normalizer: Annotated[
         str,
-        typer.Option(
-            "--normalizer", "--normaliser", help="none, basic, whisper (English) or leaderboard."
-        ),
+        typer.Option(help="none, basic, whisper (English) or leaderboard."),
     ] = "whisper",
     scorer: Annotated[
         str | None,
@@ -162,11 +160,11 @@ def wer(
 
     For example:
 
-      mmdecode evaluate wer --manifest test.jsonl --model zoo:whisper-synth --draft medusa --out run
+      mmdecode evaluate wer --data test.jsonl --model zoo:whisper-synth --draft medusa --out run
 
       mmdecode evaluate wer --rescore run --normalizer leaderboard
 
-      mmdecode evaluate wer --manifest test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
+      mmdecode evaluate wer --data test.jsonl --hypotheses theirs.jsonl --normalizer leaderboard
 
       mmdecode evaluate wer --rescore run --points latin --hallucinations --punctuation
     """
@@ -183,20 +181,20 @@ def wer(
     if sum(bool(value) for value in given.values()) != 1:
         named = ", ".join(name for name, value in given.items() if value) or "none of them"
         raise OptionError(f"expected one of --model, --hypotheses and --rescore, and got {named}")
-    if model and manifest is None:
-        raise OptionError("--model needs recordings; give --manifest too")
+    if model and data is None:
+        raise OptionError("--model needs recordings; give --data too")
     if draft and not model:
         raise OptionError("--draft is a way to run a model; give --model too")
-    if rescore and (manifest or group or limit):
+    if rescore and (data or group or limit):
         raise OptionError(
-            "--rescore takes what the run recorded; leave --manifest, --group and --limit out"
+            "--rescore takes what the run recorded; leave --data, --group and --limit out"
         )
     if resume and (out_dir is None or not model):
         raise OptionError("--resume continues what --model wrote to --out; give both")
     if not model:
         refuse_without("--model", MODEL_OPTIONS, context)
-    if manifest is None:
-        refuse_without("--manifest", ["group"], context)
+    if data is None:
+        refuse_without("--data", ["group"], context)
     normalise = normaliser_of(normalizer)
     if points:
         refuse_points(points, scorer or default_scorer(normalizer))
@@ -211,8 +209,8 @@ def wer(
         if folder:
             refuse_taken(folder, SAMPLES, resume or bool(own), overwrite, resumable=bool(model))
         if model:
-            assert manifest is not None
-            entries = _entries(manifest, limit, normalise if filtered else None)
+            assert data is not None
+            entries = _entries(data, limit, normalise if filtered else None)
             options = {
                 "language": language,
                 "task": task,
@@ -230,7 +228,7 @@ def wer(
                 entries,
                 {
                     "model": model,
-                    "data": str(manifest),
+                    "data": str(data),
                     "dtype": dtype,
                     "seed": seed,
                     "options": options,
@@ -241,7 +239,7 @@ def wer(
                 overwrite,
             )
         elif hypotheses:
-            samples, conditions = _foreign(hypotheses, manifest, limit, group)
+            samples, conditions = _foreign(hypotheses, data, limit, group)
         report = WERReport(
             samples,
             normaliser=normalizer,

@@ -36,7 +36,7 @@ def images(
         str,
         typer.Option(help="A model of image tokens in raster order: a folder, Hub id or zoo:NAME."),
     ],
-    n: Annotated[int, typer.Option("--n", "-n", min=2, help="Images of each mode.")] = 200,
+    n: Annotated[int, typer.Option("--count", "-n", min=2, help="Images of each mode.")] = 200,
     modes: Annotated[
         str,
         typer.Option(
@@ -94,10 +94,10 @@ def images(
     batch_size: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 16,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "--out", help="Folder for images (as codes), tables and page."),
+        typer.Option("--out", help="Folder for images (as codes), tables and page."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --output; same settings only.")
+        bool, typer.Option("--resume", help="Continue in --out; same settings only.")
     ] = False,
     overwrite: Overwrite = False,
     device: Device = None,
@@ -107,14 +107,13 @@ def images(
 ) -> None:
     """Do faster ways to draw keep the law of the images? Cost, likelihood, tests, pictures.
 
-    Every mode draws the same conditions. Rows go to --output as they come (images.jsonl); a run
+    Every mode draws the same conditions. Rows go to --out as they come (images.jsonl); a run
     that was interrupted continues with --resume at the next image. The page shows a sheet of images
     of each mode. An image that fails is left out of the scores and makes the exit code 1.
 
     For example:
 
-      mmdecode evaluate images --model zoo:llamagen-scenes --n 200 --modes exact,relaxed --output
-      run
+      mmdecode evaluate images --model zoo:llamagen-scenes -n 200 --modes exact,relaxed --out run
 
       mmdecode evaluate images --model zoo:llamagen-scenes --modes plain --also 'jacobi:window=16 +
       lantern:delta=0.1' --json
@@ -129,7 +128,7 @@ def images(
     from mmdecode.image_ar.loading import config_of, load
 
     if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
     if output is not None:
         drawable()
         refuse_taken(output, ROWS, resume, overwrite)

@@ -37,12 +37,9 @@ def nbest(
         Path | None,
         typer.Option(help="A manifest with what was said, for lists that do not say it."),
     ] = None,
-    norm: Annotated[
+    normalizer: Annotated[
         str,
         typer.Option(
-            "--norm",
-            "--normalizer",
-            "--normaliser",
             help="none, basic, whisper (English) or leaderboard, which also merges compounds.",
         ),
     ] = "whisper",
@@ -77,10 +74,10 @@ def nbest(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "--out", help="Folder for rows, summary, tables, texts and page."),
+        typer.Option("--out", help="Folder for rows, summary, tables, texts and page."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --output; same lists only.")
+        bool, typer.Option("--resume", help="Continue in --out; same lists only.")
     ] = False,
     overwrite: Overwrite = False,
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
@@ -94,16 +91,16 @@ def nbest(
 
     o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
     are cut into parts by their ids: thresholds, weights and the table of spellings are fixed on the
-    development part, and the rest is reported. What models make of the lists goes to --output as it
+    development part, and the rest is reported. What models make of the lists goes to --out as it
     comes (rows.jsonl).
 
     For example:
 
       mmdecode evaluate nbest
 
-      mmdecode evaluate nbest --data test_atis.json --norm none --methods mbr,table --output run
+      mmdecode evaluate nbest --data test_atis.json --normalizer none --methods mbr,table --out run
 
-      mmdecode evaluate nbest --data cv --corrector my-folder --methods table,lm:gpt2 --output run
+      mmdecode evaluate nbest --data cv --corrector my-folder --methods table,lm:gpt2 --out run
     """
     import transformers
 
@@ -116,13 +113,13 @@ def nbest(
     from mmdecode.files import claimed
 
     if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
     if output is not None:
         refuse_taken(output, ROWS, resume, overwrite)
     asked = [name for text in methods or ["mbr,table"] for name in text.split(",") if name]
     asked += [f"corrector:{name}" for name in corrector or []]
     wanted = [Method.of(name) for name in dict.fromkeys(asked)]
-    aligner = Aligner(norm)
+    aligner = Aligner(normalizer)
     sets = {
         name: parts_of(lists[:limit], train_share, dev_share)
         for name, lists in _sets(data, references).items()

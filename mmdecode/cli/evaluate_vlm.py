@@ -100,9 +100,9 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer
 Warmup = Annotated[int, typer.Option(min=0, help="Untimed runs of each guide's first batch.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "--out", help="Folder for rows, summary, tables, figures and page."),
+    typer.Option("--out", help="Folder for rows, summary, tables, figures and page."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue in --output; same settings only.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
 Rescore = Annotated[
     Path | None, typer.Option(help="Score the raw answers of an earlier run's folder again.")
 ]
@@ -149,15 +149,15 @@ def pope(
     """Is there an object in the image? Accuracy, share of yes, and margins, by split.
 
     --data is 'zoo', a folder with a file per split, or the files themselves (repeat it); questions
-    that several splits share are asked once. Rows go to --output as they come (items.jsonl). A
+    that several splits share are asked once. Rows go to --out as they come (items.jsonl). A
     question that fails counts as wrong and makes the exit code 1.
 
     For example:
 
-      mmdecode evaluate pope --model zoo:llava-scenes --guide vcd --data zoo --output run
+      mmdecode evaluate pope --model zoo:llava-scenes --guide vcd --data zoo --out run
 
       mmdecode evaluate pope --model llava-hf/llava-1.5-7b-hf --guide vcd --guide ritual:alpha=3
-      --data coco/ --images val2014/ --suffix one-word --output run
+      --data coco/ --images val2014/ --suffix one-word --out run
 
       mmdecode evaluate pope --rescore run --parser vcd
     """
@@ -202,7 +202,7 @@ def chair(
 
     For example:
 
-      mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --output run
+      mmdecode evaluate chair --model zoo:llava-scenes --guide vcd --greedy --data zoo --out run
     """
     _evaluate("chair", **locals())
 
@@ -241,7 +241,7 @@ def mme(
 
     For example:
 
-      mmdecode evaluate mme --model zoo:llava-scenes --guide vcd --data zoo --output run
+      mmdecode evaluate mme --model zoo:llava-scenes --guide vcd --data zoo --out run
     """
     _evaluate("mme", **locals())
 
@@ -280,7 +280,7 @@ def amber(
     For example:
 
       mmdecode evaluate amber --model llava-hf/llava-1.5-7b-hf --guide vcd --data AMBER/data
-      --images AMBER/image --output run
+      --images AMBER/image --out run
     """
     _evaluate("amber", **locals())
 
@@ -320,7 +320,7 @@ def spatial(
 
     For example:
 
-      mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --output run
+      mmdecode evaluate spatial --model zoo:llava-scenes --guide adaptvis --data zoo --out run
     """
     _evaluate("spatial", **locals())
 
@@ -393,7 +393,7 @@ def _evaluate(
     if rescore is not None:
         refuse_without("--model", RUN_OPTIONS, context)
     if resume and output is None:
-        raise OptionError("--resume continues what a run wrote to --output; give that folder")
+        raise OptionError("--resume continues what a run wrote to --out; give that folder")
     if parser is not None:
         parser_of(parser)
     folder = output or rescore

@@ -56,7 +56,7 @@ def command(
             "otherwise.",
         ),
     ] = False,
-    n: Annotated[int, typer.Option("-n", help="Images of each.")] = 1,
+    n: Annotated[int, typer.Option("--count", "-n", min=1, help="Images of each.")] = 1,
     mode: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +96,7 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
-    batch: Annotated[
+    batch_size: Annotated[
         int, typer.Option(min=1, help="Images drawn at once; pictures do not depend on it.")
     ] = 8,
     start: Annotated[
@@ -134,7 +134,7 @@ def command(
         typer.Option("--likelihood", help="Note how likely the model finds each; reads it again."),
     ] = False,
     output: Annotated[
-        Path, typer.Option("--out", "--output", help="Folder for images and results.jsonl.")
+        Path, typer.Option("--out", help="Folder for images and results.jsonl.")
     ] = FOLDER,
     resume: Resume = False,
     device: Device = None,
@@ -168,8 +168,6 @@ def command(
         raise OptionError("--start completes an image; give --mask or --keep-rows, and not both")
     if refiner is None:
         refuse_without("--refiner", ["drafted"], context)
-    if n < 1:
-        raise OptionError(f"-n {n}; expected at least 1 image")
     check_mode(mode, draft, accept)
     lines = [] if file is None else _read_prompts(file)
     if not any((names, numbers, prompts, lines)):
@@ -204,7 +202,7 @@ def command(
         # refused before a model is loaded
         folder = stack.enter_context(contextlib.closing(ImageFolder(output, settings, resume)))
 
-        generator = ImageGenerator.from_pretrained(**load, batch=batch, device=device)
+        generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
         requests = generator.requests(_conditions(generator, names, numbers, prompts, lines), n)
         folder.begin(generator.labels, _told(generator, load))
         todo = folder.todo(requests)

@@ -23,7 +23,7 @@ MODELS = ("model", "refiner", "corrector", "correct", "methods")
 """Parameters that name models: alone, or somewhere in the value."""
 
 OWN_FILES = (
-    *("paths", "path", "files_from", "manifest", "data", "recordings", "speech"),
+    *("paths", "path", "files_from", "data", "recordings", "speech"),
     *("table", "start", "file", "prompts", "real"),
 )
 """Parameters that name what a model is run on, among other things."""

@@ -89,7 +89,7 @@ def drafter(
         ),
     ] = "eagle",
     steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     passes: Annotated[
         int | None, typer.Option(help="Passes a step, those after the first over own states.")
@@ -128,7 +128,7 @@ def drafter(
     device: Annotated[
         str, typer.Option(help="cpu, cuda, ..., or auto: CUDA where there is one.")
     ] = "cpu",
-    precision: Annotated[
+    dtype: Annotated[
         str, typer.Option(help="fp32, bf16 or fp16; the drafter's weights stay in fp32.")
     ] = "fp32",
     push: Annotated[
@@ -152,7 +152,7 @@ def drafter(
     from mmdecode.train import hub
 
     usual = recipe.Options(kind=kind)
-    pace: dict[str, Any] = {"steps": steps, "batch": batch, "peak_rate": rate, "seed": seed}
+    pace: dict[str, Any] = {"steps": steps, "batch": batch_size, "peak_rate": rate, "seed": seed}
     options = replace(
         usual,
         passes=passes,
@@ -179,7 +179,7 @@ def drafter(
         options,
         limit=limit,
         device=None if device == "auto" else device,
-        precision=precision,
+        precision=dtype,
         start=start,
     )
     if not card:  # another process leads
@@ -252,9 +252,9 @@ def corrector(
     template: Annotated[
         str | None, typer.Option(help="n_best, 1_best, flanec or a text with {best}, {others}.")
     ] = None,
-    count: Annotated[int | None, typer.Option(help="Hypotheses shown, at most.")] = None,
+    n_best: Annotated[int | None, typer.Option(help="Hypotheses shown, at most.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps, at most.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Lists a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Lists a step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     rank: Annotated[int, typer.Option(help="Of the adapters of LoRA.")] = 16,
     targets: Annotated[
@@ -271,8 +271,8 @@ def corrector(
     from mmdecode.train import corrector as recipe
 
     usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.Options(method=method)
-    asked: dict[str, Any] = {"template": template, "count": count}
-    pace: dict[str, Any] = {"steps": steps, "batch": batch, "peak_rate": rate, "seed": seed}
+    asked: dict[str, Any] = {"template": template, "count": n_best}
+    pace: dict[str, Any] = {"steps": steps, "batch": batch_size, "peak_rate": rate, "seed": seed}
     options = replace(
         usual,
         prompts=replace(usual.prompts, **{k: v for k, v in asked.items() if v is not None}),

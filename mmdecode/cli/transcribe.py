@@ -54,7 +54,7 @@ def command(
     files_from: Annotated[
         str | None, typer.Option(help="A file with one path a line; - for stdin.")
     ] = None,
-    manifest: Annotated[
+    data: Annotated[
         str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
     ] = None,
     model: Model = "zoo:whisper-synth",
@@ -82,7 +82,7 @@ def command(
         Path | None,
         typer.Option(
             help="Page (.html) that colours the words of --correct by who decided them, beside "
-            "the texts of a --manifest."
+            "the texts of a --data."
         ),
     ] = None,
     out_dir: Annotated[
@@ -316,7 +316,7 @@ def command(
             f"{team.size} processes share the work, and one of them reads standard input or prints "
             "the text; give --out, and files instead of '-'"
         )
-    with gathered(paths or (), files_from, manifest, limit) as entries:
+    with gathered(paths or (), files_from, data, limit) as entries:
         load = functools.partial(
             Transcriber.from_pretrained,
             *(model, draft, guide, accept, team.device, dtype, seed, correct),

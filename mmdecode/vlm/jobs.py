@@ -32,6 +32,9 @@ from mmdecode.files import (
 from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.requests import Request
 
+RESULTS = "results.jsonl"
+"""Name of the file in the folder of a run."""
+
 
 class AnswerFile:
     """Where the answers of a run go.

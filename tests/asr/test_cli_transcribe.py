@@ -168,11 +168,11 @@ def test_misuse_is_explained(run, audio, tmp_path):
         (("-", "--files-from", "-"), OptionError, "given twice"),
         (("-", "--out", empty, "--resume"), OptionError, "standard input"),
         (("--files-from", empty / "none"), InputError, "list of files"),
-        (("--manifest", empty / "none"), InputError, "as a manifest"),
-        ((audio / "x.wav", "--manifest", manifest), InputError, "called"),
+        (("--data", empty / "none"), InputError, "as a manifest"),
+        ((audio / "x.wav", "--data", manifest), InputError, "called"),
         ((audio, "--max-line-width", 1, "--out", empty), OptionError, "at least 2"),
         ((audio, "--temperature", 0, "--temperature", 1), OptionError, "none is set"),
-        ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "cannot write"),
+        ((audio / "x.wav", "--out", audio / "notes.txt"), InputError, "is a file"),
     ]:
         done = run(*args)
         with pytest.raises(kind, match=words):
@@ -209,18 +209,16 @@ def test_a_manifest_gives_the_names_and_the_results_are_one(run, audio, tmp_path
     manifest = audio / "calls.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    assert run("--manifest", manifest, "--out", out, "--format", "txt").exit_code == 1
+    assert run("--data", manifest, "--out", out, "--format", "txt").exit_code == 1
     assert [entry["id"] for entry in lines(out)] == [row["id"] for row in rows]
     assert {p.name for p in out.glob("*.txt")} == {
         "call.y.txt", "call.x.txt", "x.txt",
     }  # fmt: skip
     again = tmp_path / "again"
-    assert (
-        run("--manifest", out / "results.jsonl", "--out", again, "--format", "txt").exit_code == 1
-    )
+    assert run("--data", out / "results.jsonl", "--out", again, "--format", "txt").exit_code == 1
     for before, after in zip(lines(out), lines(again), strict=True):
         assert before == after
-    few = run("--manifest", manifest, "--limit", 2, "--json")
+    few = run("--data", manifest, "--limit", 2, "--json")
     assert [r["source"] for r in json.loads(few.stdout)["results"]] == ["call.y.ogg", "call.x.wav"]
 
 
@@ -237,7 +235,7 @@ def test_a_manifest_may_name_parts_and_languages(run, audio, tmp_path):
     samples, rate = soundfile.read(audio / "y.ogg", dtype="float32")
     soundfile.write(audio / "cut.wav", samples[rate // 2 : 7 * rate // 4], rate, subtype="FLOAT")
     out = tmp_path / "out"
-    assert run("--manifest", manifest, "--out", out).exit_code == 1
+    assert run("--data", manifest, "--out", out).exit_code == 1
     whole, part, german, odd, late = lines(out)
     assert [e["duration_s"] for e in (whole, part)] == [pytest.approx(2.6), 1.25]
     [cut] = json.loads(run(audio / "cut.wav", "--json").stdout)["results"]
@@ -247,13 +245,13 @@ def test_a_manifest_may_name_parts_and_languages(run, audio, tmp_path):
     assert odd["kind"] == late["kind"] == "InputError"
     assert "odd: the model does not know the language 'xx'" in odd["error"]
     assert "part that begins at 9 s" in late["error"]
-    asked = json.loads(run("--manifest", manifest, "--json", "--language", "en").stdout)["results"]
+    asked = json.loads(run("--data", manifest, "--json", "--language", "en").stdout)["results"]
     assert [(e["source"], e["language"]) for e in asked] == [
         (name, "en") for name in ("whole", "part", "german", "odd")
     ]
-    again = run("--manifest", out / "results.jsonl", "--out", out, "--resume", "--format", "json")
+    again = run("--data", out / "results.jsonl", "--out", out, "--resume", "--format", "json")
     assert "formats was" in str(again.exception)
-    again = run("--manifest", out / "results.jsonl", "--out", out, "--resume")
+    again = run("--data", out / "results.jsonl", "--out", out, "--resume")
     assert "0 transcribed, 3 done before, 2 failed" in again.stderr
 
 

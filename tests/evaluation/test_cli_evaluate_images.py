@@ -103,10 +103,10 @@ def evaluate(checkpoint, *options):
 
 def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_path):
     folder = tmp_path / "run"
-    options = ["--n", "9", "--modes", "plain,exact,relaxed", "--also", LANTERN]
+    options = ["-n", "9", "--modes", "plain,exact,relaxed", "--also", LANTERN]
     options += ["--classifier", "zoo:scene-classifier", "--real", str(pictures)]
     result = evaluate(
-        checkpoint, *options, "--training", str(pictures), "--output", str(folder), "--json"
+        checkpoint, *options, "--training", str(pictures), "--out", str(folder), "--json"
     )
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.splitlines()[-1])
@@ -139,10 +139,10 @@ def test_every_number_from_a_checkpoint_to_the_page(checkpoint, pictures, tmp_pa
 
 
 def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
-    options = ["--n", "6", "--modes", "fast", "--json"]
+    options = ["-n", "6", "--modes", "fast", "--json"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    evaluate(checkpoint, *options, "--output", str(whole))
-    evaluate(checkpoint, *options, "--output", str(cut))
+    evaluate(checkpoint, *options, "--out", str(whole))
+    evaluate(checkpoint, *options, "--out", str(cut))
     rows = (whole / "images.jsonl").read_text().splitlines()
     begun = [*rows[:5], rows[7], rows[13][:40]]  # the last one was being written
     (cut / "images.jsonl").write_text("\n".join(begun))
@@ -156,10 +156,10 @@ def test_a_run_goes_on_at_the_next_image(checkpoint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Recorder, "run", run)
     with pytest.raises(OptionError, match="--resume"):
-        evaluate(checkpoint, *options, "--output", str(cut))
+        evaluate(checkpoint, *options, "--out", str(cut))
     with pytest.raises(OptionError, match="other settings"):
-        evaluate(checkpoint, *options, "--top-k", "3", "--output", str(cut), "--resume")
-    result = evaluate(checkpoint, *options, "--output", str(cut), "--resume")
+        evaluate(checkpoint, *options, "--top-k", "3", "--out", str(cut), "--resume")
+    result = evaluate(checkpoint, *options, "--out", str(cut), "--resume")
     assert result.exit_code == 0
     assert len(drawn) == 18 - 6
     for first, second in zip(rows, (cut / "images.jsonl").read_text().splitlines(), strict=True):
@@ -194,7 +194,7 @@ def test_a_damaged_row_is_named(tmp_path):
         (["--also", "jacoby"], UnknownNameError, "jacobi"),
         (["--class-id", "3"], OptionError, "class 3"),
         (["--prompts", "p.txt"], OptionError, "draws of classes"),
-        (["--resume"], OptionError, "--output"),
+        (["--resume"], OptionError, "--out"),
         (["--top-p", "0"], OptionError, "top_p"),
         (["--classifier", "zoo:scenes"], UnknownNameError, "zoo model"),
         (["--classifier", "zoo:scene-classifier", "--real", "scenes"], MMDecodeError, "64 x 64"),
@@ -204,7 +204,7 @@ def test_a_damaged_row_is_named(tmp_path):
 )
 def test_what_cannot_be_evaluated_is_refused(checkpoint, options, error, words):
     with pytest.raises(error, match=words):
-        evaluate(checkpoint, "--n", "2", "--modes", "plain", *options)
+        evaluate(checkpoint, "-n", "2", "--modes", "plain", *options)
 
 
 def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
@@ -218,7 +218,7 @@ def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
                 yield image
 
     monkeypatch.setattr(ImageGenerator, "images", images)
-    result = evaluate(checkpoint, "--n", "8", "--modes", "relaxed", "--json")
+    result = evaluate(checkpoint, "-n", "8", "--modes", "relaxed", "--json")
     assert result.exit_code == 1
     summary = json.loads(result.stdout.splitlines()[-1])
     assert summary["failures"][0]["mode"] == "relaxed"

@@ -148,7 +148,7 @@ def test_models_are_loaded_by_their_folder(data, tmp_path):
 
 
 def test_the_table_goes_below_the_oracle_of_lists_that_never_have_the_convention(data):
-    [found] = summary_of(run("--data", data, "--norm", "none", "--json"))
+    [found] = summary_of(run("--data", data, "--normalizer", "none", "--json"))
     third = found["methods"]["table"]
     assert third["new_words"] == third["new_words_right"] > 0
     assert third["errors"] < found["oracles"]["o_nb"]["errors"]
@@ -165,7 +165,7 @@ def test_people_read_a_table(data):
 
 def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     out = tmp_path / "run"
-    run("--data", data, "--corrector", "c", "--output", out)
+    run("--data", data, "--corrector", "c", "--out", out)
     names = {path.name for path in out.iterdir() if path.name[0] != "."}
     assert names == {
         "rows.jsonl", "run.json", "summary.json", "table.md", "table.csv", "report.html",
@@ -185,20 +185,20 @@ def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
 
 def test_a_run_goes_on_where_it_was_and_can_be_scored_again(data, models, tmp_path):
     out = tmp_path / "run"
-    run("--data", data, "--corrector", "c", "--output", out)
+    run("--data", data, "--corrector", "c", "--out", out)
     asked, rows = Copier.asked, (out / "rows.jsonl").read_text()
     lines = rows.splitlines(keepends=True)
     (out / "rows.jsonl").write_text("".join(lines[:-3]) + lines[-3][:10])
     with pytest.raises(OptionError, match="--resume"):
-        run("--data", data, "--corrector", "c", "--output", out, ok=False)
-    run("--data", data, "--corrector", "c", "--norm", "none", "--output", out, "--resume")
+        run("--data", data, "--corrector", "c", "--out", out, ok=False)
+    run("--data", data, "--corrector", "c", "--normalizer", "none", "--out", out, "--resume")
     assert Copier.asked == asked + 3 and (out / "rows.jsonl").read_text() == rows
     assert json.loads((out / "summary.json").read_text())["sets"][0]["normaliser"] == "none"
     other = tmp_path / "other" / "toy.jsonl"
     other.parent.mkdir()
     write_lists(some_lists(81), other)
     with pytest.raises(OptionError, match="other settings"):
-        run("--data", other, "--corrector", "c", "--output", out, "--resume", ok=False)
+        run("--data", other, "--corrector", "c", "--out", out, "--resume", ok=False)
 
 
 def test_references_come_from_a_manifest(tmp_path):
@@ -224,11 +224,11 @@ def test_shipped_sets_go_by_their_names(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (["--resume"], OptionError, "--output"),
+        (["--resume"], OptionError, "--out"),
         (["--methods", "mbr,mrb"], UnknownNameError, "did you mean"),
         (["--dev-share", "0"], OptionError, "development"),
         (["--dev-share", "1"], OptionError, "leave a test"),
-        (["--norm", "wisper"], UnknownNameError, "did you mean 'whisper'"),
+        (["--normalizer", "wisper"], UnknownNameError, "did you mean 'whisper'"),
         (["--data", "no/such.json"], InputError, "cannot be read"),
     ],
 )

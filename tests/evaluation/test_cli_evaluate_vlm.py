@@ -109,7 +109,7 @@ def finished(tmp_path_factory, checkpoint, data):
     done = run(
         "pope", "--model", checkpoint, "--device", "cpu", "--data", data, "--max-new-tokens", 3,
         "--images", data / "images", "--guide", "vcd", "--seeds", 2, "--resamples", 20,
-        "--suffix", "one-word", "--output", out, "--json",
+        "--suffix", "one-word", "--out", out, "--json",
     )  # fmt: skip
     return done, out
 
@@ -166,13 +166,13 @@ def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, 
     monkeypatch.setattr(answerer, "load", None)
     with pytest.raises(OptionError, match="draws its own images"):
         run("pope", "--model", "m", "--data", "zoo", "--images", tmp_path)
-    again = run("pope", "--rescore", out, "--resamples", 20, "--output", tmp_path / "a", "--json")
+    again = run("pope", "--rescore", out, "--resamples", 20, "--out", tmp_path / "a", "--json")
     before, after = parsed(done), parsed(again)
     for found in (before, after):
         del found["files"], found["conditions"]
     assert again.exit_code == 1 and after == before
     other = run("pope", "--rescore", out, "--resamples", 20, "--parser", "original", "--json",
-                "--output", tmp_path / "b")  # fmt: skip
+                "--out", tmp_path / "b")  # fmt: skip
     assert parsed(other)["parser"] == "original"
     assert parsed(other)["modes"]["greedy"]["sets"]["random"]["unparsed"] < 1
     own = run("pope", "--rescore", out, "--resamples", 20)
@@ -190,7 +190,7 @@ def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypat
             raise Stopped
         add(self, row)
 
-    more = ["--guide", "vcd", "--suffix", "one-word", "--output", tmp_path]
+    more = ["--guide", "vcd", "--suffix", "one-word", "--out", tmp_path]
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", stop_early)
         with pytest.raises(Stopped):
@@ -212,7 +212,7 @@ def answers(folder):
 
 def test_a_limit_is_said_loudly_and_splits_can_be_chosen(settings, tmp_path):
     words = ("--limit", 2, "--split", "random", "--greedy", "--no-controls")
-    done = run(*settings("pope", None, *words, "--output", tmp_path))
+    done = run(*settings("pope", None, *words, "--out", tmp_path))
     assert done.exit_code == 0, done.output
     assert "A SMOKE TEST, NOT A RESULT" in done.stderr
     assert "only a part of the set was scored" in done.stdout
@@ -233,7 +233,7 @@ def test_old_files_are_warned_of(settings, data, tmp_path):
 
 
 def test_captions_are_scored(settings, data, tmp_path):
-    words = ("--guide", "vcd", "--prompt", "What is here?", "--output", tmp_path, "--json")
+    words = ("--guide", "vcd", "--prompt", "What is here?", "--out", tmp_path, "--json")
     found = parsed(run(*settings("chair", data / "objects.jsonl", *words)))
     assert {"greedy", "sampled", "vcd", "vcd, sampled"} <= set(found["modes"])
     assert any("cut to" in mode for mode in found["modes"])
@@ -270,7 +270,7 @@ def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, mo
         (("pope", "--model", "x", "--data", "zoo", "--part", "dev"), UnknownNameError, "part"),
         (("pope", "--model", "x", "--data", "zoo", "--guide", "vdc"), UnknownNameError, "guide"),
         (("pope", "--model", "x", "--parser", "p"), UnknownNameError, "parser"),
-        (("pope", "--model", "x", "--resume"), OptionError, "--output"),
+        (("pope", "--model", "x", "--resume"), OptionError, "--out"),
         (("amber", "--model", "x", "--data", "zoo"), OptionError, "AMBER"),
         (("chair", "--model", "x", "--data", data), OptionError, "one file"),
     ):
@@ -290,7 +290,7 @@ def test_the_zoo_has_questions_for_each_task():
 def test_the_zoo_model_runs_on_the_zoo(tmp_path):
     done = run(
         "pope", "--model", "zoo:llava-scenes", "--data", "zoo", "--guide", "vcd", "--greedy",
-        "--limit", 6, "--max-new-tokens", 2, "--resamples", 20, "--device", "cpu", "--output",
+        "--limit", 6, "--max-new-tokens", 2, "--resamples", 20, "--device", "cpu", "--out",
         tmp_path, "--json", "--part", "development",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -325,7 +325,7 @@ def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, mo
     monkeypatch.setattr(
         crashes.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -6)
     )
-    words = settings("chair", data / "objects.jsonl", "--greedy", "--output", tmp_path)
+    words = settings("chair", data / "objects.jsonl", "--greedy", "--out", tmp_path)
     done = run(*words)
     assert done.exit_code == 1 and "0.png: crashes the library that decodes it" in done.stderr
     rows = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]

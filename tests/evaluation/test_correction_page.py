@@ -207,7 +207,7 @@ def test_the_command_writes_the_page_and_a_resumed_one_writes_it_whole(tmp_path)
     manifest = tmp_path / "m.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page, out = tmp_path / "pages" / "who.html", tmp_path / "out"
-    command = ["transcribe", "--manifest", str(manifest), "--device", "cpu", "--out", str(out)]
+    command = ["transcribe", "--data", str(manifest), "--device", "cpu", "--out", str(out)]
     command += ["--format", "txt", "--report", str(page), "--correct"]
     command += ["llm:model=zoo:lm-synth"]
     for more in (["--limit", "1"], ["--resume"]):

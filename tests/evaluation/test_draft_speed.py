@@ -172,13 +172,13 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
 
 
 def test_the_command_measures_the_shipped_model(tmp_path):
-    path = tmp_path / "new" / "bench.json"
+    path = tmp_path / "new" / "bench"
     asked = ["bench", "vlm", "--limit", "2", "--max-new-tokens", "4", "--draft", "lookup:length=2"]
-    asked += ["--batch", "1", "--batch", "2", "--output", str(path), "--json"]
+    asked += ["--batch-size", "1", "--batch-size", "2", "--out", str(path), "--json"]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout.splitlines()[-1])
-    assert json.loads(path.read_text()) == told
+    assert json.loads((path / "results.json").read_text()) == told
     assert [case["batch"] for case in told["cases"]] == [1, 2]
     for case in told["cases"]:
         rows = {row["way"]: row for row in case["rows"]}
@@ -187,5 +187,5 @@ def test_the_command_measures_the_shipped_model(tmp_path):
 
 
 def test_too_few_questions_for_a_batch_are_an_error():
-    done = CliRunner().invoke(app, ["bench", "vlm", "--limit", "2", "--batch", "4"])
+    done = CliRunner().invoke(app, ["bench", "vlm", "--limit", "2", "--batch-size", "4"])
     assert isinstance(done.exception, OptionError) and "raise --limit" in str(done.exception)

@@ -400,7 +400,7 @@ def run(*args):
 
 
 def settings(manifest, folder, *more):
-    given = ["--manifest", manifest, "--model", "zoo:whisper-synth", "--draft", "medusa"]
+    given = ["--data", manifest, "--model", "zoo:whisper-synth", "--draft", "medusa"]
     return [
         *given,
         "--device",
@@ -467,7 +467,7 @@ def test_files_of_the_leaderboard_score_the_same(finished, manifest):
         for f in files
         for x in ("--hypotheses", f"{'medusa' if 'medusa' in f.name else 'plain'}={f}")
     ]
-    for more in ([], ["--manifest", manifest]):
+    for more in ([], ["--data", manifest]):
         done = run(*given, *more, "--resamples", 10, "--json")
         modes = json.loads(done.stdout.splitlines()[-1])["modes"]
         for mode, numbers in found["modes"].items():
@@ -539,9 +539,9 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
     [
         ([], "none of them"),
         (["--model", "m", "--rescore", "d"], "--model, --rescore"),
-        (["--model", "m"], "give --manifest too"),
+        (["--model", "m"], "give --data too"),
         (["--rescore", "d", "--draft", "lookup"], "--draft is a way"),
-        (["--rescore", "d", "--limit", "3"], "leave --manifest"),
+        (["--rescore", "d", "--limit", "3"], "leave --data"),
         (["--hypotheses", "x", "--resume"], "--resume continues"),
         (["--hypotheses", "x.jsonl", "--hypotheses", "y/x.jsonl"], "NAME=FILE"),
     ],
@@ -558,7 +558,7 @@ def test_options_that_do_not_fit_are_refused(given, said):
         (["--hypotheses", "x", "--no-timestamps"], "--timestamps does nothing without --model"),
         (["--rescore", "d", "--device", "cpu"], "--device does nothing without --model"),
         (["--rescore", "d", "--fallback"], "--fallback does nothing without --model"),
-        (["--hypotheses", "x", "--group", "g"], "--group does nothing without --manifest"),
+        (["--hypotheses", "x", "--group", "g"], "--group does nothing without --data"),
     ],
 )
 def test_options_without_what_they_belong_to_are_refused(given, said):
@@ -572,7 +572,7 @@ def test_an_earlier_report_is_not_overwritten(finished, manifest, tmp_path):
     heard.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
     truth = tmp_path / "truth.jsonl"
     truth.write_text("".join(json.dumps({"id": i, "text": "x"}) + "\n" for i in "ab"))
-    foreign = ["--manifest", truth, "--hypotheses", heard, "--resamples", 10]
+    foreign = ["--data", truth, "--hypotheses", heard, "--resamples", 10]
     run(*foreign, "--out", tmp_path / "foreign")
     summaries = [folder / "summary.json", tmp_path / "foreign" / "summary.json"]
     before = [path.read_bytes() for path in summaries]

@@ -194,7 +194,7 @@ def test_the_command_scores_them_from_files(tmp_path):
     write_rows(tmp_path / "r.jsonl", [{"id": i, "text": said} for i, said, _ in ROWS])
     write_rows(tmp_path / "h.jsonl", [{"id": i, "text": heard} for i, _, heard in ROWS])
     asked = ["--hallucinations", "--punctuation", "--normalizer", "basic", "--resamples", "20"]
-    files = ["--manifest", str(tmp_path / "r.jsonl"), "--hypotheses", str(tmp_path / "h.jsonl")]
+    files = ["--data", str(tmp_path / "r.jsonl"), "--hypotheses", str(tmp_path / "h.jsonl")]
     result = CliRunner().invoke(app, ["evaluate", "wer", *files, *asked, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])["modes"]["h.jsonl"]

@@ -225,7 +225,7 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, tmp_path):
     (out / "cup-3-001.png").unlink()
     with (out / "results.jsonl").open("ab") as file:
         file.write(whole["results.jsonl"][:40])  # cut off
-    done = run(*words, "--resume", "--batch", 2)
+    done = run(*words, "--resume", "--batch-size", 2)
     assert done.exit_code == 0, done.output
     assert "5 drawn, 1 done before, 0 failed" in done.stderr
     assert contents(out) == whole
@@ -234,7 +234,7 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, tmp_path):
 
 
 def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
-    words = ["--class", "ring", "-n", 16, "--batch", 1, "--mode", "exact"]
+    words = ["--class", "ring", "-n", 16, "--batch-size", 1, "--mode", "exact"]
     run(*words, out=tmp_path / "whole")
     out = tmp_path / "out"
     command = [sys.executable, "-m", "mmdecode", "generate-image", *words, "--out", out]
@@ -288,7 +288,7 @@ def test_what_cannot_be_written_or_read_on_is_said(run, tmp_path):
     (tmp_path / "file").write_text("")
     done = run("--class", "ring", out=tmp_path / "file")
     assert isinstance(done.exception, InputError)
-    assert "cannot write to" in str(done.exception) and "another --out" in str(done.exception)
+    assert "is a file; choose another --out" in str(done.exception)
     folder = ImageFolder(tmp_path / "out", {"a": 1}, False)
     with pytest.raises(OptionError, match="another run is writing to"):
         ImageFolder(tmp_path / "out", {"a": 1}, False)

@@ -373,7 +373,7 @@ def test_what_cannot_be_trained_for_images_is_refused(classes, captions, tmp_pat
 
 
 def test_the_command_trains_for_an_image_model(classes, tmp_path):
-    given = f"drafter --model {classes} --steps 1 --batch 2 --held-out 2 --tested 1 --limit 5"
+    given = f"drafter --model {classes} --steps 1 --batch-size 2 --held-out 2 --tested 1 --limit 5"
     found = CliRunner().invoke(app, [*given.split(), "--out", str(tmp_path), "--json"])
     assert found.exit_code == 0, found.output
     card = json.loads((tmp_path / "card.json").read_text())

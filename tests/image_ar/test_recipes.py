@@ -42,7 +42,9 @@ def test_a_file_becomes_a_folder(run, tmp_path):
 
 @pytest.mark.recipe
 def test_modes_are_compared(run):
-    code, told = run("compare_modes.py", "ring", "star", "-n", 3, "--batch", 6, "--guidance", 2)
+    code, told = run(
+        "compare_modes.py", "ring", "star", "-n", 3, "--batch-size", 6, "--guidance", 2
+    )
     assert code == 0
     rows = {row[1]: row for row in (re.split(r" *\| *", line) for line in told.splitlines()[2:])}
     assert list(rows) == ["ar", "exact", "fast", "relaxed"]

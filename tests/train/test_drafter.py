@@ -380,7 +380,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 def test_the_command_trains_for_the_zoo(tmp_path):
     from mmdecode.cli.train import app
 
-    given = "drafter --model zoo:llava-scenes --steps 1 --batch 2 --held-out 1 --tested 1"
+    given = "drafter --model zoo:llava-scenes --steps 1 --batch-size 2 --held-out 1 --tested 1"
     words = [*given.split(), "--limit", "3", "--json", "--out", str(tmp_path)]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output

@@ -179,7 +179,9 @@ def test_why_nothing_is_pushed_is_said(server, folder, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "text"])
 def test_the_command_trains_and_pushes(server, tmp_path, kind):
-    given = "train drafter --model zoo:llava-scenes --steps 1 --batch 2 --held-out 1 --tested 1"
+    given = (
+        "train drafter --model zoo:llava-scenes --steps 1 --batch-size 2 --held-out 1 --tested 1"
+    )
     words = [*given.split(), "--limit", "3", "--kind", kind, "--out", str(tmp_path / kind)]
     found = CliRunner().invoke(app, [*words, "--push", NAME, "--private"])
     assert found.exit_code == 0, found.output

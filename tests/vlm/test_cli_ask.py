@@ -62,6 +62,10 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def results(folder):
+    return folder / "results.jsonl"
+
+
 # What is printed
 
 
@@ -148,44 +152,45 @@ def test_an_animation_is_asked_about_by_its_first_frame_with_a_notice(run, tmp_p
 
 
 def test_a_table_becomes_lines_in_its_order(run, table, tmp_path, images):
-    out = tmp_path / "out" / "answers.jsonl"
-    done = run("--input", table, "--output", out, "--batch-size", 2)
+    out = tmp_path / "new" / "answers"
+    done = run("--data", table, "--out", out, "--batch-size", 2)
     assert done.exit_code == 1
     assert done.stdout == ""
-    found = lines(out)
+    found = lines(results(out))
     assert [line["id"] for line in found] == [str(place) for place in range(6)]
     assert found[0]["images"] == [str(images / "x.png")]
     assert set(found[0]) == {"id", "images", "question", "text", "token_ids", "margin"}
     assert set(found[3]) == {"id", "images", "question", "error", "kind"}
-    again = tmp_path / "again.jsonl"
-    assert run("--input", out, "--output", again).exit_code == 1
-    assert again.read_text() == out.read_text()
+    again = tmp_path / "again"
+    assert run("--data", results(out), "--out", again).exit_code == 1
+    assert results(again).read_text() == results(out).read_text()
 
 
 def test_relative_paths_may_start_elsewhere(run, table, tmp_path, images):
     moved = tmp_path / "moved.jsonl"
     shutil.move(table, moved)
-    out = tmp_path / "answers.jsonl"
-    assert run("--input", moved, "--output", out, "--limit", 1).exit_code == 1
-    done = run("--input", moved, "--output", out, "--resume", "--image-folder", images)
+    out = tmp_path / "answers"
+    assert run("--data", moved, "--out", out, "--limit", 1).exit_code == 1
+    done = run("--data", moved, "--out", out, "--resume", "--images", images)
     assert "5 answered, 0 done before, 1 failed" in done.stderr
 
 
 def test_an_interrupted_run_is_continued_where_it_stopped(run, table, tmp_path, images):
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
-    run("--input", table, "--output", whole)
-    run("--input", table, "--output", out, "--limit", 4)
-    with out.open("ab") as file:
-        file.write(lines_of(whole)[5] + lines_of(whole)[4][:40])  # out of order, and cut off
-    done = run("--input", table, "--output", out, "--resume")
+    whole, out = tmp_path / "whole", tmp_path / "answers"
+    run("--data", table, "--out", whole)
+    run("--data", table, "--out", out, "--limit", 4)
+    with results(out).open("ab") as file:
+        answered = lines_of(results(whole))
+        file.write(answered[5] + answered[4][:40])  # out of order, and cut off
+    done = run("--data", table, "--out", out, "--resume")
     assert "1 answered, 4 done before, 1 failed" in done.stderr
-    assert out.read_bytes() == whole.read_bytes()
+    assert results(out).read_bytes() == results(whole).read_bytes()
     Image.new("RGB", (4, 4)).save(images / "broken.jpg")
-    done = run("--input", table, "--output", out, "--resume")
+    done = run("--data", table, "--out", out, "--resume")
     assert done.exit_code == 0
     assert "1 answered, 5 done before, 0 failed" in done.stderr
-    assert [line["id"] for line in lines(out)] == [str(place) for place in range(6)]
-    assert run("--input", table, "--output", out, "--resume").exit_code == 0
+    assert [line["id"] for line in lines(results(out))] == [str(place) for place in range(6)]
+    assert run("--data", table, "--out", out, "--resume").exit_code == 0
 
 
 def lines_of(path):
@@ -193,20 +198,21 @@ def lines_of(path):
 
 
 def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
-    out, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
-    words = ["--input", table, "--batch-size", 1]
-    run(*words, "--output", whole)
-    command = [sys.executable, "-m", "mmdecode", "ask", *words, "--output", out]
+    out, whole = tmp_path / "answers", tmp_path / "whole"
+    words = ["--data", table, "--batch-size", 1]
+    run(*words, "--out", whole)
+    command = [sys.executable, "-m", "mmdecode", "ask", *words, "--out", out]
     command += ["--model", folder, "--device", "cpu", "--max-new-tokens", "5"]
     process = subprocess.Popen([str(w) for w in command], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+    file = results(out)
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert out.stat().st_size
-    run(*words, "--output", out, "--resume")
-    assert out.read_bytes() == whole.read_bytes()
+    assert results(out).stat().st_size
+    run(*words, "--out", out, "--resume")
+    assert results(out).read_bytes() == results(whole).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -218,30 +224,33 @@ def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
     ],
 )
 def test_answers_of_other_settings_are_not_continued(run, table, tmp_path, more, message):
-    out = tmp_path / "answers.jsonl"
-    run("--input", table, "--output", out, "--limit", 1)
-    before = out.read_bytes()
-    done = run("--input", table, "--output", out, *more)
+    out = tmp_path / "answers"
+    run("--data", table, "--out", out, "--limit", 1)
+    before = results(out).read_bytes()
+    done = run("--data", table, "--out", out, *more)
     assert isinstance(done.exception, OptionError)
     assert message in str(done.exception)
-    assert out.read_bytes() == before
+    assert results(out).read_bytes() == before
 
 
 def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    run("--input", table, "--output", out, "--limit", 2)
+    out = tmp_path / "answers"
+    run("--data", table, "--out", out, "--limit", 2)
     table.write_text(table.read_text().replace("star 1", "ring 1"))
-    done = run("--input", table, "--output", out, "--resume")
+    done = run("--data", table, "--out", out, "--resume")
     assert "holds an answer under the id '1', and that is another question now" in str(
         done.exception
     )
 
 
 def test_what_cannot_be_written_or_read_on_is_said(run, table, tmp_path, images):
-    done = run("--input", table, "--output", tmp_path)
+    done = run("--data", table, "--out", table)
+    assert isinstance(done.exception, InputError)
+    (tmp_path / "held" / "results.jsonl").mkdir(parents=True)
+    done = run("--data", table, "--out", tmp_path / "held")
     assert isinstance(done.exception, OptionError)
     assert "choose another --out" in str(done.exception)
-    out = tmp_path / "answers.jsonl"
+    out = tmp_path / "answers"
     settings = {"a": 1}
     requests = asked_of([str(images / "x.png")], ["What?"])
     write_file(out, "{}\n")
@@ -266,13 +275,13 @@ def test_what_cannot_be_written_or_read_on_is_said(run, table, tmp_path, images)
         (("-q", "What?"), "no image to ask about; give one, or --text-only"),
         (("a.png", "-q", "What?", "--text-only"), "leave out the images"),
         (("a.png", "a.png", "-q", "Is?", "-q", "Is?"), "asked twice"),
-        (("a.png", "-q", "What?", "--input", "q.jsonl"), "--input has images and questions"),
-        (("--input", "gone.jsonl"), "gone.jsonl cannot be read"),
+        (("a.png", "-q", "What?", "--data", "q.jsonl"), "--data has images and questions"),
+        (("--data", "gone.jsonl"), "gone.jsonl cannot be read"),
         (("a.png", "-q", "What?", "--temperature", "0.5"), "--temperature does nothing without"),
         (("a.png", "-q", "What?", "--sample", "--temperature", "0"), "temperature=0.0; expected"),
-        (("a.png", "-q", "What?", "--resume"), "--resume does nothing without --output"),
-        (("a.png", "-q", "What?", "--image-folder", "."), "does nothing without --input"),
-        (("a.png", "-q", "What?", "--stream", "--json"), "leave out --output and --json"),
+        (("a.png", "-q", "What?", "--resume"), "--resume does nothing without --out"),
+        (("a.png", "-q", "What?", "--images", "."), "does nothing without --data"),
+        (("a.png", "-q", "What?", "--stream", "--json"), "leave out --out and --json"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run, monkeypatch, words, message):
@@ -314,9 +323,10 @@ def test_what_is_being_read_is_noted(tmp_path):
 def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
     tmp_path, monkeypatch, run, table, images
 ):
-    out = tmp_path / "answers.jsonl"
-    reading = tmp_path / ".answers.jsonl.reading"
+    out = tmp_path / "answers"
+    reading = tmp_path / "answers" / ".results.jsonl.reading"
     died = [os.fsencode(images / name) for name in ("x.png", "y.bmp")]
+    out.mkdir()
     reading.write_bytes(b"\0".join(died))
     apart = []
 
@@ -325,13 +335,14 @@ def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
         return subprocess.CompletedProcess(command, -6 if command[-1].endswith("x.png") else 0)
 
     monkeypatch.setattr(journals.subprocess, "run", process)
-    words = ("--input", table, "--output", out, "--resume")
+    words = ("--data", table, "--out", out, "--resume")
     for _ in range(2):
         done = run(*words)
         assert done.exit_code == 1 and "crashes the library that decodes it (exit code -6)" in (
             done.stderr
         )
-        assert ["error" in line for line in lines(out)] == [True, False, False, True, True, False]
+        failed = ["error" in line for line in lines(results(out))]
+        assert failed == [True, False, False, True, True, False]
         assert reading.read_bytes() == died[0], "the other one was read to its end"
     assert set(apart) == set(died) and apart.count(died[1]) == 1
 
@@ -365,25 +376,25 @@ def test_a_crash_is_told_by_what_ended_the_process(monkeypatch, status):
 
 
 def test_no_journal_is_left_where_nothing_crashed(run, table, tmp_path):
-    run("--input", table, "--output", tmp_path / "answers.jsonl")
-    assert not (tmp_path / ".answers.jsonl.reading").exists()
+    run("--data", table, "--out", tmp_path / "answers")
+    assert not (tmp_path / "answers" / ".results.jsonl.reading").exists()
 
 
 def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
     rows = [{"id": f"name {n}", "image": "y.bmp", "question": f"What {n}?"} for n in range(3)]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--input", table, "--sample", "--temperature", 3)
+    words = ("--data", table, "--sample", "--temperature", 3)
     stock, streamed = run(*words), run(*words, "--stream")
     assert streamed.exit_code == stock.exit_code == 0, streamed.output
     assert printable(streamed.stdout) == printable(stock.stdout)
 
 
 def test_an_answer_outweighs_a_later_failure(run, table, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    run("--input", table, "--output", out)
-    whole = lines(out)
+    out = tmp_path / "answers"
+    run("--data", table, "--out", out)
+    whole = lines(results(out))
     failed = {key: whole[0][key] for key in ("id", "images", "question")} | {"error": "late"}
-    with out.open("a") as file:
+    with results(out).open("a") as file:
         file.write(json.dumps(failed) + "\n")
-    run("--input", table, "--output", out, "--resume")
-    assert lines(out) == whole
+    run("--data", table, "--out", out, "--resume")
+    assert lines(results(out)) == whole
