@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from mmdecode.engine.decoder import Decoder
     from mmdecode.frontdoor import attach, generate
+    from mmdecode.loading import load
 
 __version__ = "0.1.0.dev0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "generate",
     "guide",
     "image_ar",
+    "load",
     "vlm",
     "zoo",
 ]
@@ -52,6 +54,7 @@ _HOME = {
     "Decoder": "mmdecode.engine.decoder",
     "attach": "mmdecode.frontdoor",
     "generate": "mmdecode.frontdoor",
+    "load": "mmdecode.loading",
 }
 _PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}
 

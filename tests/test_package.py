@@ -406,6 +406,7 @@ MAY_IMPORT = {
     "adapters": {"engine", "models"},
     "frontdoor": {"engine", *METHODS},
     **{room: {"engine", "frontdoor", *METHODS} for room in MODALITIES},
+    "loading": {*MODALITIES},
     **{room: {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS} for room in TOOLS},
     "testing": {"engine", "frontdoor", *METHODS},
     "cli": {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS},

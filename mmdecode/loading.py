@@ -1,0 +1,144 @@
+"""`load`: a model and what prepares its inputs, by any name that the commands take."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.checkpoints import (
+    code_trusted,
+    dtype_of,
+    loading,
+    local_path,
+    placed,
+    trusting_as_asked,
+)
+from mmdecode.errors import InputError, UnsupportedModelError
+from mmdecode.image_ar.loading import config_of  # knows the families of our own
+from mmdecode.model_names import full_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_AUTOS = ("ImageTextToText", "SpeechSeq2Seq", "CausalLM", "Seq2SeqLM")
+"""Families of transformers, by the ends of the names of their Auto classes."""
+
+
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"),
+)
+"""Files of which one at least belongs to a processor or a tokenizer."""
+
+
+@trusting_as_asked
+def load(
+    name: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Loads a model and its processor, ready for ``model.generate`` and `mmdecode.generate`.
+
+    The class is the one that the checkpoint's configuration names: a Whisper (Whisper-Medusa too),
+    a vision-language model, another model of speech, a causal or an encoder-decoder language
+    model, or a model of image tokens.
+
+    Args:
+        name: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
+        device: ``None``: CUDA where there is one.
+        dtype: ``None``: float32.
+        trust_remote_code: Run Python files that come with the model: read them first.
+
+    Returns:
+        The model in evaluation mode, and its processor: the tokenizer of a language model;
+        ``None`` where the checkpoint holds none, and for models that draw of classes (LlamaGen,
+        VAR and ImageGPT), which `mmdecode.image_ar.ImageGenerator` runs.
+
+    Raises:
+        InputError: It cannot be loaded, or is a drafter.
+        MissingExtraError: Its processor needs a library that is not installed.
+        OptionError: The device or dtype does not exist.
+        UnsupportedModelError: It generates nothing, or is of a family that is not known.
+    """
+    full = full_name(str(name))
+    path = local_path(full)
+    _refuse_drafter(full, path)
+    config = config_of(full)
+    kind = config.model_type
+    if kind == "whisper":
+        from mmdecode.asr.transcriber import load as load_whisper
+
+        model, processor = load_whisper(full, device, dtype)
+    elif kind in ("llamagen", "imagegpt"):
+        from mmdecode.image_ar.loading import load as load_raster
+
+        model, processor = load_raster(full, device, dtype).adapter.model, None
+    elif kind == "var":
+        from mmdecode.image_ar.next_scale import load as load_scales
+
+        model, processor = load_scales(full, device, dtype)[0], None
+    else:
+        with loading(full):
+            model, processor = _of_transformers(full, path, config, dtype)
+        model = placed(model, device)
+    return model.eval(), processor
+
+
+def _refuse_drafter(name: str, path: str) -> None:
+    """Raises for what drafts for a model, whatever class its configuration names.
+
+    Raises:
+        InputError: It is a drafter, or its configuration cannot be read.
+    """
+    from transformers import PreTrainedConfig
+
+    with loading(name):
+        config = PreTrainedConfig.get_config_dict(path)[0]
+    heads = "medusa" if config.get("model_type") == "mmdecode_medusa" else None
+    kind = config.get("drafter", heads)
+    if kind is not None:
+        raise InputError(
+            f"{name} is a drafter and no model; give it to "
+            f"mmdecode.Decoder(draft='{kind}:path={name}')"
+        )
+
+
+def _holds_any(path: str, names: Sequence[str]) -> bool:
+    """Whether a checkpoint has one of these files."""
+    from transformers.utils import has_file
+
+    return any(has_file(path, name) for name in names)
+
+
+def _of_transformers(
+    name: str, path: str, config: Any, dtype: str | torch.dtype | None
+) -> tuple[Any, Any]:
+    """By the first Auto class that knows the configuration, or that the checkpoint brings code for.
+
+    Raises:
+        UnsupportedModelError: None does.
+    """
+    import transformers
+
+    own = getattr(config, "auto_map", None) or {}
+    for family in _AUTOS:
+        auto: Any = getattr(transformers, f"AutoModelFor{family}")
+        if type(config) in auto._model_mapping or f"AutoModelFor{family}" in own:
+            model = auto.from_pretrained(
+                path, dtype=dtype_of(dtype), trust_remote_code=code_trusted()
+            )
+            if not _holds_any(path, PROCESSOR_FILES):
+                return model, None
+            processor = transformers.AutoProcessor.from_pretrained(
+                path, trust_remote_code=code_trusted()
+            )
+            return model, processor
+    raise UnsupportedModelError(
+        f"{name} is a {config.model_type} model; expected one that generates: of "
+        f"{', '.join(f'AutoModelFor{family}' for family in _AUTOS)}, Whisper, LlamaGen, VAR or "
+        "ImageGPT"
+    )
