@@ -6,6 +6,8 @@ synchronisation more, adding them up on the device work for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,16 @@ class Stats:
         self._rounds: list[Tensor] = []
         self._sums = [0, 0, 0, 0, 0]  # first tokens, row passes, drafted, accepted, tokens
         self._counts: list[int] = []
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """What fails in here is not counted."""
+        before = {n: [*v] if isinstance(v, list) else v for n, v in vars(self).items()}
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def prefilled(self, counts: Tensor) -> None:
         """Round 0 of a call: tokens that no scoring pass was needed for; see `scored`."""

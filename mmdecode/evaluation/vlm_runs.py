@@ -29,10 +29,11 @@ from mmdecode import registry
 from mmdecode.engine.contracts import plain_main
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
-from mmdecode.errors import MMDecodeError, OptionError
+from mmdecode.errors import OptionError
 from mmdecode.evaluation.items import ITEMS, Some, YesNoItem, read_items, text_hash
 from mmdecode.evaluation.journal import Journal
 from mmdecode.guide.answers import yes_no_ids
+from mmdecode.runs.items import Watch
 from mmdecode.vlm.answerer import Answer, Answerer, noise_of_id
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.questions import Prompts, Question
@@ -239,6 +240,7 @@ class Recorder(Generic[Some]):
         self._chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
         self._words = {i for ids in yes_no_ids(processor.tokenizer) for i in ids}
         self._random: dict[str, bool] = {}
+        self._watches = {spec: Watch() for spec in self._guides}
 
     def run(
         self,
@@ -313,7 +315,8 @@ class Recorder(Generic[Some]):
         drawn = all(mode.seeds for mode in self._of(guide))
         for _ in range(self._warmup):
             answerer = self._answerer(guide, self.seed)
-            list(answerer.answers(self._requests(first), do_sample=drawn, **self._options))
+            watch = self._watches[guide]
+            list(answerer.answers(self._requests(first), watch, do_sample=drawn, **self._options))
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
@@ -365,9 +368,9 @@ class Recorder(Generic[Some]):
     def _answers(
         self, guide: str, items: Sequence[Some], seed: int, **options: Any
     ) -> Iterator[Answer]:
-        """Answers of a guide; where it refuses a question, the others go on alone."""
-        answerer = self._answerer(guide, seed)
-        yield from _each(answerer, self._requests(items), self._options | options)
+        """Answers of a guide."""
+        answerer, watch = self._answerer(guide, seed), self._watches[guide]
+        yield from answerer.answers(self._requests(items), watch, **self._options | options)
 
     def _answerer(self, guide: str, seed: int) -> Answerer:
         decoder = Decoder(guide=self._guides[guide], seed=seed)
@@ -469,29 +472,3 @@ def _alike(one: Tensor, other: Tensor | None) -> bool:
     return other is None or torch.allclose(
         one.softmax(-1), other.softmax(-1), rtol=_SAME, atol=1e-6
     )
-
-
-def _each(
-    answerer: Answerer, requests: Sequence[Request], options: Mapping[str, Any]
-) -> Iterator[Answer]:
-    """Answers; where a whole batch is refused for one question, the others are asked alone."""
-    done: set[str] = set()
-    try:
-        for answer in answerer.answers(requests, **options):
-            done.add(answer.id)
-            yield answer
-        return
-    except MMDecodeError as error:
-        rest = [request for request in requests if request.id not in done]
-        if len(rest) == 1:
-            yield Answer(
-                id=rest[0].id,
-                index=rest[0].index,
-                images=tuple(source.name for source in rest[0].images),
-                question=rest[0].text,
-                error=str(error),
-                kind=type(error).__name__,
-            )
-            return
-    for request in rest:
-        yield from _each(answerer, [request], options)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from mmdecode.errors import (
 from mmdecode.frontdoor import generate
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
+from mmdecode.runs.items import Failed, Watch, each, tried
 from mmdecode.vlm.images import digest
 from mmdecode.vlm.questions import Prompts, Question
 from mmdecode.vlm.requests import Request, requests_of
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
     from mmdecode.engine.contracts import Accept, Draft, Guide
     from mmdecode.engine.stats import Stats
 
+
+_ADVICE = (
+    "give smaller images or a shorter question, lower max_new_tokens, or load the model in half "
+    "precision"
+)
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
@@ -274,32 +281,71 @@ class Answerer:
             answers.append(answer)
         return sorted(answers, key=lambda answer: answer.index)
 
-    def answers(self, requests: Sequence[Request], **options: Any) -> Iterator[Answer]:
+    def answers(
+        self, requests: Sequence[Request], watch: Watch | None = None, **options: Any
+    ) -> Iterator[Answer]:
         """Like a call, but yields answers as their batches end; questions of a length go together.
+
+        Whatever an error of one question is, that question fails, and the others are answered.
 
         Args:
             requests: See `requests_of`.
+            watch: Of the job, where it asks several times; see `mmdecode.runs.items`.
             **options: Fields of `AnswerOptions`.
+
+        Raises:
+            MMDecodeError: An error of the configuration: all questions fail by it.
         """
-        settings = make_options(options)
-        tokenizer = self.processor.tokenizer
+        watch = Watch() if watch is None else watch
+        yield from watch.released(self._outcomes(requests, make_options(options), watch))
+
+    def _outcomes(
+        self, requests: Sequence[Request], settings: AnswerOptions, watch: Watch
+    ) -> Iterator[tuple[Answer, Failed | None]]:
+        lengths = [tried(partial(self._length, request), _ADVICE) for request in requests]
         ordered = sorted(
-            requests,
-            key=lambda request: (len(request.images), len(tokenizer.tokenize(request.text))),
+            zip(requests, lengths, strict=True),
+            key=lambda one: (0, 0) if isinstance(one[1], Failed) else one[1],
         )
         for start in range(0, len(ordered), settings.batch_size):
-            asked = []
-            for request in ordered[start : start + settings.batch_size]:
-                try:
-                    pictures = [source.read() for source in request.images]
-                    question = self.prompts.question(
-                        request.text, pictures, text_only=settings.text_only
-                    )
-                except InputError as error:
-                    yield _failed(request, error)
+            asked: list[tuple[Request, Question]] = []
+            for request, length in ordered[start : start + settings.batch_size]:
+                question = (
+                    length
+                    if isinstance(length, Failed)
+                    else tried(partial(self._question, request, length[1], settings), _ADVICE)
+                )
+                if isinstance(question, Failed):
+                    yield _failed(request, question), question
                 else:
                     asked.append((request, question))
-            yield from self._batch(asked, settings)
+            for (request, _), found in each(
+                asked,
+                partial(self._batch, settings=settings),
+                advice=_ADVICE,
+                name=lambda one: one[0].id,
+                watch=watch,
+                attempt=self.stats.attempt,
+            ):
+                if isinstance(found, Failed):
+                    yield _failed(request, found), found
+                else:
+                    yield found, None
+
+    def _length(self, request: Request) -> tuple[int, int]:
+        """Images and tokens of a question."""
+        return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
+
+    def _question(self, request: Request, tokens: int, settings: AnswerOptions) -> Question:
+        """A request whose images were read.
+
+        Raises:
+            InputError: One cannot be, or the question cannot be asked.
+        """
+        pictures = [source.read() for source in request.images]
+        question = self.prompts.question(request.text, pictures, text_only=settings.text_only)
+        self._refuse_beyond(tokens, settings)  # no batch need be built of it
+        return question
 
     def stream(
         self, image: Any, question: str, *, id: str | None = None, **options: Any
@@ -357,31 +403,15 @@ class Answerer:
 
     def _batch(
         self, asked: Sequence[tuple[Request, Question]], settings: AnswerOptions
-    ) -> Iterator[Answer]:
-        """Answers of a batch; where it cannot be built or held, those of its parts."""
-        if not asked:
-            return
+    ) -> list[Answer]:
+        """Answers of a batch."""
         requests, questions = zip(*asked, strict=True)
         began, passes = time.perf_counter(), self.stats.passes
-        try:
-            inputs = self._inputs(questions, settings)
-            rows = self._generate(requests, questions, inputs, settings)
-        except (InputError, torch.OutOfMemoryError) as error:
-            if len(asked) > 1:
-                middle = len(asked) // 2
-                yield from self._batch(asked[:middle], settings)
-                yield from self._batch(asked[middle:], settings)
-                return
-            if isinstance(error, torch.OutOfMemoryError):
-                error = InputError(
-                    "there is not enough memory on the device; resize the images, lower "
-                    "max_new_tokens, or load the model in half precision"
-                )
-            yield _failed(requests[0], error)
-            return
+        inputs = self._inputs(questions, settings)
+        rows = self._generate(requests, questions, inputs, settings)
         seconds = (time.perf_counter() - began) / len(asked)
-        for (request, question), row in zip(asked, rows, strict=True):
-            yield Answer(
+        return [
+            Answer(
                 id=request.id,
                 index=request.index,
                 images=tuple(source.name for source in request.images),
@@ -392,6 +422,8 @@ class Answerer:
                 passes=self.stats.passes - passes,
                 **row,
             )
+            for (request, question), row in zip(asked, rows, strict=True)
+        ]
 
     def _inputs(self, questions: Sequence[Question], settings: AnswerOptions) -> dict[str, Tensor]:
         """Model inputs with room for an answer.
@@ -400,15 +432,22 @@ class Answerer:
             InputError: The processor refuses them, or a prompt fills the model's positions.
         """
         inputs = self.prompts.build(questions)
-        longest = int(inputs["attention_mask"].sum(1).max())
-        if self._places is not None and longest + settings.max_new_tokens > self._places:
+        self._refuse_beyond(int(inputs["attention_mask"].sum(1).max()), settings)
+        return inputs
+
+    def _refuse_beyond(self, tokens: int, settings: AnswerOptions) -> None:
+        """Refuses a prompt that leaves no room for an answer.
+
+        Raises:
+            InputError: It fills the model's positions.
+        """
+        if self._places is not None and tokens + settings.max_new_tokens > self._places:
             raise InputError(
-                f"the question and its images make a prompt of {longest} tokens, an answer may "
+                f"the question and its images make a prompt of {tokens} tokens, an answer may "
                 f"have {settings.max_new_tokens}, and {type(self.model).__name__} has "
                 f"{self._places} positions; shorten the question, give fewer or smaller images, or "
                 "lower max_new_tokens"
             )
-        return inputs
 
     def _generate(
         self,
@@ -514,14 +553,14 @@ def load(
     return placed(model, device), processor
 
 
-def _failed(request: Request, error: Exception) -> Answer:
+def _failed(request: Request, failed: Failed) -> Answer:
     return Answer(
         id=request.id,
         index=request.index,
         images=tuple(source.name for source in request.images),
         question=request.text,
-        error=str(error),
-        kind=type(error).__name__,
+        error=failed.error,
+        kind=failed.kind,
     )
 
 

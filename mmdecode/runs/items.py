@@ -1,0 +1,180 @@
+"""Items of a job: each comes to a result or to a failure of its own, whatever is raised.
+
+Items are decoded in batches. Where a batch raises, it is halved down to the item that does, and
+that item fails alone. Errors of the configuration would fail every item alike: where they did, they
+are the job's error (`Watch`). What ends the process, ``KeyboardInterrupt`` and ``SystemExit``,
+passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mmdecode.errors import (
+    IncompatibleError,
+    MissingExtraError,
+    MMDecodeError,
+    OptionError,
+    UnsupportedModelError,
+)
+from mmdecode.runs.memory import is_out_of_memory
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Noted = Callable[[Sequence[str]], contextlib.AbstractContextManager[object]]
+"""What is told the names of a batch, and is open while the batch is decoded."""
+
+CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingExtraError)
+ENOUGH = 16
+"""So many items that failed by one error of the configuration, and none that did not, are a job's
+failure."""
+OUT_OF_MEMORY = "OutOfMemoryError"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why an item has no result.
+
+    Attributes:
+        error: What was wrong, what was expected and what to do.
+        kind: Name of the error's class.
+        problem: The error, without what it held.
+    """
+
+    error: str
+    kind: str
+    problem: Exception = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, problem: Exception, advice: str) -> Failed:
+        """What an error means for its item.
+
+        Args:
+            problem: It is emptied: what its frames held, as tensors of a batch, is let go.
+            advice: What to do where memory ran out.
+        """
+        kind, text = type(problem).__name__, " ".join(str(problem).split())
+        if is_out_of_memory(problem):
+            kind, text = OUT_OF_MEMORY, f"there is not enough memory; {advice}"
+        elif not isinstance(problem, MMDecodeError):
+            text = f"{kind}: {text}" if text else kind
+            text += "; this is an error of the program: MMDECODE_DEBUG=1 shows where"
+        else:
+            text = str(problem)
+        problem.__cause__ = problem.__context__ = None
+        return cls(text, kind, problem.with_traceback(None))
+
+
+def nothing_noted(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
+    """Where nobody keeps a note of what is decoded."""
+    return contextlib.nullcontext()
+
+
+class Watch:
+    """What is known of a job's items over all its batches.
+
+    Args:
+        noted: Told what is decoded, see `mmdecode.crashes.Journal.decoding`.
+    """
+
+    def __init__(self, noted: Noted = nothing_noted) -> None:
+        self.noted = noted
+        self._fits = False  # some item did not fail by the configuration
+
+    def released(self, outcomes: Iterable[tuple[Result, Failed | None]]) -> Iterator[Result]:
+        """Results as they come; first failures wait until it shows that they are not the job's.
+
+        Args:
+            outcomes: Results, and why an item has none.
+
+        Raises:
+            MMDecodeError: All items failed by one error of the configuration, or the first
+                `ENOUGH` did.
+        """
+        held: list[Result] = []
+        first: Failed | None = None
+        for result, failed in outcomes:
+            if self._fits or not _alike(first, failed):
+                self._fits = True
+                yield from held
+                held.clear()
+                yield result
+                continue
+            held.append(result)
+            first = failed
+            if len(held) == ENOUGH:
+                break
+        if held and first is not None:
+            raise first.problem
+
+
+def each(
+    items: Sequence[Item],
+    run: Callable[[Sequence[Item]], Sequence[Result]],
+    *,
+    advice: str,
+    name: Callable[[Item], str] = str,
+    watch: Watch | None = None,
+    attempt: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Iterator[tuple[Item, Result | Failed]]:
+    """What each item of a batch comes to, in order.
+
+    Args:
+        items: The batch.
+        run: Gives a result per item; called again for halves of a batch that raised.
+        advice: What to do where an item alone needs more memory than there is.
+        name: Of an item, for the note of what is decoded.
+        watch: Keeps that note.
+        attempt: Open while ``run`` runs, as `mmdecode.engine.stats.Stats.attempt`.
+    """
+    if not items:
+        return
+    noted = watch.noted if watch is not None else nothing_noted
+    failed = None
+    try:
+        with noted([name(item) for item in items]), attempt():
+            results = run(items)
+    except Exception as problem:
+        short = is_out_of_memory(problem)
+        if len(items) == 1 and os.environ.get("MMDECODE_DEBUG") == "1":
+            traceback.print_exception(problem)
+        failed = Failed.of(problem, advice)
+    if failed is None:
+        yield from zip(items, results, strict=True)
+        return
+    if short:  # what the batch held went with its error
+        _free()
+    if len(items) == 1:
+        yield items[0], failed
+        return
+    middle = len(items) // 2
+    for part in (items[:middle], items[middle:]):
+        yield from each(part, run, advice=advice, name=name, watch=watch, attempt=attempt)
+
+
+def tried(run: Callable[[], Result], advice: str) -> Result | Failed:
+    """What one thing comes to."""
+    [(_, found)] = each([None], lambda _: [run()], advice=advice)
+    return found
+
+
+def _alike(first: Failed | None, failed: Failed | None) -> bool:
+    """Whether an item failed by the configuration, as the first one did."""
+    if failed is None or not isinstance(failed.problem, CONFIGURATION):
+        return False
+    return first is None or (first.error, first.kind) == (failed.error, failed.kind)
+
+
+def _free() -> None:
+    """Gives memory back that a failed batch took."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
