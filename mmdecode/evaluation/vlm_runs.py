@@ -316,7 +316,11 @@ class Recorder(Generic[Some]):
         for _ in range(self._warmup):
             answerer = self._answerer(guide, self.seed)
             watch = self._watches[guide]
-            list(answerer.answers(self._requests(first), watch, do_sample=drawn, **self._options))
+            list(
+                answerer.answers(
+                    self._requests(first), watch=watch, do_sample=drawn, **self._options
+                )
+            )
 
     def _rows(self, guide: str, chunk: Sequence[Some]) -> Iterator[Some]:
         """Rows of a chunk under all modes of a guide."""
@@ -370,7 +374,7 @@ class Recorder(Generic[Some]):
     ) -> Iterator[Answer]:
         """Answers of a guide."""
         answerer, watch = self._answerer(guide, seed), self._watches[guide]
-        yield from answerer.answers(self._requests(items), watch, **self._options | options)
+        yield from answerer.answers(self._requests(items), watch=watch, **self._options | options)
 
     def _answerer(self, guide: str, seed: int) -> Answerer:
         decoder = Decoder(guide=self._guides[guide], seed=seed)

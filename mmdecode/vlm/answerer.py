@@ -52,6 +52,8 @@ _ADVICE = (
     "precision"
 )
 
+_LONGER = 32  # times: rows are padded to the longest of their batch
+
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
 
@@ -303,13 +305,10 @@ class Answerer:
         self, requests: Sequence[Request], settings: AnswerOptions, watch: Watch
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), _ADVICE) for request in requests]
-        ordered = sorted(
-            zip(requests, lengths, strict=True),
-            key=lambda one: (0, 0) if isinstance(one[1], Failed) else one[1],
-        )
-        for start in range(0, len(ordered), settings.batch_size):
+        ordered = sorted(zip(requests, lengths, strict=True), key=lambda one: _size(one[1]))
+        for batch in _batches(ordered, settings.batch_size):
             asked: list[tuple[Request, Question]] = []
-            for request, length in ordered[start : start + settings.batch_size]:
+            for request, length in batch:
                 question = (
                     length
                     if isinstance(length, Failed)
@@ -551,6 +550,25 @@ def load(
             f"loading {model_id!r} needs more ({reason})", extra="vlm"
         ) from error
     return placed(model, device), processor
+
+
+def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
+    return (0, 0) if isinstance(length, Failed) else length
+
+
+def _batches(
+    ordered: Sequence[tuple[Request, tuple[int, int] | Failed]], size: int
+) -> Iterator[list[tuple[Request, tuple[int, int] | Failed]]]:
+    """Questions by length; one that is much longer than the others before it begins a batch."""
+    batch: list[tuple[Request, tuple[int, int] | Failed]] = []
+    for one in ordered:
+        longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf
+        if len(batch) == size or _size(one[1])[1] > longest:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
 
 
 def _failed(request: Request, failed: Failed) -> Answer:

@@ -426,7 +426,7 @@ def test_checkpoints_that_cannot_answer_are_refused(folder, tmp_path, monkeypatc
     with pytest.raises(OptionError, match="device 'abacus' cannot be used"):
         Answerer.from_pretrained(folder, device="abacus")
 
-    def incomplete(path):
+    def incomplete(path, **options):
         raise ImportError("requires the Torchvision library")
 
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", incomplete)
