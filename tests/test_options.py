@@ -1,11 +1,14 @@
 """Options of the command line: one vocabulary over all commands."""
 
+import re
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from mmdecode.cli.app import COMMANDS, _load, app
+from mmdecode.cli.app import COMMANDS, _load, app, main
+from mmdecode.cli.output import console
+from mmdecode.cli.shared import given_in
 from mmdecode.errors import InputError, OptionError
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()
@@ -50,3 +53,137 @@ def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
     for name in ("odd.json", "run-0.1", ".hidden"):
         done = CliRunner().invoke(app, ["ask", "--out", str(tmp_path / name)])
         assert "nothing to ask" in str(done.exception)
+
+
+# A file of options
+
+
+@pytest.fixture
+def given(tmp_path):
+    """What a file of options says, as text, becomes what the command ``ask`` is given."""
+
+    def read(text: str, name: str = "ask") -> Any:
+        file = tmp_path / "o.yaml"
+        file.write_text(text)
+        return given_in(file, LEAVES[name])
+
+    return read
+
+
+def test_options_of_a_file_are_named_as_on_the_command_line(given):
+    found = given("batch-size: 3\ntop_p: 0.5\n--sample: true\nquestion: [a, b]\nguide:\n")
+    assert found == {"batch_size": "3", "top_p": "0.5", "sample": True, "questions": ["a", "b"]}
+    assert given('{"question": "a"}') == {"questions": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize: 3", "no option 'batchsize'; did you mean 'batch-size'?; known: question"),
+        ("options: o.yaml", "no option 'options'"),
+        ("sample: 1", "sample: 1; expected true or false"),
+        ("seed: [1, 2]", "several values; the option takes one"),
+        ("draft: no", "draft: False is no text and no number"),
+        ("draft: {a: b}", "is no text and no number"),
+        ("- a", "holds list; expected an option on each line"),
+        ("", "holds NoneType; expected an option on each line"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_is_no_option_or_no_value_is_refused(given, text, message):
+    with pytest.raises((InputError, OptionError), match=re.escape(message)):
+        given(text)
+
+
+def test_the_command_line_wins_over_a_file(tmp_path):
+    (tmp_path / "o.yaml").write_text("seed: wrong\nresume: true\n")
+    words = ["ask", "--options", str(tmp_path / "o.yaml")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and "'--seed'" in done.stderr
+    done = CliRunner().invoke(app, [*words, "--seed", "1"])
+    assert "--resume does nothing without --out" in str(done.exception)
+
+
+def test_what_a_file_says_is_among_the_settings(tmp_path):
+    (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 6\nresamples: 20\n")
+    words = ["evaluate", "nbest", "--options", str(tmp_path / "o.yaml"), "--out"]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "a")])
+    assert done.exit_code == 0, done.output
+    (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 5\nresamples: 20\n")
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "a"), "--resume"])
+    assert "limit was 6, is 5" in str(done.exception)
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "a"), "--resume", "--limit", "6"])
+    assert done.exit_code == 0, done.output
+
+
+# What is written to stderr
+
+
+def test_quiet_leaves_errors_alone_on_stderr(tmp_path):
+    (tmp_path / "o.yaml").write_text("data: cv\nmethods: 1best\nlimit: 6\nresamples: 20\n")
+    words = ["evaluate", "nbest", "--options", str(tmp_path / "o.yaml"), "--out"]
+    plain = CliRunner().invoke(app, [*words, str(tmp_path / "a")])
+    quiet = CliRunner().invoke(app, [*words, str(tmp_path / "b"), "--quiet"])
+    assert "a smoke test" in plain.stderr and quiet.stderr == ""
+    assert quiet.stdout == plain.stdout
+    missing = CliRunner().invoke(app, ["transcribe", str(tmp_path / "gone.wav"), "--quiet"])
+    assert missing.exit_code == 1 and missing.stderr.startswith("failed: ")
+    console.errors_only = False
+
+
+def test_verbose_says_where_an_error_was_raised(capfd, monkeypatch):
+    for more, shown in (([], False), (["--verbose"], True)):
+        monkeypatch.setattr("sys.argv", ["mmdecode", "ask", "a.png", "-q", "a", *more, "--resume"])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        said = capfd.readouterr().err
+        assert "error: --resume does nothing" in said
+        assert ("Traceback" in said) == shown
+    both = CliRunner().invoke(app, ["ask", "--quiet", "--verbose"])
+    assert "contradict" in str(both.exception)
+    console.errors_only = console.tells_all = False
+
+
+# A group without a command, and completion
+
+
+@pytest.mark.parametrize("words", [[], ["evaluate"], ["train"], ["bench"]])
+def test_a_group_alone_shows_its_help_and_succeeds(words):
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0
+    assert "Usage: " in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trans", "transcribe"),
+        ("transcribe --ba", "--batch-size"),
+        ("train draf", "drafter"),
+        ("evaluate pope --out a.json --opt", "--options"),
+    ],
+)
+def test_shells_complete_commands_and_their_options(shell, words, expected, monkeypatch):
+    line = f"mmdecode {words}"
+    told = {
+        "_MMDECODE_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, [], prog_name="mmdecode")
+    assert expected in done.stdout and "error" not in done.output.lower()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_that_is_shown_is_the_one_that_is_answered(shell, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = CliRunner().invoke(app, ["--show-completion", shell], prog_name="mmdecode")
+    assert f"_MMDECODE_COMPLETE=complete_{shell}" in done.stdout
+    for name in LEAVES:
+        options = [flag for p in LEAVES[name].params for flag in p.opts]
+        assert "--install-completion" not in options and "--show-completion" not in options

@@ -20,15 +20,16 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import mmdecode
-from mmdecode.cli.flags import with_shared
 from mmdecode.cli.models import with_models
-from mmdecode.cli.output import console
+from mmdecode.cli.output import console, print_line
+from mmdecode.cli.shared import Group, with_shared
 from mmdecode.errors import MMDecodeError
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -49,7 +50,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group that knows its commands' names and help, and imports one when it is chosen."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -92,8 +93,6 @@ def _show_version(asked: bool) -> None:
 app = typer.Typer(
     name="mmdecode",
     cls=LazyGroup,
-    add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
@@ -115,7 +114,9 @@ def main() -> None:
     except MMDecodeError as error:
         if os.environ.get("MMDECODE_DEBUG") == "1":
             raise
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if console.tells_all:
+            traceback.print_exc()
+        print_line(f"error: {error}", console, "red")
         sys.exit(2)
 
 

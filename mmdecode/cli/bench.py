@@ -16,13 +16,14 @@ from rich.table import Table
 from mmdecode.cli.flags import Device, Dtype
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
 from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.shared import Group
 from mmdecode.errors import OptionError
 from mmdecode.files import explained, write_file
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.draft_speed import Speed
 
-app = typer.Typer(help="Measure speed against plain decoding.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed against plain decoding.", cls=Group)
 SCENES = "zoo:scenes"
 RESULTS = "results.json"
 

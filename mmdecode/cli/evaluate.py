@@ -22,6 +22,7 @@ from mmdecode.cli.flags import (
 )
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, show_tables
 from mmdecode.cli.progress import only_our_output, recorded
+from mmdecode.cli.shared import Group
 
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.samples import Sample
 
 ABOUT = "Score models on speech or on images, or transcripts made elsewhere."
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=ABOUT)
+app = typer.Typer(cls=Group, help=ABOUT)
 PLAIN = "plain"
 """Name of the mode without a draft."""
 SHOWN = 5  # failures listed one by one

@@ -20,7 +20,30 @@ from rich.console import Console
 
 __all__ = ["JsonFlag", "console", "emit_json", "out", "print_line", "show_tables", "warnings_shown"]
 
-console = Console(stderr=True)
+
+class Stderr(Console):
+    """The console of stderr.
+
+    Attributes:
+        errors_only: ``--quiet``: only what is red is printed, errors and failures.
+        tells_all: ``--verbose``: what other libraries say is shown too, and where errors come from.
+    """
+
+    errors_only = False
+    tells_all = False
+
+    def print(self, *objects: Any, style: Any = None, **how: Any) -> None:
+        """As in rich."""
+        if style == "red" or not self.errors_only:
+            super().print(*objects, style=style, **how)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether bars can be drawn, and should be."""
+        return super().is_terminal and not self.errors_only
+
+
+console = Stderr(stderr=True)
 out = Console()
 
 JsonFlag = Annotated[

@@ -49,7 +49,8 @@ def only_our_output() -> None:
     from transformers.utils import logging
 
     without_other_bars()
-    logging.set_verbosity_error()
+    if not console.tells_all:
+        logging.set_verbosity_error()
 
 
 def recorded(

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from mmdecode.cli.output import JsonFlag, console, emit_json
+from mmdecode.cli.shared import Group
 
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
-app = typer.Typer(no_args_is_help=True, help="Train heads, correctors or zoo models.")
+app = typer.Typer(cls=Group, help="Train heads, correctors or zoo models.")
 
 
 @app.command()

@@ -1,0 +1,249 @@
+"""What every command has in common: options, checks of options, and how it ends.
+
+* ``--options FILE.yaml`` gives any of the command's options; the command line wins over it. Values
+  are put where click looks for defaults, so whatever is made of an option, settings and their hash
+  among it, is made of them too.
+* ``--quiet`` and ``--verbose`` say how much is written to stderr.
+* ``--out`` is a folder.
+* A group without a command shows its help, and that is no mistake.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mmdecode.cli.output import console
+from mmdecode.errors import InputError, OptionError, did_you_mean
+
+__all__ = ["Group", "refuse_file", "with_shared"]
+
+PANEL = "Every command"
+"""Title of the shared options in the help."""
+
+FILES = frozenset(
+    ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
+    ".safetensors .srt .svg .tar .trn .tsv .txt .vtt .wav .webp .yaml .yml .zip".split()
+)
+"""Endings of names that a file has and a folder has not."""
+
+
+class Group(TyperGroup):
+    """A group that shows its help where nothing is asked of it, with exit code 0."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As in click, but for an empty command line."""
+        return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
+
+
+def with_shared(command: Any) -> Any:
+    """A command, or a group with its commands; with the options and checks described above."""
+    inner = getattr(command, "commands", None)
+    for one in (inner or {}).values():
+        with_shared(one)
+    for option in command.params:
+        if "--out" in option.opts:
+            option.callback = _checked_out
+    if inner is None:
+        command.params += _options()
+    return command
+
+
+def refuse_file(out: Path | None) -> Path | None:
+    """Refuses a value of ``--out`` that names a file.
+
+    Raises:
+        OptionError: It ends like one.
+        InputError: It is one.
+    """
+    if out is None or out.is_dir():
+        return out
+    if out.exists():
+        raise InputError(f"--out {out} is a file; choose another --out, a folder or a new name")
+    if out.suffix.lower() in FILES:
+        raise OptionError(
+            f"--out {out} ends like a file, and --out is a folder in every command; give --out "
+            f"{out.with_suffix('')}, which the files are written into"
+        )
+    return out
+
+
+def _checked_out(context: typer.Context, option: Any, out: Path | None) -> Path | None:
+    return out if context.resilient_parsing else refuse_file(out)
+
+
+def _options() -> list[Any]:
+    """The shared options as typer makes them."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def carrier(
+        options: Annotated[
+            Path | None,
+            typer.Option(
+                callback=_read_options,
+                is_eager=True,
+                metavar="FILE.yaml",
+                help="Options by name; those of the command line win.",
+                rich_help_panel=PANEL,
+            ),
+        ] = None,
+        quiet: Annotated[
+            bool,
+            typer.Option(
+                "--quiet",
+                callback=_quieten,
+                is_eager=True,
+                help="Nothing on stderr but errors.",
+                rich_help_panel=PANEL,
+            ),
+        ] = False,
+        verbose: Annotated[
+            bool,
+            typer.Option(
+                "--verbose",
+                callback=_tell_more,
+                is_eager=True,
+                help="Warnings of all libraries, and where an error was raised.",
+                rich_help_panel=PANEL,
+            ),
+        ] = False,
+    ) -> None: ...
+
+    made = typer.main.get_command(app).params
+    for option in made:
+        option.expose_value = False
+    return made
+
+
+def _read_options(context: typer.Context, value: Path | None) -> Path | None:
+    if value is not None and not context.resilient_parsing:
+        context.default_map = given_in(value, context.command)
+    return value
+
+
+def given_in(file: Path, command: Any) -> dict[str, Any]:
+    """The options that a file gives, by the names of their parameters, as on a command line.
+
+    Args:
+        file: YAML, or JSON, which is YAML too: values by the names of options, with hyphens or
+            underscores between their words.
+        command: Whose options they are.
+
+    Raises:
+        InputError: The file cannot be read, or holds something else.
+        OptionError: There is no such option, or it takes no such value.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(
+            f"--options {file} cannot be read: {' '.join(str(error).split())}; expected YAML with "
+            "an option on each line, such as 'batch-size: 4'"
+        ) from error
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"--options {file} holds {type(found).__name__}; expected an option on each line, such "
+            "as 'batch-size: 4'"
+        )
+    own = ("options", "help", "quiet", "verbose")
+    known = {
+        flag.lstrip("-"): option
+        for option in command.params
+        for flag in option.opts
+        if flag.startswith("-") and option.name not in own
+    }
+    given = {}
+    for key, value in found.items():
+        name = str(key).lstrip("-").replace("_", "-")
+        if name not in known:
+            raise OptionError(
+                f"--options {file}: no option {str(key)!r}{did_you_mean(name, known)}; known: "
+                f"{', '.join(known)}"
+            )
+        if value is not None:
+            given[known[name].name] = _as_given(value, known[name], f"--options {file}: {key}")
+    return given
+
+
+def _as_given(value: Any, option: Any, where: str) -> Any:
+    """A value as the command line would give it: text, so that it is read and checked alike."""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise OptionError(f"{where}: {value!r}; expected true or false")
+        return value
+    several = isinstance(value, (list, tuple))
+    if several and not option.multiple:
+        raise OptionError(f"{where}: several values; the option takes one")
+    values = value if several else [value]
+    for one in values:
+        if not isinstance(one, (str, int, float)) or isinstance(one, bool):
+            raise OptionError(
+                f"{where}: {one!r} is no text and no number; write a text that YAML reads as "
+                "something else in quotes"
+            )
+    return [str(one) for one in values] if option.multiple else str(value)
+
+
+def _quieten(context: typer.Context, value: bool) -> bool:
+    if not context.resilient_parsing:
+        console.errors_only = value
+        if value:
+            _refuse_both(context, "quiet")
+            context.with_resource(_silenced())
+    return value
+
+
+def _tell_more(context: typer.Context, value: bool) -> bool:
+    if not context.resilient_parsing:
+        console.tells_all = value
+        if value:
+            _refuse_both(context, "verbose")
+            context.with_resource(_environment({"TRANSFORMERS_VERBOSITY": "info"}))
+    return value
+
+
+def _refuse_both(context: typer.Context, name: str) -> None:
+    """Refuses ``--quiet`` with ``--verbose``."""
+    asked = context.meta.setdefault("mmdecode", set())
+    asked.add(name)
+    if len(asked) > 1:
+        raise OptionError("--quiet and --verbose contradict each other; give one of them")
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without the warnings, log lines and bars of any library."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings(), _environment({"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """With variables that libraries read when they are imported."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
