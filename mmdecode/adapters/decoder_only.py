@@ -61,6 +61,8 @@ class DecoderOnlyAdapter:
         self._cap = getattr(config, "final_logit_softcapping", None)
         self._scale = getattr(config, "logit_scale", None) or 1.0
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
+        both_ways = getattr(config, "use_bidirectional_attention", False)
+        self._causal = getattr(config, "is_causal", True) and not both_ways
         self._body = model.base_model
         self._head = model.get_output_embeddings()
 
@@ -106,6 +108,10 @@ class DecoderOnlyAdapter:
         """What stands for the ids."""
         embeds = prompt.inputs.get(_EMBEDS)
         return self.model.get_input_embeddings()(prompt.ids) if embeds is None else embeds
+
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """From left to right, where nothing is padding."""
+        return self._causal and prompt.sees is None and bool(prompt.mask.all())
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """The ragged cache itself."""

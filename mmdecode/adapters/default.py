@@ -51,8 +51,8 @@ class DefaultAdapter(DecoderOnlyAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        if self._has_position_table():
-            places = model.config.max_position_embeddings
+        places = getattr(model.config, "max_position_embeddings", None)
+        if places is not None and self._has_position_table(places):
             self.max_positions = min(places, self.max_positions or places)
         used = attention_implementation(model.config)
         whole = origin(model)
@@ -97,10 +97,16 @@ class DefaultAdapter(DecoderOnlyAdapter):
             "states from; use a draft that needs none"
         )
 
-    def _has_position_table(self) -> bool:
+    def _has_position_table(self, places: int) -> bool:
+        """Whether something is looked up by position: in an embedding, or in a plain tensor."""
         words = self.model.get_input_embeddings()
-        tables = (m for m in self._body.modules() if isinstance(m, nn.Embedding) and m is not words)
-        return any(True for _ in tables)
+        for module in self._body.modules():
+            if isinstance(module, nn.Embedding) and module is not words:
+                return True
+            for held in (*module.buffers(recurse=False), *vars(module).values()):
+                if isinstance(held, Tensor) and held.ndim == 2 and len(held) == places:
+                    return True
+        return False
 
 
 @torch.no_grad()
@@ -144,6 +150,7 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
     branches = ModelBranches(adapter, [MAIN])
     drafted = Proposal(tokens=torch.stack(nodes, 1), kind="deterministic", tree=TREE)
     found = [branches.prefill(ctx, {})["main"].logits]
+    alone = ModelBranches(adapter, [MAIN]).prefill(_context(prompts[:1], mask[:1]), {})
     _append(ctx, root)
     found.append(branches.score(ctx, drafted, {})["main"].logits)
     count = (kept >= 0).sum(1)
@@ -166,6 +173,8 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
             "its child": (found[1][row, 3], plain[0][end + 3]),
             "the token after a kept path": (found[2][row, 0], plain[row][-1]),
         }
+        if row == 0:
+            places["a prompt without padding"] = (alone["main"].logits[0, 0], plain[0][end])
         for place, (ours, expected) in places.items():
             difference = float((ours - expected).abs().amax())
             if not difference <= worst:  # so that NaN counts

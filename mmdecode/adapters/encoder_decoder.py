@@ -75,6 +75,10 @@ class EncoderDecoderAdapter:
         inputs = {name: torch.cat([p.inputs[name] for p in prompts]) for name in names}
         return [Prompt.stacked(prompts, inputs)]
 
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """Never: prompts of decoders are short."""
+        return False
+
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
         """Never needed: all prompts are read in one pass."""
         raise AssertionError("one pass reads all prompts")

@@ -61,6 +61,10 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
     layout: Layout
     preset: Preset
 
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """Never: what an image is drawn of is short."""
+        return False
+
     @abstractmethod
     def condition(self, **given: Any) -> dict[str, Any]:
         """What images are drawn of, checked, as `Context.model_inputs`; rows first."""

@@ -290,6 +290,11 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         """What prompt tokens see of one another, where that is not all before them."""
         return None
 
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """As text, and always through the whole model, which is told of padding."""
+        whole = bool(prompt.inputs) and "inputs_embeds" not in prompt.inputs
+        return whole or super().masks_itself(prompt)
+
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Through the whole model where there is more than text."""
         if not prompt.inputs:

@@ -20,10 +20,12 @@ from torch import Tensor
 from mmdecode.engine import capture
 from mmdecode.engine.attention import AttentionEdit, Plan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.checks import refuse_memory
 from mmdecode.engine.contracts import (
     Adapter,
     BranchSpec,
     Context,
+    Mask,
     Needs,
     Prompt,
     Scores,
@@ -78,6 +80,8 @@ class ModelBranches:
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
         """Reads the prompts of all branches; row 0 is their last position."""
         prompts = self.adapter.stack([self.adapter.prompt(ctx, spec) for spec in self.specs])
+        for prompt in prompts:
+            refuse_memory(self.adapter, prompt)
         if ctx.fixed and not capture.available(ctx.device):
             self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
@@ -96,8 +100,15 @@ class ModelBranches:
             here = self.specs[first : first + rows // ctx.batch]
             self._read_edits(ctx, earlier, prompt)
             depths, _ = chain(width, device)
+            masked = not self.adapter.masks_itself(prompt)
             states, weights = self.run(
-                prompt.ids, depths, prompt.sees, visible=bucket(width), prompt=prompt, specs=here
+                prompt.ids,
+                depths,
+                prompt.sees,
+                visible=bucket(width) if masked else width,
+                prompt=prompt,
+                specs=here,
+                masked=masked,
             )
             self.cache.set_start(torch.full_like(self.pads, width))
             # copies, so that the states of a whole prompt can go
@@ -145,6 +156,7 @@ class ModelBranches:
         offset: int = 0,
         prompt: Prompt | None = None,
         specs: Sequence[BranchSpec] | None = None,
+        masked: bool = True,
     ) -> tuple[dict[int | str, Tensor], Mapping[int, Tensor]]:
         """One forward pass that writes behind ``start + offset`` and commits nothing.
 
@@ -157,6 +169,7 @@ class ModelBranches:
             offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
             prompt: What ``tokens`` are the ids of, when the prompt is read.
             specs: Branches whose rows these are; ``None``: all.
+            masked: Whether the model is told what each token may see; see `Adapter.masks_itself`.
 
         Returns:
             States by layer as in `Scores.hidden`, ``(R, Q, H)``, and attention weights by layer as
@@ -165,17 +178,11 @@ class ModelBranches:
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
         begin = cache.start + offset
-        masks = {
-            kind: block_mask(
-                begin, self.pads, depths, ancestors, visible, adapter.model.dtype, window
-            )
-            for kind, window in adapter.windows.items()
-        }
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        mask = self._mask(begin, depths, ancestors, visible) if masked else None
         top = None if adapter.max_positions is None else adapter.max_positions - 1
         logical = (begin - self.pads + self.left_out)[:, None] + depths
         positions = logical.clamp(min=0, max=top)
-        cache.open(visible, offset)
+        cache.open(visible, offset, fresh=not masked)
         states: dict[int | str, Tensor] = {}
         with ExitStack() as hooks:
             for index in self.needs.hidden:
@@ -188,6 +195,14 @@ class ModelBranches:
                 states["last"] = self._forward(tokens.clamp_min(0), mask, positions, self._past)
         self._means = plan.means if plan else {}
         return states, plan.weights if plan else {}
+
+    def _mask(self, begin: Tensor, depths: Tensor, ancestors: Tensor | None, visible: int) -> Mask:
+        dtype = self.adapter.model.dtype
+        masks = {
+            kind: block_mask(begin, self.pads, depths, ancestors, visible, dtype, window)
+            for kind, window in self.adapter.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _read_edits(
         self, ctx: Context, earlier: Mapping[str, Scores], prompt: Prompt | None
@@ -364,11 +379,11 @@ def block_mask(
     """
     slots = torch.arange(visible, device=begin.device)
     relative = slots - begin[:, None]  # (R, K)
+    where, last = relative[:, None], depths[:, :, None]  # compared, so that no integers are dense
     # a padding query would see nothing; let it see itself
     if ancestors is None:
-        distance = depths[:, :, None] - relative[:, None]
-        itself = distance == 0
-        seen = distance >= 0
+        itself = where == last
+        seen = where <= last
     else:
         width = ancestors.shape[-1]
         inside = (relative >= 0) & (relative < width)
@@ -376,15 +391,15 @@ def block_mask(
         in_block = ancestors.expand(len(begin), -1, -1).gather(
             2, column[:, None].expand(-1, width, -1)
         )
-        itself = relative[:, None] == torch.arange(width, device=begin.device)[:, None]
+        itself = where == torch.arange(width, device=begin.device)[:, None]
         seen = torch.where(inside[:, None], in_block, (relative < 0)[:, None])
-        if window is not None:
-            distance = distances(relative, depths.expand(len(begin), -1))
+        where = places(relative, depths)[:, None]
     seen &= (slots >= pads[:, None])[:, None]
     if window is not None:
-        seen &= distance < window
+        seen &= where > last - window
+    seen |= itself
     low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
-    return torch.where(seen | itself, 0.0, low)[:, None]
+    return torch.where(seen, 0.0, low)[:, None]
 
 
 def distances(relative: Tensor, depths: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class _Rows:
         self.offset = 0  # a pass may write ahead of start
         self.slots: Tensor | None = None  # where the pass writes, the same for all layers
         self.visible = 0  # slots attention sees in this pass
+        self.fresh = False  # whether nothing was written before, and the pass fills all it sees
 
     def write_to(self, count: int) -> Tensor:
         """Slots of ``count`` tokens, ``(B, 1, count, 1)``."""
@@ -64,7 +65,7 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = len(self.rows.start)
         for name, states in (("keys", key_states), ("values", value_states)):
-            slots = max(self.rows.visible, self.rows.reserved)
+            slots = max(bucket(self.rows.visible), self.rows.reserved)
             shape = (batch, states.shape[1], slots, states.shape[-1])
             setattr(self, name, states.new_zeros(shape))
         self.is_initialized = True
@@ -81,6 +82,10 @@ class RaggedLayer(CacheLayerMixin):
             assert not rows.reserved, "a captured round would write to the storage of before"
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, grown))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, grown))
+        if rows.fresh:
+            self.keys[:, :, : rows.visible] = key_states
+            self.values[:, :, : rows.visible] = value_states
+            return key_states, value_states
         index = rows.write_to(key_states.shape[2])
         self.keys.scatter_(2, index.expand_as(key_states), key_states)
         self.values.scatter_(2, index.expand_as(value_states), value_states)
@@ -148,9 +153,13 @@ class RaggedCache(Cache):
         """Committed slots per row, ``(B,)``."""
         return self.rows.start
 
-    def open(self, visible: int, offset: int = 0) -> None:
-        """Prepares a pass: ``visible`` slots are attended, writes begin at ``start + offset``."""
+    def open(self, visible: int, offset: int = 0, fresh: bool = False) -> None:
+        """Prepares a pass: ``visible`` slots are attended, writes begin at ``start + offset``.
+
+        ``fresh``: it is the first, of ``visible`` tokens, so that it sees what it writes alone.
+        """
         self.rows.visible, self.rows.offset, self.rows.slots = visible, offset, None
+        self.rows.fresh = fresh
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keeps the root of the last pass and ``count - 1`` of its nodes.

@@ -312,8 +312,9 @@ class Prompt:
         return cls(ids=ids, mask=mask, inputs=inputs)
 
 
-Mask = Tensor | Mapping[str, Tensor]
-"""Additive, ``(B, 1, Q, K)``; by layer type where these differ."""
+Mask = Tensor | Mapping[str, Tensor] | None
+"""Additive, ``(B, 1, Q, K)``; by layer type where these differ; ``None``: the model makes what it
+needs."""
 
 
 class Adapter(Protocol):
@@ -333,6 +334,12 @@ class Adapter(Protocol):
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of all branches, in order, as few passes as they can be read in."""
+
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """Whether the model reads a prompt right without a mask of the engine's.
+
+        Most spare a mask of all queries and keys where nothing is padding.
+        """
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """What the model is given as ``past_key_values``, around the engine's ragged cache."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine import attention, capture, setup
+from mmdecode.engine import attention, capture, checks, setup
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branch import MAIN, ModelBranches, model_name, refuse_closed
 from mmdecode.engine.contracts import (
@@ -258,13 +258,7 @@ class Decoder:
         ctx.draft_free = getattr(rule, "draft_free", False)
         ctx.fixed = self.compile
         needs = own.union(wanted)
-        places = adapter.max_positions
-        if places is not None and ctx.prompt_length + ctx.limit > places:
-            raise OptionError(
-                f"a prompt of {ctx.prompt_length} and up to {ctx.limit} new tokens; "
-                f"{type(model).__name__} has {places} positions before its table ends or its "
-                "frequencies change: lower max_new_tokens, or decode with plain generate"
-            )
+        checks.refuse_positions(adapter, ctx.prompt_length, ctx.limit)
         if mm_streamer is not None and ctx.batch > 1:
             raise IncompatibleError(
                 f"a streamer shows one row, the batch has {ctx.batch}; decode one row at a time"
@@ -293,6 +287,7 @@ class Decoder:
                 longest = run.decode()
         finally:
             self.draft.reset()
+        checks.warn_beyond_training(adapter, ctx.prompt_length + longest, ctx.prompt_length)
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
         return setup.output(ctx, config, run.recorder, longest, encoder_decoder)
 

@@ -92,9 +92,11 @@ def prompt_bytes(
     size = _number(config, "head_dim") or (hidden // heads if heads else 0)
     inner = _number(config, "intermediate_size") or 4 * hidden
     cache = 2 * layers * rows * slots * groups * size
-    states = rows * width * (3 * hidden + 2 * inner)
-    pairs = rows * width * slots * ((1 if masked else 0) + (2 * heads if eager else 0))
-    return (cache + states + pairs) * itemsize
+    states = rows * width * (5 * hidden + 4 * inner)
+    pairs = rows * width * slots
+    mask = pairs * (itemsize + 2) if masked else 0  # made of two flags for each number
+    scores = pairs * 2 * heads * itemsize if eager else 0
+    return (cache + states) * itemsize + mask + scores
 
 
 def _number(config: Any, name: str) -> int:

@@ -230,6 +230,10 @@ class TableAdapter:
         """Each prompt is read alone, so that joining them is tested."""
         return list(prompts)
 
+    def masks_itself(self, prompt: Prompt) -> bool:
+        """Never."""
+        return False
+
     def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
         """The cache with the salt of all."""
         return TablePast(cache, torch.cat([past.salt for past in pasts]))

@@ -114,5 +114,5 @@ def test_the_estimate_grows_with_the_square_only_where_there_is_a_mask():
         return prompt_bytes(config, 2, width, width, 4, masked=masked, eager=eager)
 
     assert needed(2000, masked=False) == 2 * needed(1000, masked=False)
-    assert needed(2000, masked=True) - needed(2000, masked=False) == 2 * 2000**2 * 4
+    assert needed(2000, masked=True) - needed(2000, masked=False) == 2 * 2000**2 * 6
     assert needed(2000, masked=True, eager=True) > 8 * needed(2000, masked=True) / 2
