@@ -63,7 +63,7 @@ def fitted(hears, entries, args):
     prompt = tuple(prompts.initial(prompts.language))
     features = extractor(waves, sampling_rate=rate, return_tensors="pt").input_features
     lists, audio = [], []
-    for one, found, own in zip(entries, hears(waves, raise_errors=True), features, strict=True):
+    for one, found, own in zip(entries, hears(waves, on_error="raise"), features, strict=True):
         for heard in lists_of(found)[:1]:  # of silence there is none
             lists.append(dataclasses.replace(heard, id=one.id, reference=one.text))
             audio.append(Given(features=own, prompt=prompt))

@@ -107,7 +107,7 @@ class Bench:
     def hear(self, said: Sequence[Utterance], snr_db: float) -> Heard:
         """Speaks utterances in noise and recognises them."""
         waves = [one.noisy(one.spoken(self.engine), snr_db) for one in said]
-        found = self.transcriber(waves, raise_errors=True)
+        found = self.transcriber(waves, on_error="raise")
         lists = []
         for one, transcript in zip(said, found, strict=True):
             first = lists_of(transcript)[0]

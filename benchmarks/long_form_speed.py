@@ -77,7 +77,7 @@ def stock(checkpoint: Checkpoint, waves: list[np.ndarray], batch: int) -> Tokens
 
 def ours(transcriber: Transcriber, waves: list[np.ndarray]) -> Tokens:
     """The `Transcriber`, whichever decodes its windows."""
-    return [found.tokens for found in transcriber(waves, raise_errors=True)]
+    return [found.tokens for found in transcriber(waves, on_error="raise")]
 
 
 def engines(

@@ -33,14 +33,14 @@ def main():
     generator = ImageGenerator.from_pretrained(
         args.model, mode=args.mode, seed=args.seed, device=args.device
     )
-    [drawn] = generator(args.first)
+    drawn = generator(args.first)
     rows, columns = generator.grid
     half = rows // 2 * columns
     hole = torch.ones(rows, columns, dtype=torch.bool)
     hole[rows // 4 : -(rows // 4), columns // 4 : -(columns // 4)] = False
-    [back] = generator(args.first, start=drawn.codes, known=half)
-    [other] = generator(args.second, start=drawn.codes, known=half)
-    [filled] = generator(args.second, start=drawn.codes, known=hole)
+    back = generator(args.first, start=drawn.codes, known=half)
+    other = generator(args.second, start=drawn.codes, known=half)
+    filled = generator(args.second, start=drawn.codes, known=hole)
     args.out.mkdir(parents=True, exist_ok=True)
     pictures = {"drawn": drawn, "continued": back, "otherwise": other, "filled": filled}
     for name, picture in pictures.items():

@@ -19,6 +19,7 @@ from typing import Any
 
 from mmdecode.errors import InputError
 from mmdecode.files import write_file
+from mmdecode.runs.inputs import refuse_address
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -27,6 +28,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: The file cannot be read or is no table.
     """
+    try:
+        refuse_address(path)
+    except InputError as error:
+        raise InputError(f"{path} {error}") from None
     packed = path.suffix.lower() == ".gz"
     kind = (path.with_suffix("") if packed else path).suffix.lower()
     try:

@@ -184,7 +184,7 @@ def test_a_zoo_model_drafts_with_its_own_drafter_and_others_with_what_needs_none
 
 
 def test_a_caption_that_drafting_changed_is_told(answerer, png):
-    [plain] = answerer(png, "Describe the image.", max_new_tokens=demo_vlm.CAPTION_TOKENS)
+    plain = answerer(png, "Describe the image.", max_new_tokens=demo_vlm.CAPTION_TOKENS)
     decoder = Decoder(registry.create("draft", "lookup"))
     found = demo_vlm._drafted(answerer, decoder, png, plain)
     assert found.same and found.undrafted == plain.passes

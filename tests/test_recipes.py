@@ -127,7 +127,7 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pict
     *_, shown, last = done.out.splitlines()
     drafted, plain = re.fullmatch(r"(\d+) passes for (\d+); the same: True", last).groups()
     assert int(drafted) < int(plain) and "[" in shown
-    [answer] = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")(
+    answer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")(
         sorted(pictures.iterdir())[0], "Describe the image.", max_new_tokens=16
     )
     assert re.sub(r"[][]| \|", "", shown).strip() == answer.text

@@ -6,27 +6,31 @@ containers such as m4a, mp4 and webm; librosa is the last resort. Channels are a
 resamples as a stream. What cannot be trusted is refused: files that end before their header says,
 samples that are not numbers, and files without samples.
 
-Arrays are taken too: one-dimensional ones at the model's rate, or ``(array, rate)``; several
-channels come first, ``(channels, samples)``.
+Taken too are the bytes of a file, files that are open for reading, and arrays: one-dimensional ones
+at the model's rate, or ``(array, rate)``; several channels come first, ``(channels, samples)``.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import io
 import os
 import re
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
 from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.runs.inputs import content_of, refuse_address
 
 LOWEST_RATE, HIGHEST_RATE = 8_000, 192_000
 SUFFIXES = frozenset(
@@ -47,19 +51,28 @@ Blocks = Iterator[tuple[int, np.ndarray]]
 """Rate and ``(frames, channels)`` float32, block by block."""
 
 
+class Truncated(InputError):
+    """A file ends before its header says; raised after everything that can be read of it."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One recording before it is read.
 
     Attributes:
         name: What the user called it: the path, or ``array 2``.
-        read: Starts reading from the beginning; may be called more than once.
+        read: Starts reading from the beginning; may be called more than once. Of a truncated file
+            it gives what can be read before it raises `Truncated`.
         language: What is spoken, where that is known of this recording; else as for all.
+        allow_truncated: Whether what can be read of a truncated file is enough.
+        missing: What was found to be missing of it then.
     """
 
     name: str
     read: Callable[[], Blocks]
     language: str | None = None
+    allow_truncated: bool = False
+    missing: list[str] = field(default_factory=list, compare=False)
 
 
 def recording(
@@ -74,12 +87,39 @@ def recording(
     """
 
     def read() -> Blocks:
-        try:
-            yield from _file(Path(path))
-        except InputError as error:
-            raise InputError(f"{shown or path}: {error}") from error
+        refuse_address(path)
+        yield from _file(Path(path))
 
-    return Source(name or str(path), read)
+    return Source(name or str(path), _naming(shown or str(path), read))
+
+
+def encoded(item: bytes | BinaryIO, name: str) -> Source:
+    """The bytes of an audio file as a source, or a file that is open for reading.
+
+    Args:
+        item: Bytes, or a file, of which is read what it still holds, once.
+        name: What to call it.
+    """
+    content = functools.cache(lambda: bytes(item) if _is_bytes(item) else content_of(item))
+
+    def read() -> Blocks:
+        if not content():
+            raise InputError("is empty (0 bytes); expected an audio file")
+        yield from _decoded(content())
+
+    return Source(name, _naming(name, read))
+
+
+def _naming(name: str, read: Callable[[], Blocks]) -> Callable[[], Blocks]:
+    """Reads, with a recording's name before what is wrong with it."""
+
+    def named() -> Blocks:
+        try:
+            yield from read()
+        except InputError as error:
+            raise type(error)(f"{name}: {error}") from error
+
+    return named
 
 
 def part(source: Source, start_s: float, length_s: float | None = None) -> Source:
@@ -121,11 +161,11 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
     """What a user gave, as a source.
 
     Args:
-        item: A path, an array at ``rate``, ``(array, rate)``, a mapping with ``array`` and
-            ``sampling_rate``, a `Source`, or a mapping with one of these as ``audio`` and the
-            ``language`` that is spoken.
+        item: A path, the bytes of an audio file, a file that is open for reading, an array at
+            ``rate``, ``(array, rate)``, a mapping with ``array`` and ``sampling_rate``, a `Source`,
+            or a mapping with one of these as ``audio`` and the ``language`` that is spoken.
         rate: Of arrays that come without one.
-        index: Its place in the input, which names arrays.
+        index: Its place in the input, which names what has no name of its own.
 
     Raises:
         InputError: The item is none of these.
@@ -141,6 +181,11 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
         return replace(source_of(item["audio"], rate, index), language=language)
     if isinstance(item, (str, os.PathLike)):
         return recording(item)
+    if _is_bytes(item):
+        return encoded(item, f"bytes {index}")
+    if hasattr(item, "read"):
+        name = getattr(item, "name", None)
+        return encoded(item, name if isinstance(name, str) else f"file {index}")
     name = f"array {index}"
     if isinstance(item, Mapping) and {"array", "sampling_rate"} <= set(item):
         name, item = str(item.get("path") or name), (item["array"], item["sampling_rate"])
@@ -151,10 +196,14 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
         array = np.asarray(item)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{name}: cannot be made an array ({error}); expected a path, an array of samples or "
-            "(array, rate)"
+            f"{name}: cannot be made an array ({error}); expected a path, bytes, an open file, an "
+            "array of samples or (array, rate)"
         ) from error
     return Source(name, lambda: _array(name, array, rate))
+
+
+def _is_bytes(item: Any) -> TypeGuard[bytes]:
+    return isinstance(item, (bytes, bytearray, memoryview))
 
 
 def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
@@ -167,7 +216,7 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
     import soxr
 
     stream: Any = None
-    for given, frames in source.read():
+    for given, frames in _readable(source):
         if not LOWEST_RATE <= given <= HIGHEST_RATE:
             raise InputError(
                 f"{source.name}: the sampling rate is {given} Hz; expected {LOWEST_RATE} to "
@@ -187,6 +236,19 @@ def blocks(source: Source, rate: int) -> Iterator[np.ndarray]:
         yield stream.resample_chunk(np.ascontiguousarray(mono))
     if stream is not None:
         yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
+
+
+def _readable(source: Source) -> Blocks:
+    """What can be read of a source; a truncated one is an error where that is not enough."""
+    empty = True
+    try:
+        for block in source.read():
+            empty = False
+            yield block
+    except Truncated as error:
+        if empty or not source.allow_truncated:
+            raise InputError(str(error)) from error
+        source.missing[:] = [str(error)]
 
 
 def import_or_explain(module: str, purpose: str) -> Any:
@@ -240,25 +302,31 @@ def _file(path: Path) -> Blocks:
         raise InputError("is no regular file; give a pipe as '-', on stdin")
     if found.st_size == 0:
         raise InputError("is empty (0 bytes); expected an audio file")
+    yield from _decoded(path)
+
+
+def _decoded(content: Path | bytes) -> Blocks:
+    """Samples of a file or of its bytes."""
     soundfile = import_or_explain("soundfile", "reading audio files")
     try:
-        file = soundfile.SoundFile(str(path))
+        file = soundfile.SoundFile(_openable(content))
     except (soundfile.LibsndfileError, TypeError, ValueError, RuntimeError) as error:
-        yield from _other_readers(path, error)
+        yield from _other_readers(content, error)
         return
     with file:
         if (file.format, file.subtype) == ("RAW", "ULAW"):  # what libsndfile takes any .au for
             raise _unreadable("it has no header", "check what it is")
-        yield from _soundfile(path, file)
+        yield from _soundfile(content, file)
 
 
-def _soundfile(path: Path, file: Any) -> Blocks:
+def _openable(content: Path | bytes) -> str | io.BytesIO:
+    return io.BytesIO(content) if isinstance(content, bytes) else str(content)
+
+
+def _soundfile(content: Path | bytes, file: Any) -> Blocks:
     import soundfile
 
     claimed = _CLAIM.search(file.extra_info)
-    # a writer that could not seek back leaves 0 or the largest sizes, which claim nothing
-    if claimed and int(claimed[2]) < int(claimed[1]) < 0x7FFFF000:
-        raise _truncated(f"has {claimed[2]} of {claimed[1]} bytes of samples")
     seen, size = 0, max(1, _BLOCK // file.channels)
     try:
         while len(frames := file.read(size, dtype="float32", always_2d=True)):
@@ -266,19 +334,25 @@ def _soundfile(path: Path, file: Any) -> Blocks:
             yield file.samplerate, frames
     except (soundfile.LibsndfileError, RuntimeError) as error:
         raise _truncated(f"cannot be decoded after {seen} samples: {_reason(error)}") from error
+    # a writer that could not seek back leaves 0 or the largest sizes, which claim nothing
+    if claimed and int(claimed[2]) < int(claimed[1]) < 0x7FFFF000:
+        raise _truncated(f"has {claimed[2]} of {claimed[1]} bytes of samples")
     if file.frames - seen > file.samplerate // 10 and file.frames < 1 << 62:
         raise _truncated(f"has {seen} of {file.frames} samples")
-    if file.format == "OGG" and not _ogg_is_complete(path):
+    if file.format == "OGG" and not _ogg_is_complete(content):
         raise _truncated(f"has no last page behind {seen} samples")
     if not seen:
         raise InputError(_EMPTY)
 
 
-def _ogg_is_complete(path: Path) -> bool:
+def _ogg_is_complete(content: Path | bytes) -> bool:
     """Whether the last page is marked as the end of its stream, and whole."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 17)))
-        tail = file.read()
+    if isinstance(content, bytes):
+        tail = content[-(1 << 17) :]
+    else:
+        with content.open("rb") as file:
+            file.seek(max(0, content.stat().st_size - (1 << 17)))
+            tail = file.read()
     page = tail.rfind(b"OggS")
     if page < 0 or len(tail) < page + 27:
         return False
@@ -287,14 +361,14 @@ def _ogg_is_complete(path: Path) -> bool:
     return whole and bool(tail[page + 5] & 4)
 
 
-def _other_readers(path: Path, error: Exception) -> Blocks:
+def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
     """What soundfile does not open: PyAV where it is installed, then librosa."""
     av: Any = None
     with contextlib.suppress(ImportError):
         av = importlib.import_module("av")
     if av is not None:
         try:
-            container = av.open(str(path))
+            container = av.open(_openable(content))
         except (av.error.FFmpegError, ValueError, OSError) as reason:
             raise _unreadable(
                 f"{_reason(error)}; PyAV: {_reason(reason)}", "convert it"
@@ -307,7 +381,7 @@ def _other_readers(path: Path, error: Exception) -> Blocks:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            samples, rate = librosa.load(path, sr=None, mono=False)
+            samples, rate = librosa.load(_openable(content), sr=None, mono=False)
         except Exception as reason:  # audioread's readers raise whatever they like
             advice = "pip install 'mmdecode[media]' reads containers, or convert it"
             raise _unreadable(_reason(error), advice) from reason
@@ -345,8 +419,8 @@ def _container(container: Any, av: Any) -> Blocks:
         raise _truncated(f"has {end_s:.1f} of {claimed:.1f} seconds")
 
 
-def _truncated(what: str) -> InputError:
-    return InputError(
+def _truncated(what: str) -> Truncated:
+    return Truncated(
         f"is truncated or damaged: it {what}; copy or download it again, or convert what is left "
         "with ffmpeg"
     )

@@ -14,6 +14,7 @@ from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import find_files, write_file
+from mmdecode.runs.inputs import refuse_address
 
 STDIN = "-"
 """In place of a path: standard input."""
@@ -88,7 +89,11 @@ def _bytes(path: str | None) -> float:
 def _listed(file: str) -> list[str]:
     """Paths, one a line, as ``find`` prints them: bytes that are not UTF-8 are kept."""
     try:
+        if file != STDIN:
+            refuse_address(file)
         data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    except InputError as error:
+        raise InputError(f"{file} {error}") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read as a list of files: {error.strerror}") from error
     lines = (line.removesuffix(b"\r") for line in data.split(b"\n"))

@@ -22,6 +22,7 @@ from typing import Any
 
 from mmdecode.asr.audio import Source, part, recording
 from mmdecode.errors import InputError
+from mmdecode.runs.inputs import path_in
 from mmdecode.tables import any_of, first_of, read_rows, text_of
 
 AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
@@ -128,7 +129,7 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
         name = audio if offset is None else f"{audio}@{offset}{length}"
     return Entry(
         id=str(name),
-        audio=None if audio is None else str(folder / audio),
+        audio=None if audio is None else path_in(folder, audio),
         text=text_of(row, TEXT, where),
         offset_s=offset,
         duration_s=duration,

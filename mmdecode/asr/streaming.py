@@ -327,8 +327,7 @@ class Stream:
     def _hear(self) -> _Hypothesis:
         """The kept audio, transcribed."""
         item = {"audio": self._audio, "language": self._language}
-        [found] = self.transcriber([item], raise_errors=True)
-        assert isinstance(found, Transcript), "failures are raised"
+        found: Transcript = self.transcriber(item)
         start_s = (self._heard - len(self._audio)) / self.rate
         words: list[str] = []
         timed: list[Word] = []

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
 from mmdecode import registry
-from mmdecode.asr.audio import source_of
+from mmdecode.asr.audio import Source, source_of
 from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.long_form import Job, LongForm
 from mmdecode.asr.n_best import Hypothesis, hypotheses
@@ -29,6 +29,7 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refuse_unknown
 from mmdecode.model_names import full_name
 from mmdecode.models.whisper_medusa import load_target
+from mmdecode.runs.failures import OnError, collected
 
 if TYPE_CHECKING:
     from mmdecode.asr.correcting import DecidedWord, ListCorrection, WindowCorrector
@@ -83,6 +84,7 @@ class Transcript:
             where the correction was no transcript.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
         uncorrected: What the recogniser alone says; ``None``: nothing was corrected.
+        error, kind: ``None``; a `Failure` has them.
     """
 
     source: str
@@ -95,6 +97,8 @@ class Transcript:
     stats: dict[str, int]
     n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
     uncorrected: str | None = None
+    error: ClassVar[None] = None
+    kind: ClassVar[None] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +110,14 @@ class Failure:
         index: Its place in the input.
         error: What was wrong, what was expected and what to do.
         kind: Name of the error class.
+        text: Empty, as that of an `mmdecode.vlm.Answer` with an error.
     """
 
     source: str
     index: int
     error: str
     kind: str
+    text: ClassVar[str] = ""
 
 
 class Transcriber:
@@ -218,42 +224,51 @@ class Transcriber:
         """The decoder's counters, over all calls."""
         return self.decoder.stats
 
+    @overload
     def __call__(
-        self, inputs: Any, *, raise_errors: bool = False
-    ) -> list[Transcript | Failure] | list[Transcript]:
+        self, inputs: str | os.PathLike[str] | bytes, *, on_error: None = None
+    ) -> Transcript: ...
+
+    @overload
+    def __call__(self, inputs: list[Any], *, on_error: Literal["raise"]) -> list[Transcript]: ...
+
+    @overload
+    def __call__(self, inputs: Any, *, on_error: OnError | None = None) -> Any: ...
+
+    def __call__(self, inputs: Any, *, on_error: OnError | None = None) -> Any:
         """Transcribes one recording or many.
 
         Args:
-            inputs: A path, an array, ``(array, rate)``, or a list of such.
-            raise_errors: Raise the first failure instead of collecting it.
+            inputs: A path, the bytes of an audio file, a file that is open for reading, an array,
+                ``(array, rate)``, see `mmdecode.asr.audio.source_of`; or a list of such.
+            on_error: ``raise`` the first error, or ``return`` a `Failure` for each; ``None``: raise
+                for a single recording, return for a list.
 
         Returns:
-            One transcript per recording, in order; a `Failure` where one could not be read.
+            A `Transcript` for a single recording; for a list a list in its order, with a `Failure`
+            where a recording could not be read.
+
+        Raises:
+            InputError: A single recording cannot be read.
         """
-        results = []
-        for result in self.stream(inputs):
-            if raise_errors and isinstance(result, Failure):
-                raise InputError(result.error)
-            results.append(result)
-        return sorted(results, key=lambda result: result.index)
+        return collected(self.stream(inputs), is_single(inputs), on_error)
 
     def stream(
         self, inputs: Any, progress: Callable[[float], None] | None = None
     ) -> Iterator[Transcript | Failure]:
-        """Like a call, but yields each result as soon as its recording ends.
+        """Like a call, but yields each result as soon as its recording ends, and never raises.
 
         Args:
             inputs: As for a call.
             progress: Called after each step with the seconds of audio it transcribed.
         """
         sources = []
-        for index, item in enumerate(as_list(inputs)):
+        for index, item in enumerate([inputs] if is_single(inputs) else inputs):
             try:
                 sources.append((index, source_of(item, self.sampling_rate, index)))
             except InputError as error:
-                yield Failure(
-                    source=f"array {index}", index=index, error=str(error), kind="InputError"
-                )
+                kind = type(error).__name__
+                yield Failure(source=f"array {index}", index=index, error=str(error), kind=kind)
         places = [index for index, _ in sources]
         opened = [source for _, source in sources]
         for done in self._loop.run(opened, progress):
@@ -353,21 +368,26 @@ class Transcriber:
         return decode(self._said(tokens), clean_up_tokenization_spaces=False).strip()
 
 
-def as_list(inputs: Any) -> list[Any]:
-    """One recording, or the list that was given."""
-    if isinstance(inputs, (str, os.PathLike, Mapping)) or hasattr(inputs, "ndim"):
-        return [inputs]
+def is_single(inputs: Any) -> bool:
+    """Whether one recording is given, and not a list of them.
+
+    Raises:
+        InputError: It is neither.
+    """
+    if isinstance(inputs, (str, os.PathLike, bytes, bytearray, memoryview, Mapping, Source)):
+        return True
+    if hasattr(inputs, "ndim") or hasattr(inputs, "read"):
+        return True
     if isinstance(inputs, tuple) and len(inputs) == 2 and hasattr(inputs[0], "ndim"):
-        return [inputs] if not hasattr(inputs[1], "ndim") or inputs[1].ndim == 0 else list(inputs)
+        return not hasattr(inputs[1], "ndim") or inputs[1].ndim == 0
     if isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], (int, float)):
-        return [inputs]
-    try:
-        return list(inputs)
-    except TypeError:
+        return True
+    if not isinstance(inputs, Iterable):
         raise InputError(
-            f"cannot transcribe {type(inputs).__name__}; expected a path, an array, (array, rate) "
-            "or a list of such"
-        ) from None
+            f"cannot transcribe {type(inputs).__name__}; expected a path, bytes, an open file, an "
+            "array, (array, rate) or a list of such"
+        )
+    return False
 
 
 def make_options(options: Mapping[str, Any]) -> TranscribeOptions:

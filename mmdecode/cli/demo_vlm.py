@@ -172,14 +172,14 @@ def _ask(
     for name, guide in methods.items():
         answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
         if warm:
-            answerer(png, asked[0].text, max_new_tokens=4, raise_errors=True)
+            answerer(png, asked[0].text, max_new_tokens=4)
         answers[name] = answerer(
             png,
             [task.text for task in asked],
             max_new_tokens=CAPTION_TOKENS,
             batch_size=1,
             trace=True,
-            raise_errors=True,
+            on_error="raise",
         )
     every = [answer for given in answers.values() for answer in given]
     instead = dict(zip(map(id, every), _plain_choices(plain, png, every), strict=True))
@@ -217,8 +217,8 @@ def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> D
     from mmdecode.evaluation.answer_page import Drafted
     from mmdecode.vlm.answerer import Answerer
 
-    [again] = Answerer(plain.model, plain.processor, decoder)(
-        png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True, raise_errors=True
+    again = Answerer(plain.model, plain.processor, decoder)(
+        png, answer.question, max_new_tokens=CAPTION_TOKENS, trace=True
     )
     tokenizer = plain.processor.tokenizer
     special = set(tokenizer.all_special_ids)

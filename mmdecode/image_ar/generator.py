@@ -39,6 +39,7 @@ from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.model_names import full_name
+from mmdecode.runs.failures import OnError, collected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -335,19 +336,22 @@ class ImageGenerator:
     def __call__(
         self,
         conditions: int | str | Sequence[int | str],
-        n: int = 1,
+        n: int | None = None,
         *,
+        on_error: OnError | None = None,
         seed: int | None = None,
         start: Tensor | None = None,
         known: int | Tensor | None = None,
         on_tokens: OnTokens | None = None,
         likelihood: bool = False,
-    ) -> list[GeneratedImage]:
-        """Draws ``n`` images of each condition.
+    ) -> Any:
+        """Draws an image of a condition, or several images of each of several.
 
         Args:
             conditions: Classes, by number or name, or prompts: one, or a list.
-            n: Images of each.
+            n: Images of each; ``None``: one.
+            on_error: ``raise`` the first error, or ``return`` an image that has it for each;
+                ``None``: raise for a single condition, return for a list.
             seed: In the place of the generator's.
             start: An image to complete: its codes, integers ``(rows, columns)``, or its pixels from
                 0 to 1, ``(3, H, W)``.
@@ -359,25 +363,28 @@ class ImageGenerator:
             likelihood: Whether images get a log-likelihood; it reads them again.
 
         Returns:
-            Images by condition, then ordinal.
+            A `GeneratedImage` of a single condition without ``n``; else a list by condition, then
+            ordinal, with an ``error`` where an image could not be drawn.
 
         Raises:
-            UnknownNameError: A class has no such name.
-            OptionError: ``n`` is less than 1; a class is out of range; a prompt is too long; or
-                ``start`` and ``known`` do not come together.
+            UnknownNameError: A single class has no such name.
+            OptionError: ``n`` is less than 1; a single class is out of range, or a single prompt
+                too long; or ``start`` and ``known`` do not come together.
             ShapeError: ``start`` or ``known`` have another shape.
             IncompatibleError: Guidance, rule or draft do not suit the model.
         """
-        found = []
-        requests = self.requests(conditions, n)
-        checked = dict.fromkeys(request.condition for request in requests)
-        for condition in checked:
-            self._painter.check(condition)
-        for image in self._images(requests, checked, seed, start, known, on_tokens, likelihood):
-            if image.error:
-                raise InputError(image.error)
-            found.append(image)
-        return sorted(found, key=lambda image: image.index)
+        single = not _is_list(conditions)
+        requests, wrong = self._asked_for(conditions, 1 if n is None else n)
+        for request in requests:
+            if request.condition not in wrong:
+                wrong[request.condition] = self._wrong(request.condition)
+        if single and on_error is None:
+            on_error = "raise"
+        if on_error == "raise":  # before anything is drawn
+            for error in filter(None, wrong.values()):
+                raise error
+        images = self._images(requests, wrong, seed, start, known, on_tokens, likelihood)
+        return collected(images, single and n is None, on_error)
 
     def requests(
         self, conditions: int | str | Sequence[int | str], n: int = 1
@@ -388,20 +395,34 @@ class ImageGenerator:
             UnknownNameError: A class has no such name.
             OptionError: ``n`` is less than 1, there is no condition, or one of another kind.
         """
+        found, wrong = self._asked_for(conditions, n)
+        for error in filter(None, wrong.values()):
+            raise error
+        return found
+
+    def _asked_for(
+        self, conditions: Any, n: int
+    ) -> tuple[list[ImageRequest], dict[int | str, MMDecodeError | None]]:
+        """What a call draws, and what is wrong with conditions that name nothing."""
         if n < 1:
             raise OptionError(f"n={n}; expected at least 1 image")
-        listed = _listed(conditions)
+        listed = list(conditions) if _is_list(conditions) else [conditions]
         if not listed:
             raise OptionError("nothing to draw; give a class or a prompt")
         seen: Counter[int | str] = Counter()
         found: list[ImageRequest] = []
+        wrong: dict[int | str, MMDecodeError | None] = {}
         for given in listed:
-            condition = self._condition(given)
+            try:
+                condition = self._condition(given)
+            except MMDecodeError as error:
+                condition = given if isinstance(given, (int, str)) else repr(given)
+                wrong[condition] = error
             for _ in range(n):
                 ordinal = seen[condition]
                 seen[condition] += 1
                 found.append(ImageRequest(index=len(found), condition=condition, ordinal=ordinal))
-        return found
+        return found, wrong
 
     def images(
         self,
@@ -602,11 +623,10 @@ def _published(model: NextScale) -> Drawing:
     return code if published else next_scale.VAR
 
 
-def _listed(conditions: Any) -> list[Any]:
-    """Several conditions, or one."""
-    if isinstance(conditions, str) or not isinstance(conditions, Iterable):
-        return [conditions]
-    return [conditions] if getattr(conditions, "ndim", 1) == 0 else list(conditions)
+def _is_list(conditions: Any) -> bool:
+    """Whether several conditions are given, and not one."""
+    several = isinstance(conditions, Iterable) and not isinstance(conditions, str)
+    return several and getattr(conditions, "ndim", 1) != 0
 
 
 def _number(given: Any) -> int | None:

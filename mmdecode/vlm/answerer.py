@@ -37,10 +37,11 @@ from mmdecode.errors import (
 from mmdecode.frontdoor import generate
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
+from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
 from mmdecode.vlm.images import digest
 from mmdecode.vlm.questions import Prompts, Question
-from mmdecode.vlm.requests import Request, requests_of
+from mmdecode.vlm.requests import Request, is_list, requests_of
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Accept, Draft, Guide
@@ -253,9 +254,9 @@ class Answerer:
         questions: str | Sequence[str],
         *,
         ids: Sequence[str] | None = None,
-        raise_errors: bool = False,
+        on_error: OnError | None = None,
         **options: Any,
-    ) -> list[Answer]:
+    ) -> Any:
         """Answers one question or many; an answer does not depend on the others of its batch.
 
         Args:
@@ -266,22 +267,21 @@ class Answerer:
                 one image is asked about in each question.
             ids: Names of the requests; they also name their noise when sampling. Without them
                 what is asked and shown does, so that equal requests get equal answers.
-            raise_errors: Raise the first error instead of collecting it.
+            on_error: ``raise`` the first error, or ``return`` an answer that has it for each;
+                ``None``: raise for a single question about a single entry, return for lists.
             **options: Fields of `AnswerOptions`.
 
         Returns:
-            One answer per question, in order; one with an ``error`` where it could not be given.
+            An `Answer` for one question about one entry; where either is a list, a list in its
+            order, with empty answers that have an ``error`` where one could not be given.
 
         Raises:
             OptionError: Images, questions and ids do not pair up, or an option is wrong.
-            InputError: With ``raise_errors``.
+            InputError: A single question cannot be answered.
         """
-        answers = []
-        for answer in self.answers(requests_of(images, questions, ids), **options):
-            if raise_errors and answer.error:
-                raise InputError(answer.error)
-            answers.append(answer)
-        return sorted(answers, key=lambda answer: answer.index)
+        asked = requests_of(images, questions, ids)
+        single = isinstance(questions, str) and not is_list(images)
+        return collected(self.answers(asked, **options), single, on_error)
 
     def answers(
         self, requests: Sequence[Request], watch: Watch | None = None, **options: Any

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.runs.inputs import content_of, refuse_address
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,7 +76,8 @@ def image_source(item: Any, name: str) -> ImageSource:
     """What a user gave, as a source; files are not looked at yet.
 
     Args:
-        item: A path, bytes of a file, a PIL image, an array or a tensor, or an `ImageSource`.
+        item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor, or an
+            `ImageSource`.
         name: What to call an image that has no path.
     """
     if isinstance(item, ImageSource):
@@ -89,7 +91,7 @@ def read_image(item: Any, name: str | None = None) -> Image:
     """An image in RGB, upright; see above for what is done to get there.
 
     Args:
-        item: A path, bytes of a file, a PIL image, an array or a tensor.
+        item: A path, the bytes of a file, an open file, a PIL image, an array or a tensor.
         name: What errors call it; ``None``: its path.
 
     Raises:
@@ -108,6 +110,8 @@ def read_image(item: Any, name: str | None = None) -> Image:
             return _upright(item, name)
         if isinstance(item, (str, os.PathLike)):
             item = _bytes(os.fspath(item))
+        elif hasattr(item, "read"):
+            item = content_of(item)
         if isinstance(item, (bytes, bytearray, memoryview)):
             return _decoded(bytes(item), name)
         return _of_array(item, name)
@@ -123,26 +127,14 @@ def digest(image: Image) -> str:
 
 
 def _bytes(path: str | bytes) -> bytes:
-    text = os.fsdecode(path)
-    if re.match(r"(?i)(https?|ftp|s3|gs)://", text):
-        raise InputError(
-            "is an address, and nothing is downloaded; expected a file: fetch it first, for "
-            "example with curl -O"
-        )
-    if text.lower().startswith("data:"):
-        raise InputError(
-            "is a data URI; expected a file or its bytes: give base64.b64decode of what stands "
-            "behind the comma"
-        )
-    if text.lower().startswith("file://"):
-        raise InputError("is a file URI; expected a path: leave out file://")
+    refuse_address(path)
     try:
         found = os.stat(path)
         if stat.S_ISDIR(found.st_mode):
             raise InputError("is a folder; expected an image file")
         if not stat.S_ISREG(found.st_mode):
             raise InputError("is no regular file; expected an image file")
-        return Path(text).read_bytes()
+        return Path(os.fsdecode(path)).read_bytes()
     except FileNotFoundError:
         raise InputError("does not exist; check the path") from None
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.inputs import path_in
 from mmdecode.tables import any_of, first_of, read_rows, text_of
 from mmdecode.vlm.images import ImageSource, image_source
 
@@ -51,7 +52,7 @@ def requests_of(
     Raises:
         OptionError: They do not pair up.
     """
-    entries = list(images) if _is_list(images) else [images]
+    entries = list(images) if is_list(images) else [images]
     texts = [questions] if isinstance(questions, str) else list(questions)
     if len(entries) == 1:
         entries *= len(texts)
@@ -69,7 +70,7 @@ def requests_of(
         )
     requests = []
     for index, (entry, text) in enumerate(zip(entries, texts, strict=True)):
-        several = list(entry) if _is_list(entry) else [] if entry is None else [entry]
+        several = list(entry) if is_list(entry) else [] if entry is None else [entry]
         names = [
             f"image {index}" if len(several) == 1 else f"image {index}.{place}"
             for place in range(len(several))
@@ -113,7 +114,7 @@ def read_requests(
                 "own"
             )
         lines[name] = line
-        sources = tuple(image_source(str(base / name), "") for name in names)
+        sources = tuple(image_source(path_in(base, name), "") for name in names)
         requests.append(Request(name, len(requests), text, sources, named=given is not None))
     if not requests:
         raise InputError(f"{path} holds no line; expected one question a line")
@@ -160,6 +161,6 @@ def _images(row: Mapping[str, Any], where: str) -> list[str]:
     return names
 
 
-def _is_list(value: Any) -> bool:
+def is_list(value: Any) -> bool:
     """Whether it holds images; an array with a batch axis does."""
     return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4

@@ -34,7 +34,7 @@ def test_the_score_of_the_best_beam_decides_whether_a_window_is_redone(processor
     def found(threshold):
         gates = {"temperatures": (0.0, 0.7), "logprob_threshold": threshold}
         options = TranscribeOptions(beams=3, max_new_tokens=9, n_best=3, **gates)
-        return Transcriber(model, processor, options=options)(samples)[0]
+        return Transcriber(model, processor, options=options)(samples)
 
     score = found(-9.0).n_best[0][0].score
     for shift, redone in ((-1e-3, False), (1e-3, True)):
@@ -46,7 +46,7 @@ def test_the_score_of_the_best_beam_decides_whether_a_window_is_redone(processor
 def test_the_n_best_list_is_that_of_as_many_beams(model, processor, kit):
     def found(**options):
         options = TranscribeOptions(max_new_tokens=12, **options)
-        return Transcriber(model, processor, options=options)(kit.noise(1.9, seed=4))[0]
+        return Transcriber(model, processor, options=options)(kit.noise(1.9, seed=4))
 
     both = found(beams=5, n_best=2)
     assert both.n_best[0] == found(n_best=5).n_best[0][: len(both.n_best[0])]

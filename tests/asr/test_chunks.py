@@ -96,7 +96,7 @@ def test_times_in_which_windows_contradict_each_other_are_put_in_order(model, pr
 def test_segments_hold_their_words(trained):
     clips = [clip.samples() for clip in speech_test()[7:12]]
     options = {"mode": "chunked", "overlap_s": 2.0, "word_timestamps": "ctc"}
-    [found] = Transcriber.from_pretrained(trained, device="cpu", **options)(np.concatenate(clips))
+    found = Transcriber.from_pretrained(trained, device="cpu", **options)(np.concatenate(clips))
     assert len(found.segments) > 4 and follow_one_another(found.segments)
     for segment in found.segments:
         assert segment.start_s == segment.words[0].start_s
@@ -112,7 +112,7 @@ def test_windows_overlap_and_reach_the_end(model, processor, kit):
         )
         step, seen[:] = ours._loop._step, []
         ours._loop._step = lambda windows, features: (seen.extend(windows), step(windows, features))
-        [found] = ours(kit.noise(seconds))
+        found = ours(kit.noise(seconds))
         assert found.stats["windows"] == len(seen)
         return [(round(w.seek * 0.02, 2), round(w.count * 0.02, 2)) for w in seen]
 
@@ -142,7 +142,7 @@ def test_the_long_recording_is_read_about_as_well_in_both_modes(trained):
     for mode in ("sequential", "chunked"):
         medusa = "medusa:path=zoo:whisper-synth-medusa"
         ours = Transcriber.from_pretrained(trained, device="cpu", draft=medusa, mode=mode)
-        [found] = ours(str(recording.path))
+        found = ours(str(recording.path))
         rates[mode] = jiwer.wer(plain(recording.text), plain(found.text))
         starts = [segment.start_s for segment in found.segments]
         assert starts == sorted(starts)

@@ -170,9 +170,9 @@ class Marked(ListCorrection):
 @pytest.mark.parametrize("mode", ["sequential", "chunked"])
 def test_each_window_of_the_first_transcription_is_corrected_once(zoo, mode):
     wave = np.concatenate([clip.samples() for clip in speech_test()[:4]])
-    plain = Transcriber(*zoo, options=_options(mode))(wave, raise_errors=True)[0]
+    plain = Transcriber(*zoo, options=_options(mode))(wave)
     method = Marked()
-    found = Transcriber(*zoo, options=_options(mode), correct=method)(wave, raise_errors=True)[0]
+    found = Transcriber(*zoo, options=_options(mode), correct=method)(wave)
     assert found.uncorrected == plain.text and plain.uncorrected is None
     assert [(s.start_s, s.end_s) for s in found.segments] == [
         (s.start_s, s.end_s) for s in plain.segments
@@ -197,7 +197,7 @@ def _options(mode):
 
 def test_silence_and_timed_words_are_left_alone(zoo):
     method = Marked()
-    found = Transcriber(*zoo, correct=method)(np.zeros(8000, np.float32), raise_errors=True)[0]
+    found = Transcriber(*zoo, correct=method)(np.zeros(8000, np.float32))
     assert found.text == "" or method.asked
     with pytest.raises(OptionError, match="word_timestamps"):
         Transcriber.from_pretrained(
@@ -208,9 +208,9 @@ def test_silence_and_timed_words_are_left_alone(zoo):
 def test_a_recording_in_company_is_corrected_as_it_is_alone(zoo, clips):
     waves = [clip.samples("noisy")[:32_000] for clip in clips[:2]]
     spec = f"uadf:model={LM}"
-    both = Transcriber(*zoo, correct=spec)(waves, raise_errors=True)
+    both = Transcriber(*zoo, correct=spec)(waves, on_error="raise")
     for wave, together in zip(waves, both, strict=True):
-        alone = Transcriber(*zoo, correct=spec)(wave, raise_errors=True)[0]
+        alone = Transcriber(*zoo, correct=spec)(wave)
         assert alone.text == together.text
         assert [s.decided for s in alone.segments] == [s.decided for s in together.segments]
 
@@ -257,6 +257,6 @@ def test_the_command_corrects_and_its_json_says_who_decided(tmp_path, clips):
 
 def test_plain_transcripts_do_not_change(zoo, clips):
     torch.manual_seed(0)
-    plain = Transcriber(*zoo)(clips[0].samples(), raise_errors=True)[0]
+    plain = Transcriber(*zoo)(clips[0].samples())
     assert plain.uncorrected is None and all(s.decided is None for s in plain.segments)
     assert "edited" not in plain.stats

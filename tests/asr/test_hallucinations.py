@@ -113,7 +113,7 @@ def test_words_made_up_in_noise_are_skipped_in_a_batch_as_alone(trained, noisy_p
     made_up, left = (sum(np.subtract(counts, said).clip(0)) for counts in (plain, skipped))
     assert made_up >= 10 and left <= made_up / 2
     assert min(np.divide(skipped, said)) > 0.85, "what was said is still there"
-    assert [guard(wave)[0].text for wave in waves] == [one.text for one in found]
+    assert [guard(wave).text for wave in waves] == [one.text for one in found]
 
 
 def test_speech_without_silence_is_never_changed(trained):

@@ -32,7 +32,7 @@ def test_beams_are_those_of_transformers(processor, kit, timestamps, prompt, rul
     model = kit.build_model(processor, positions=60, **rules)
     samples = kit.noise(1.9, seed=4)
     options = TranscribeOptions(n_best=4, timestamps=timestamps, prompt=prompt)
-    best = Transcriber(model, processor, options=options)(samples)[0].n_best[0]
+    best = Transcriber(model, processor, options=options)(samples).n_best[0]
     config, features = model.generation_config, features_of(processor, kit, samples)
     names = ["<|en|>", "<|transcribe|>", *([] if timestamps else ["<|notimestamps|>"])]
     start = [config.decoder_start_token_id, *processor.tokenizer.convert_tokens_to_ids(names)]
@@ -86,7 +86,7 @@ def test_a_text_is_listed_once_with_its_best_score():
 def test_no_text_is_listed_twice(trained, method):
     options = {"n_best": 6, "n_best_method": method}
     ours = Transcriber.from_pretrained(trained, device="cpu", **options)
-    [window, *_] = ours(str(speech_test()[0].path))[0].n_best
+    [window, *_] = ours(str(speech_test()[0].path)).n_best
     words = [tuple(t for t in h.tokens if t < stamps(ours.model)) for h in window]
     assert len(words) > 1
     assert len({h.text for h in window}) == len(set(words)) == len(words)
@@ -117,11 +117,11 @@ def test_beams_are_searched_without_a_warning(model, processor, kit, monkeypatch
 
 def test_the_transcript_does_not_depend_on_its_alternatives(model, processor, kit):
     samples = kit.noise(5.0, seed=2)
-    plain = Transcriber(model, processor)(samples)[0]
+    plain = Transcriber(model, processor)(samples)
     assert plain.n_best is None
     for method in ("beam", "sample"):
         options = TranscribeOptions(n_best=3, n_best_method=method)
-        found = Transcriber(model, processor, Decoder("lookup", seed=0), options)(samples)[0]
+        found = Transcriber(model, processor, Decoder("lookup", seed=0), options)(samples)
         assert found.tokens == plain.tokens
         assert len(found.n_best) == found.stats["windows"] > 1
 
@@ -129,7 +129,7 @@ def test_the_transcript_does_not_depend_on_its_alternatives(model, processor, ki
 def test_samples_are_scored_by_the_model_and_ranked(model, processor, kit):
     samples = kit.noise(1.9, seed=4)
     options = TranscribeOptions(n_best=5, n_best_method="sample", timestamps=False)
-    [best] = Transcriber(model, processor, Decoder(seed=3), options)(samples)[0].n_best
+    [best] = Transcriber(model, processor, Decoder(seed=3), options)(samples).n_best
     assert 2 <= len(best) <= 5
     assert len({tuple(h.tokens) for h in best}) == len(best)
     assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
@@ -152,7 +152,7 @@ def test_samples_are_scored_by_the_model_and_ranked(model, processor, kit):
 def test_the_trained_model_lists_near_misses(trained):
     clip = speech_test()[0]
     ours = Transcriber.from_pretrained(trained, device="cpu", n_best=3, timestamps=False)
-    [found] = ours(str(clip.path))
+    found = ours(str(clip.path))
     texts = [h.text for h in found.n_best[0]]
     assert texts[0] == found.text
     assert len(set(texts)) == 3

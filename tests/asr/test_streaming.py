@@ -58,8 +58,8 @@ class Hearer:
         self.made_up += 1
         return f"x{self.made_up}"
 
-    def __call__(self, items, raise_errors):
-        samples = [int(value) for value in items[0]["audio"]]
+    def __call__(self, item):
+        samples = [int(value) for value in item["audio"]]
         self.lengths.append(len(samples))
         sentences, at = [[]], 0
         while at < len(samples):
@@ -79,12 +79,10 @@ class Hearer:
         if not segments and self.in_silence:
             segments = [self.segment([[w, 0.0, 1.0] for w in self.in_silence.split()])]
         text = "".join(segment.text for segment in segments)
-        return [
-            Transcript(
-                source="", index=0, text=text, segments=segments, language="en",
-                duration_s=len(samples) / RATE, tokens=[], stats={},
-            )
-        ]  # fmt: skip
+        return Transcript(
+            source="", index=0, text=text, segments=segments, language="en",
+            duration_s=len(samples) / RATE, tokens=[], stats={},
+        )  # fmt: skip
 
     def segment(self, words):
         timed = [Word(text=f" {w}", start_s=a, end_s=b, confidence=1.0) for w, a, b in words]
@@ -352,7 +350,7 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     transcriber = Transcriber.from_pretrained(trained, device="cpu", word_timestamps="ctc")
     sizes = iter(lambda: 3001, None)
     updates = updates_of(Stream(transcriber), clip.samples(), sizes)
-    [whole] = transcriber(clip.samples())
+    whole = transcriber(clip.samples())
     assert text_of(updates).strip() == whole.text
     words = [word for update in updates for word in update.words]
     assert "".join(word.text for word in words) == text_of(updates)
@@ -400,9 +398,9 @@ def test_the_language_is_not_settled_before_anything_is_said():
     asked = []
 
     class Detects(Hearer):
-        def __call__(self, items, raise_errors):
-            asked.append(items[0]["language"])
-            return super().__call__(items, raise_errors)
+        def __call__(self, item):
+            asked.append(item["language"])
+            return super().__call__(item)
 
     updates_of(Stream(Detects(), step_s=1.0), spoken(30), itertools.repeat(10))
     settled = asked.index("en")

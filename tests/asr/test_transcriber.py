@@ -1,7 +1,9 @@
 """`Transcriber`: inputs, options, failures, and real recordings in batches."""
 
 import dataclasses
+import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber, Transcript
 from mmdecode.asr.audio import Source, source_of
+from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError, UnsupportedModelError
 
 QUICK = {"max_new_tokens": 6}  # per window
@@ -84,17 +87,19 @@ def test_a_language_may_be_given_in_any_of_its_names(model, processor, kit, lang
 def test_loading_gives_what_building_gives(folder, tiny, kit):
     loaded = Transcriber.from_pretrained(folder, draft="lookup", device="cpu", **QUICK)
     samples = kit.noise(2.5)
-    assert loaded(samples)[0].tokens == tiny(samples)[0].tokens
+    assert loaded(samples).tokens == tiny(samples).tokens
 
 
 # Inputs and failures
 
 
-def test_one_recording_or_many_give_a_list_in_order(tiny, tmp_path, kit):
+def test_one_recording_gives_its_transcript_and_many_a_list_in_order(tiny, tmp_path, kit):
     path = tmp_path / "a.wav"
     soundfile.write(path, kit.noise(4.2), kit.rate)
-    assert [t.source for t in tiny(path)] == [str(path)]
-    assert len(tiny(kit.noise(0.5))) == len(tiny((kit.noise(0.5), 8_000))) == 1
+    assert tiny(path).source == tiny(str(path)).source == str(path)
+    assert [t.source for t in tiny([path])] == [t.source for t in tiny(iter([path]))] == [str(path)]
+    assert tiny(kit.noise(0.5)).duration_s * 2 == tiny((kit.noise(0.5), 8_000)).duration_s == 1.0
+    assert tiny({"audio": kit.noise(0.5), "language": "de"}).language == "de"
     found = tiny([path, kit.noise(0.4), (kit.noise(1.0), 32_000)])
     assert [t.source for t in found] == [str(path), "array 1", "array 2"]
     assert [round(t.duration_s, 3) for t in found] == [4.2, 0.4, 0.5]
@@ -121,8 +126,71 @@ def test_failures_are_collected_and_the_rest_goes_on(tiny, tmp_path, kit):
     assert [type(t) for t in found] == [Transcript, Failure, Failure, Failure, Transcript, Failure]
     assert [t.index for t in found] == list(range(6))
     assert found[1].kind == "InputError" and str(tmp_path / "bad.wav") in found[1].error
+    assert [t.text == "" and bool(t.error) for t in found if t.kind] == [True] * 4
     with pytest.raises(InputError, match=r"bad\.wav"):
-        tiny(inputs, raise_errors=True)
+        tiny(inputs, on_error="raise")
+
+
+def test_a_single_recording_that_cannot_be_read_raises_its_own_error(tiny, tmp_path):
+    with pytest.raises(InputError, match=r"none\.wav: does not exist"):
+        tiny(tmp_path / "none.wav")
+    failed = tiny(tmp_path / "none.wav", on_error="return")
+    assert (failed.text, failed.kind) == ("", "InputError") and "none.wav" in failed.error
+    with pytest.raises(InputError, match="language 'xx'"):
+        tiny({"audio": np.zeros(4), "language": "xx"})
+    with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'return'"):
+        tiny([], on_error="ignore")
+
+
+def test_bytes_and_open_files_are_transcribed_as_their_paths_are(tiny, tmp_path, kit):
+    for name in ("a.flac", "a.ogg", "a.mp3"):
+        path = tmp_path / name
+        soundfile.write(path, kit.noise(2.6), kit.rate)
+        expected, data = tiny(path), path.read_bytes()
+        with path.open("rb") as file:
+            found = [tiny(data), tiny(bytearray(data)), tiny(io.BytesIO(data)), tiny(file)]
+        assert [t.tokens for t in found] == [expected.tokens] * 4
+        assert [t.source for t in found] == ["bytes 0", "bytes 0", "file 0", str(path)]
+    with path.open("rb") as file:
+        file.read(9)
+        at = file.tell()
+        mixed = tiny([data, file, io.BytesIO(), data[: len(data) // 2], b"no audio", file])
+    assert at == 9 and mixed[0].tokens == expected.tokens
+    assert [t.source for t in mixed if t.error][-4:] == [
+        "file 2", "bytes 3", "bytes 4", str(path),
+    ]  # fmt: skip
+    assert "file 2: is empty" in mixed[2].error and "bytes 4: is not audio" in mixed[4].error
+    with path.open(errors="replace") as file:
+        assert "mode 'rb'" in tiny([file])[0].error
+    assert "closed" in tiny([file])[0].error
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("https://example.org/a.wav", "download it first, for example with curl"),
+        (Path("http://example.org/a.wav"), "download it first"),
+        ("s3://bucket/a.wav", "download it first"),
+        ("file:///tmp/a.wav", "leave out file://"),
+        ("data:audio/wav;base64,UklGRg==", "base64.b64decode"),
+    ],
+    ids=str,
+)
+def test_an_address_is_refused_with_what_to_do(tiny, tmp_path, address, advice):
+    with pytest.raises(InputError, match=advice) as caught:
+        tiny(address)
+    assert str(caught.value).startswith(f"{address}: is a") and "exist" not in str(caught.value)
+    table = tmp_path / "calls.jsonl"
+    table.write_text(json.dumps({"audio": str(address)}))
+    [entry] = read_manifest(table)
+    assert advice in tiny([opened(entry)])[0].error
+
+
+def test_a_file_that_is_named_like_an_address_is_read(tiny, tmp_path, kit, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("https:/example").mkdir(parents=True)
+    soundfile.write("https:/example/a.wav", kit.noise(0.4), kit.rate)
+    assert tiny("https://example/a.wav").duration_s == 0.4
 
 
 def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, kit, monkeypatch):
@@ -172,7 +240,7 @@ def test_real_recordings_have_the_same_text_in_a_batch_and_alone(model, processo
         options = TranscribeOptions(batch_size=size, **QUICK)
         return Transcriber(model, processor, Decoder(seed=0), options)
 
-    one = [run(1)(path)[0] for path in clips(kit)]
+    one = [run(1)(path) for path in clips(kit)]
     assert [t.tokens for t in run(4)(clips(kit))] == [t.tokens for t in one]
 
 

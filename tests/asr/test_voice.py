@@ -56,9 +56,9 @@ def test_inserted_silence_changes_neither_text_nor_times(ours, plain, clips, one
     gaps = 5.0, 8.0, 6.0
     first, second = clips[one], clips[other]
     samples = np.concatenate([silence(gaps[0]), first, silence(gaps[1]), second, silence(gaps[2])])
-    [found] = ours(samples)
+    found = ours(samples)
     assert found.text == " ".join(t.text for t in plain([first, second]))
-    disturbed = plain(samples)[0]
+    disturbed = plain(samples)
     assert disturbed.text != found.text, "silence did no harm, so nothing is proved"
     assert found.stats["windows"] < disturbed.stats["windows"]
     offsets = gaps[0], gaps[0] + len(first) / RATE + gaps[1]
@@ -77,7 +77,7 @@ def test_without_speech_the_transcript_is_empty(ours, kind):
         "noise": 0.05 * random.standard_normal(9 * RATE).astype(np.float32),
         "hum": 0.1 * np.sin(2 * np.pi * 50 * np.arange(9 * RATE) / RATE).astype(np.float32),
     }[kind]
-    [found] = ours(samples)
+    found = ours(samples)
     assert (found.text, found.segments, found.tokens) == ("", [], [])
     assert found.duration_s == 9.0
     assert found.stats["windows"] == 0
@@ -91,7 +91,7 @@ def test_a_batch_with_and_without_speech_equals_one_by_one(ours, trained, clips)
     assert sum(seconds) == pytest.approx(sum(len(x) for x in inputs) / RATE, abs=0.05)
     one = Transcriber.from_pretrained(trained, device="cpu", vad="silero", batch_size=1)
     for samples, found in zip(inputs, together, strict=True):
-        [alone] = one(samples)
+        alone = one(samples)
         assert (alone.tokens, alone.segments, alone.stats) == (
             found.tokens,
             found.segments,

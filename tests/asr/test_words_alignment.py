@@ -264,7 +264,7 @@ def test_probabilities_are_those_of_the_decoded_law(aligned, features):
     prompt = [config.decoder_start_token_id, *first_ids(aligned)]
     rules = prompts.processors(config, len(prompt), options, 0.0)
     found = Transcriber(aligned, _PROCESSORS["tiny"], Decoder(seed=0), options)
-    tokens = found(np.asarray(features[0].flatten()[:30000]))[0].tokens[:8]
+    tokens = found(np.asarray(features[0].flatten()[:30000])).tokens[:8]
     audio = aligned.get_encoder()(features[:1]).last_hidden_state
     ids = torch.tensor([prompt + tokens])
     with torch.no_grad():
@@ -413,7 +413,7 @@ def test_words_change_nothing_else_and_no_draft_changes_them(trained, clips, met
         assert len(check(ours)) > 5
         assert ours.segments == theirs.segments
         assert without_words(ours) == without_words(base) and ours.text == base.text
-    assert [timed(clip)[0].segments for clip in clips] == [one.segments for one in found]
+    assert [timed(clip).segments for clip in clips] == [one.segments for one in found]
 
 
 def test_zoo_words_are_where_they_were_spoken(trained, clips):
@@ -498,7 +498,7 @@ def ctc_folder(tmp_path_factory):
 def test_any_ctc_model_may_time_the_words(trained, clips, ctc_folder):
     transcriber = Transcriber.from_pretrained(trained, word_timestamps=f"ctc:model={ctc_folder}")
     recording = np.concatenate(clips)  # of more than one window
-    words = check(transcriber(recording)[0])
+    words = check(transcriber(recording))
     assert len(words) > 10
     letters = transcriber._loop.timer.letters
     assert letters.symbols(" Café") == [letters.vocabulary[c] for c in "CAFE"]

@@ -615,7 +615,7 @@ def test_parts_and_languages_of_the_manifest_reach_the_model(tmp_path):
         {"plain": transcriber}, read_manifest(tmp_path / "m.jsonl"), warmup=0
     )
     samples, rate = soundfile.read(clip.path, dtype="float32")
-    [expected] = transcriber((samples[rate : 3 * rate], rate))
+    expected = transcriber((samples[rate : 3 * rate], rate))
     assert (part.pred_text, part.duration) == (expected.text, 2.0)
     assert "b: " in odd.error and "'xx'" in odd.error
     assert whole.duration == pytest.approx(clip.duration_s, abs=0.01)

@@ -191,7 +191,7 @@ def parts():
 def answered(parts, guide, questions=("Is there a red circle?", "What is beside the star?")):
     answerer = Answerer(*parts, Decoder(guide=guide, seed=0))
     images = [picture(seed) for seed in range(len(questions))]
-    return answerer(images, list(questions), max_new_tokens=6, raise_errors=True)
+    return answerer(images, list(questions), max_new_tokens=6, on_error="raise")
 
 
 GUIDES = [

@@ -312,7 +312,7 @@ def test_captions_are_read_by_their_encoder_and_do_not_depend_on_their_batch(cap
         assert torch.equal(one.codes, other.codes) and one.condition == other.condition
     assert not torch.equal(images[0].codes, images[2].codes)
     with pytest.raises(OptionError, match="a caption has 8 tokens, the model reads 6"):
-        generator(["a red ring beside a blue star", "star"])
+        generator("a red ring beside a blue star")
     requests = generator.requests(["a red ring beside a blue star", "star"])
     failed, drawn = generator.images(requests)
     assert "shorten it" in failed.error and failed.kind == "OptionError" and not drawn.error
@@ -364,7 +364,7 @@ def test_families_of_transformers_are_loaded_with_their_processor(tmp_path, monk
         model.adapter, "_read", lambda *given: asked.update(given=given) or (None, None)
     )
     with pytest.raises(OptionError, match="nothing to draw"):
-        ImageGenerator(model)(["one"])
+        ImageGenerator(model)(["one"], on_error="raise")
     assert asked["given"][:3] == ("prompt", ["one"], processor)
 
 
@@ -581,7 +581,7 @@ def test_texts_that_are_no_unicode_are_refused(captions):
     ("conditions", "error", "message"),
     [
         (4, OptionError, "class 4 does not exist; expected 0 to 3"),
-        ([0, -1], OptionError, "class -1 does not exist"),
+        (-1, OptionError, "class -1 does not exist"),
         ("rign", UnknownNameError, "no class named 'rign'; did you mean 'ring'?"),
         ([], OptionError, "nothing to draw"),
     ],
@@ -591,6 +591,27 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is(model, conditions, e
     with pytest.raises(error, match=message.replace("?", r"\?")):
         generator(conditions)
     assert generator.stats.calls == 0
+
+
+def test_one_condition_gives_one_image_and_several_a_list_with_failures_in_it(model):
+    generator = ImageGenerator(model)
+    alone, [listed], [counted] = generator("ring"), generator(["ring"]), generator("ring", 1)
+    assert torch.equal(alone.codes, listed.codes) and torch.equal(alone.codes, counted.codes)
+    found = generator(["rign", 0, [7], 9, 0])
+    assert [image.kind for image in found] == [
+        "UnknownNameError", None, "OptionError", "OptionError", None,
+    ]  # fmt: skip
+    assert torch.equal(found[1].codes, alone.codes) and found[4].ordinal == 1
+    assert "did you mean 'ring'" in found[0].error and [image.index for image in found] == [
+        *range(5)
+    ]
+    calls = generator.stats.calls
+    with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
+        generator([0, "rign"], on_error="raise")
+    assert generator.stats.calls == calls
+    assert generator("rign", on_error="return").kind == "UnknownNameError"
+    with pytest.raises(OptionError, match="expected 'raise' or 'return'"):
+        generator(0, on_error="ignore")
 
 
 def test_names_of_classes_have_synonyms_or_do_not_exist(model):

@@ -105,7 +105,7 @@ def test_text_alone_is_answered_where_it_is_meant(answerer, pictures):
 
 def test_an_answer_ends_where_the_model_ends_it(kit, processor, pictures):
     model = kit.build_model(processor)
-    long = Answerer(model, processor)(pictures[0], "What?", max_new_tokens=10)[0]
+    long = Answerer(model, processor)(pictures[0], "What?", max_new_tokens=10)
     model.generation_config.eos_token_id = [long.token_ids[3], 2]
     short = Answerer(model, processor)([pictures[0], pictures[1]], "What?", max_new_tokens=10)
     first = long.token_ids.index(long.token_ids[3])
@@ -118,7 +118,7 @@ def test_the_settings_of_a_checkpoint_do_not_sample(kit, processor, pictures, an
     model.generation_config.temperature = 5.0
     model.generation_config.top_k = 3
     found = Answerer(model, processor)(pictures[0], "What?", max_new_tokens=6)
-    assert ids_of(found) == ids_of(answerer(pictures[0], "What?", max_new_tokens=6))
+    assert found.token_ids == answerer(pictures[0], "What?", max_new_tokens=6).token_ids
 
 
 def test_no_setting_of_a_checkpoint_warps_what_is_drawn_from(kit, processor, pictures, answerer):
@@ -149,7 +149,7 @@ def test_no_setting_of_a_checkpoint_warps_what_is_drawn_from(kit, processor, pic
     config.repetition_penalty = 1.0
     found = Answerer(model, processor)(pictures[0], "What?", **options)
     assert built[-1] == set()
-    assert ids_of(found) == ids_of(answerer(pictures[0], "What?", **options))
+    assert found.token_ids == answerer(pictures[0], "What?", **options).token_ids
 
 
 def test_a_draft_and_a_guide_go_together(model, processor, pictures, folder):
@@ -164,12 +164,12 @@ def test_a_draft_and_a_guide_go_together(model, processor, pictures, folder):
 
 
 def test_a_call_is_counted(answerer, pictures):
-    [one] = answerer(pictures[0], "What?", max_new_tokens=7, trace=True)
+    one = answerer(pictures[0], "What?", max_new_tokens=7, trace=True)
     assert one.passes == len(one.token_ids) - 1
     assert one.seconds > 0
     assert sum(r.kept for r in one.trace) == len(one.token_ids)
     assert answerer.decoder.trace is None
-    assert answerer(pictures[0], "What?", max_new_tokens=7)[0].trace is None
+    assert answerer(pictures[0], "What?", max_new_tokens=7).trace is None
 
 
 # What a guide is shown
@@ -204,7 +204,7 @@ def test_a_guide_sees_the_questions_and_the_raw_pixels_of_its_rows(model, proces
 
 
 def test_the_margin_is_that_of_the_models_own_first_logits(model, answerer, pictures):
-    [one] = answerer(pictures[0], "Is there a ring?", max_new_tokens=3)
+    one = answerer(pictures[0], "Is there a ring?", max_new_tokens=3)
     inputs = answerer.prompts.build([answerer.prompts.question("Is there a ring?", pictures[:1])])
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1]
@@ -218,14 +218,14 @@ def test_the_margin_does_not_depend_on_the_guide_or_the_draft(answerer, pictures
     other = Answerer.from_pretrained(folder, draft="lookup", guide=GUIDE, device="cpu")
     found = [a.margin for a in other(pictures, TEXTS, max_new_tokens=3)]
     assert found == pytest.approx(kept, abs=1e-4)
-    assert answerer(pictures[0], "What?", max_new_tokens=3, margins=False)[0].margin is None
+    assert answerer(pictures[0], "What?", max_new_tokens=3, margins=False).margin is None
 
 
 def test_the_margin_is_that_of_the_edited_branch_where_a_guide_edits_it(model, processor, pictures):
     def first(guide):
         decoder = Decoder(guide=registry.create("guide", guide, target=model), seed=0)
         answerer = Answerer(model, processor, decoder)
-        [answer] = answerer(pictures[0], "Is there a ring?", max_new_tokens=1, trace=True)
+        answer = answerer(pictures[0], "Is there a ring?", max_new_tokens=1, trace=True)
         return answer
 
     for guide in ("scalingvis:weight=9", "adaptvis:unsure=9,sure=9", "prompt_bias"):
@@ -277,11 +277,11 @@ def test_requests_with_ids_draw_by_their_ids(answerer, pictures):
 
 
 def test_sampling_draws_from_what_is_asked_for(answerer, pictures):
-    [greedy] = answerer(pictures[0], "What?", max_new_tokens=8)
+    greedy = answerer(pictures[0], "What?", max_new_tokens=8)
     for narrow in ({"top_p": 1e-6}, {"top_k": 1}, {"temperature": 1e-4}):
-        [found] = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, **narrow)
+        found = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, **narrow)
         assert found.token_ids == greedy.token_ids
-    [free] = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, temperature=9.0)
+    free = answerer(pictures[0], "What?", max_new_tokens=8, do_sample=True, temperature=9.0)
     assert free.token_ids != greedy.token_ids
 
 
@@ -289,7 +289,7 @@ def test_sampling_draws_from_what_is_asked_for(answerer, pictures):
 
 
 def test_a_stream_yields_the_answer_in_pieces(answerer, pictures):
-    [answer] = answerer(pictures[0], TEXTS[0], max_new_tokens=40)
+    answer = answerer(pictures[0], TEXTS[0], max_new_tokens=40)
     pieces = list(answerer.stream(pictures[0], TEXTS[0], max_new_tokens=40))
     assert "".join(pieces).strip() == answer.text
     assert len(pieces) > 1
@@ -333,7 +333,30 @@ def test_a_bad_image_fails_alone(answerer, pictures, tmp_path):
     alone = answerer([pictures[0], pictures[1]], [TEXTS[0], TEXTS[3]], max_new_tokens=6)
     assert ids_of(alone) == [found[0].token_ids, found[3].token_ids]
     with pytest.raises(InputError, match=r"bad\.png: is no image"):
-        answerer([pictures[0], bad], "What?", raise_errors=True)
+        answerer([pictures[0], bad], "What?", on_error="raise")
+
+
+def test_one_question_gives_one_answer_and_several_a_list_with_failures_in_it(
+    answerer, pictures, tmp_path
+):
+    alone = answerer(pictures[0], "What?", max_new_tokens=6)
+    for images, questions in (([pictures[0]], "What?"), (pictures[0], ["What?"])):
+        [listed] = answerer(images, questions, max_new_tokens=6)
+        assert listed.token_ids == alone.token_ids
+    with pytest.raises(InputError, match=r"gone\.png: does not exist"):
+        answerer("gone.png", "What?")
+    failed = answerer("gone.png", "What?", on_error="return")
+    assert (failed.text, failed.kind) == ("", "InputError")
+    with pytest.raises(OptionError, match="expected 'raise' or 'return'"):
+        answerer(pictures[0], "What?", on_error="skip")
+    path = tmp_path / "a.png"
+    pictures[0].save(path)
+    with path.open("rb") as file:
+        assert answerer(file, "What?", max_new_tokens=6).token_ids == alone.token_ids
+    with path.open(errors="replace") as file, pytest.raises(InputError, match="mode 'rb'"):
+        answerer(file, "What?")
+    with pytest.raises(InputError, match=r"image 0: cannot be read .*closed"):
+        answerer(file, "What?")
 
 
 def test_what_a_processor_refuses_fails_alone(answerer, pictures, monkeypatch):
@@ -358,8 +381,8 @@ def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatc
     found = answerer(pictures[:2], ["What?", long], max_new_tokens=20)
     assert found[0].error is None
     assert "may have 20, and LlavaForConditionalGeneration has 60 positions" in found[1].error
-    [found] = answerer(pictures[0], "What?", max_new_tokens=50)
-    assert "lower max_new_tokens" in found.error
+    with pytest.raises(InputError, match="lower max_new_tokens"):
+        answerer(pictures[0], "What?", max_new_tokens=50)
 
 
 def test_what_does_not_fit_in_memory_is_decoded_in_parts(answerer, pictures, monkeypatch):
@@ -380,8 +403,8 @@ def test_what_does_not_fit_in_memory_is_decoded_in_parts(answerer, pictures, mon
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(answerer.model, "generate", smaller)
-    [found] = answerer(pictures[0], "What?", max_new_tokens=4)
-    assert "not enough memory" in found.error
+    with pytest.raises(InputError, match="not enough memory"):
+        answerer(pictures[0], "What?", max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +460,7 @@ def test_checkpoints_that_cannot_answer_are_refused(folder, tmp_path, monkeypatc
 def test_a_checkpoint_answers_in_half_precision(folder, pictures):
     half = Answerer.from_pretrained(folder, device="cpu", dtype="bfloat16")
     assert half.model.dtype == torch.bfloat16
-    assert len(half(pictures[0], "What?", max_new_tokens=3)[0].token_ids) == 3
+    assert len(half(pictures[0], "What?", max_new_tokens=3).token_ids) == 3
 
 
 # Tables of questions
@@ -526,7 +549,7 @@ def test_what_is_known_of_an_answer_is_that_of_its_own_row(folder, pictures):
     together = answerer(pictures, "What is there?", **options)
     assert len({answer.margin for answer in together}) == len(together)
     for answer, picture in zip(together, pictures, strict=True):
-        [alone] = answerer(picture, "What is there?", **options)
+        alone = answerer(picture, "What is there?", **options)
         assert answer.margin == pytest.approx(alone.margin, abs=1e-4)
         assert answer.margins == pytest.approx(alone.margins, abs=1e-4)
         assert [one.decided for one in answer.trace] == answer.token_ids

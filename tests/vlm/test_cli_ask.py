@@ -88,7 +88,7 @@ def printable(text):
 
 def test_a_single_answer_stands_alone(run, images, folder, kit):
     done = run(images / "x.png", "-q", "What?")
-    [answer] = Answerer.from_pretrained(folder, device="cpu")(
+    answer = Answerer.from_pretrained(folder, device="cpu")(
         kit.picture(0), "What?", max_new_tokens=5
     )
     assert printable(done.stdout).strip() == printable(answer.text).strip()

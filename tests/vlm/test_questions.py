@@ -302,13 +302,13 @@ def test_each_family_answers_as_its_own_generate_does(family, processor, kit):
     answerer = Answerer(model, built)
     pictures = [kit.picture(0, (8, 8)), kit.picture(1, (8, 16))]
     texts = ["What?", "Is there a red circle in the image?"]
-    found = answerer(pictures, texts, max_new_tokens=6, raise_errors=True)
+    found = answerer(pictures, texts, max_new_tokens=6, on_error="raise")
     for picture, text, answer in zip(pictures, texts, found, strict=True):
         inputs = answerer.prompts.build([answerer.prompts.question(text, [picture])])
         stock = model.generate(**inputs, do_sample=False, max_new_tokens=6)
         assert answer.token_ids == stock[0, inputs["input_ids"].shape[1] :].tolist()
     assert found[0].token_ids != found[1].token_ids
-    [blind] = answerer(255 - kit.array(0, (8, 8)), "What?", max_new_tokens=6)
+    blind = answerer(255 - kit.array(0, (8, 8)), "What?", max_new_tokens=6)
     assert blind.margin != pytest.approx(found[0].margin, abs=1e-3), "it does not look"
 
 

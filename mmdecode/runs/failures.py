@@ -1,0 +1,67 @@
+"""What a call does with inputs that fail: one rule for transcripts, answers and images.
+
+A call with a single input returns its result, or raises what was wrong with it. A call with many
+returns a list in their order, with a failure in the place of each result that there is none of.
+``on_error`` asks for the one or the other whatever the input is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from mmdecode import errors
+from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
+
+OnError = Literal["raise", "return"]
+
+
+def collected(outcomes: Iterable[Any], single: bool, on_error: OnError | None = None) -> Any:
+    """What a call returns.
+
+    Args:
+        outcomes: As they come: each with its ``index`` in the input, what was wrong as ``error``
+            (``None``: nothing was) and the name of that error's class as ``kind``. None is asked
+            for before ``on_error`` is checked.
+        single: Whether a single input was given, and not a list.
+        on_error: ``raise`` the first error, or ``return`` every failure in its position; ``None``:
+            raise for a single input, return for many.
+
+    Returns:
+        One outcome for a single input, else a list in the order of the input.
+
+    Raises:
+        OptionError: ``on_error`` is something else.
+        MMDecodeError: What a failure tells of; other built-in errors too.
+    """
+    if on_error not in (None, "raise", "return"):
+        raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'return'")
+    raises = single if on_error is None else on_error == "raise"
+    found = []
+    for outcome in outcomes:
+        if raises and outcome.error is not None:
+            raise error_of(outcome.kind, outcome.error)
+        found.append(outcome)
+    found.sort(key=lambda outcome: outcome.index)
+    return found[0] if single else found
+
+
+def error_of(kind: str | None, message: str) -> Exception:
+    """The error that a failure tells of, as it was before it was written down.
+
+    Args:
+        kind: Name of its class.
+        message: What it says.
+    """
+    if kind == MissingExtraError.__name__:
+        found = re.fullmatch(r"(.*); install it with: pip install 'mmdecode\[(\w+)\]'", message)
+        return MissingExtraError(found[1], extra=found[2]) if found else MMDecodeError(message)
+    known = getattr(errors, kind or "", None) or getattr(builtins, kind or "", None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            return known(message)
+        except TypeError:  # as UnicodeDecodeError, which is made of five parts
+            pass
+    return MMDecodeError(f"{kind}: {message}" if kind else message)
