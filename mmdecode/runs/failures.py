@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mmdecode import errors
 from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
+from mmdecode.runs.items import OUT_OF_MEMORY
 
 OnError = Literal["raise", "return"]
 
@@ -58,6 +59,8 @@ def error_of(kind: str | None, message: str) -> Exception:
     if kind == MissingExtraError.__name__:
         found = re.fullmatch(r"(.*); install it with: pip install 'mmdecode\[(\w+)\]'", message)
         return MissingExtraError(found[1], extra=found[2]) if found else MMDecodeError(message)
+    if kind == OUT_OF_MEMORY:  # whichever library's it was
+        return MemoryError(message)
     known = getattr(errors, kind or "", None) or getattr(builtins, kind or "", None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:

@@ -403,7 +403,7 @@ def test_what_does_not_fit_in_memory_is_decoded_in_parts(answerer, pictures, mon
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(answerer.model, "generate", smaller)
-    with pytest.raises(InputError, match="not enough memory"):
+    with pytest.raises(MemoryError, match="not enough memory"):
         answerer(pictures[0], "What?", max_new_tokens=4)
 
 
