@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from mmdecode.cli import transcribe
 from mmdecode.cli.app import COMMANDS, _load, app, main
 from mmdecode.cli.output import console
 from mmdecode.cli.shared import given_in
@@ -142,6 +143,20 @@ def test_verbose_says_where_an_error_was_raised(capfd, monkeypatch):
     both = CliRunner().invoke(app, ["ask", "--quiet", "--verbose"])
     assert "contradict" in str(both.exception)
     console.errors_only = console.tells_all = False
+
+
+# Help
+
+
+def test_the_help_of_transcribe_begins_with_ten_options_and_has_all_others_in_groups():
+    options = [p for p in LEAVES["transcribe"].params if p.opts[0].startswith("-")]
+    first = [p.name for p in options if p.rich_help_panel == "Options"]
+    assert len(first) == 10 and not [p.name for p in options if not p.rich_help_panel]
+    named = " ".join(transcribe.PANELS.values()).split()
+    assert {p.name for p in options} - {"options", "quiet", "verbose"} <= set(named)
+    shown = CliRunner().invoke(app, ["transcribe", "--help"]).stdout
+    titles = re.findall(r"─ ([^─]+) ─", shown)
+    assert titles == ["Arguments", *transcribe.PANELS, "Every command"]
 
 
 # A group without a command, and completion

@@ -29,7 +29,7 @@ from typer.core import TyperCommand
 import mmdecode
 from mmdecode.cli.models import with_models
 from mmdecode.cli.output import console, print_line
-from mmdecode.cli.shared import Group, with_shared
+from mmdecode.cli.shared import Group, in_panels, with_shared
 from mmdecode.errors import MMDecodeError
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -81,7 +81,10 @@ def _load(name: str) -> Any:
         single.command(name)(module.command)
         loaded = typer.main.get_command(single)
     loaded.name = name
-    return with_shared(with_models(loaded))
+    loaded = with_models(loaded)
+    if hasattr(module, "PANELS"):
+        loaded = in_panels(loaded, module.PANELS)
+    return with_shared(loaded)
 
 
 def _show_version(asked: bool) -> None:

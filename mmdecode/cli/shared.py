@@ -5,6 +5,7 @@
   among it, is made of them too.
 * ``--quiet`` and ``--verbose`` say how much is written to stderr.
 * ``--out`` is a folder.
+* A long help has parts: ``PANELS`` of the command's module.
 * A group without a command shows its help, and that is no mistake.
 """
 
@@ -54,6 +55,22 @@ def with_shared(command: Any) -> Any:
             option.callback = _checked_out
     if inner is None:
         command.params += _options()
+    return command
+
+
+def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
+    """The command with its options in parts of the help.
+
+    Args:
+        command: As typer makes it.
+        panels: Names of parameters by the part's title, in order.
+    """
+    place = {name: title for title, names in panels.items() for name in names.split()}
+    for option in command.params:
+        if option.name in place:
+            option.rich_help_panel = place[option.name]
+    order = list(panels)
+    command.params.sort(key=lambda option: order.index(place.get(option.name, order[0])))
     return command
 
 

@@ -38,6 +38,18 @@ if TYPE_CHECKING:
     from mmdecode.asr.subtitles import Layout
     from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
 
+PANELS = {
+    "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
+    "Input": "files_from data limit",
+    "Output": "report max_line_width max_line_count max_reading_speed overwrite json",
+    "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
+    "max_new_tokens mode overlap_s padding seed trust_remote_code",
+    "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
+    "Silence, loops and doubtful windows": "fallback compression_ratio_threshold logprob_threshold "
+    "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
+    "vad vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
+}
+"""Parameters by their part of the help; those of the first are what people use first."""
 VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
 SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
