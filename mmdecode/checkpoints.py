@@ -234,10 +234,24 @@ def loading(model_id: str) -> Iterator[None]:
                 "not run unasked; read its .py files, and if you trust them give "
                 "--trust-remote-code, in Python trust_remote_code=True"
             ) from error
+        refuse_unfinished(model_id)
         raise InputError(
             f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
             "folder, a Hub id that can be reached, or zoo:NAME"
         ) from error
+
+
+def refuse_unfinished(path: str) -> None:
+    """Refuses a folder that has the state of a training and not yet what it trains.
+
+    Raises:
+        InputError: It is one.
+    """
+    if (Path(path) / "state").is_dir() and not (Path(path) / "config.json").exists():
+        raise InputError(
+            f"{path} holds the state of a training that is not finished, and no weights yet; run "
+            "the same 'mmdecode train' command again, which goes on where it was"
+        )
 
 
 def config_of(path: str) -> Any:
@@ -278,6 +292,7 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for file in files or sorted(pickles):
         weights |= read_tensors(file)
     if not weights:
+        refuse_unfinished(path)
         raise InputError(
             f"{path} holds no weights; expected *.safetensors, *.bin or *.pt beside config.json"
         )

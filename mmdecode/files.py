@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +38,7 @@ _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
 )
 _HEAD = 1024
+_OVERWRITE: ContextVar[bool] = ContextVar("overwrite", default=False)
 _ANY = "-"
 _digest = functools.partial(hashlib.blake2b, digest_size=16)
 _numbers = itertools.count()
@@ -104,7 +106,7 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
         OSError: It cannot be opened; see `explained`.
     """
     refuse_foreign([path], overwrite)
-    if overwrite and not is_own(path):
+    if (overwrite or _OVERWRITE.get()) and not is_own(path):
         path.unlink(missing_ok=True)
     with _made(path.parent):
         if _ANY not in _listed(path):
@@ -147,6 +149,28 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) -> None:
+    """Writes NumPy arrays by their names to an ``.npz``, under the rule of `write_file`."""
+    import numpy as np
+
+    save = np.savez_compressed if packed else np.savez
+    write_folder(path.parent, lambda into: save(into / path.name, **arrays))
+
+
+@contextlib.contextmanager
+def overwriting(allowed: bool = True) -> Iterator[None]:
+    """Lets whatever writes inside replace files that are not ours.
+
+    Args:
+        allowed: ``False`` changes nothing.
+    """
+    before = _OVERWRITE.set(allowed or _OVERWRITE.get())
+    try:
+        yield
+    finally:
+        _OVERWRITE.reset(before)
+
+
 def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     """Refuses to go on where files are there that are not ours; before anything is computed.
 
@@ -174,7 +198,7 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
         if path.is_dir():
             raise OptionError(f"{path} is a folder; expected a file; choose another --out")
         foreign.append(str(path))
-    if foreign and not overwrite:
+    if foreign and not (overwrite or _OVERWRITE.get()):
         shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if foreign[5:] else "")
         raise OptionError(
             f"{shown}: there already, and not written by mmdecode or changed since; choose another "
@@ -182,16 +206,21 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
         )
 
 
-def refuse_foreign_in(folder: Path, overwrite: bool = False) -> None:
+def refuse_foreign_in(folder: Path, overwrite: bool = False, *, but: Collection[str] = ()) -> None:
     """Refuses a folder that holds files that are not ours, for results of names not known yet.
+
+    Args:
+        folder: It need not exist.
+        overwrite: The user allows to replace them.
+        but: Names of files that may be there, since they are not replaced.
 
     Raises:
         OptionError: It holds some, or is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"{folder} is a file; expected a folder")
-    files = (file for file in folder.glob("*") if file.name[0] != "." and not file.is_dir())
-    refuse_foreign(sorted(files), overwrite)
+    files = (f for f in folder.glob("*") if f.name[0] != "." and f.name not in but)
+    refuse_foreign(sorted(file for file in files if not file.is_dir()), overwrite)
 
 
 def is_own(path: Path) -> bool:
@@ -365,7 +394,7 @@ def lock(handle: int, place: Path) -> None:
 
 def run_of(place: Path) -> Path:
     """Where the settings of results stand: in their folder, or beside their file."""
-    return place / RUN if place.is_dir() else place.with_name(f"{place.name}.{RUN}")
+    return place.with_name(f"{place.name}.{RUN}") if place.is_file() else place / RUN
 
 
 def note_settings(place: Path, settings: Mapping[str, Any], overwrite: bool = False) -> None:

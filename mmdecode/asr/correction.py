@@ -47,6 +47,7 @@ from mmdecode.errors import (
     UnknownNameError,
     refuse_unknown,
 )
+from mmdecode.files import write_file
 from mmdecode.frontdoor import generate
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ class PromptOptions:
 
     def save(self, folder: Path) -> None:
         """Writes them into a model's folder."""
-        (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_file(folder / SETTINGS, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def kept(cls, folder: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from mmdecode.checkpoints import code_trusted, loading, local_path
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
+from mmdecode.files import write_folder
 
 SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
 """Of a `LetterHead`; index 0 is the blank."""
@@ -111,12 +112,16 @@ class LetterHead(nn.Module):
         head.load_state_dict(weights)
         return head.eval()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Half-precision weights into a model's folder."""
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Writes half-precision weights into a model's folder.
+
+        Raises:
+            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+        """
         from safetensors.torch import save_file
 
         weights = {name: tensor.half() for name, tensor in self.state_dict().items()}
-        save_file(weights, Path(folder) / FILE)
+        write_folder(Path(folder), lambda into: save_file(weights, into / FILE), overwrite)
 
 
 class CTCModel:

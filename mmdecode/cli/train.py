@@ -7,9 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
+from mmdecode.cli.flags import Overwrite
 from mmdecode.cli.output import JsonFlag, console, emit_json
 from mmdecode.cli.shared import Group
 
+RESULTS = {
+    "whisper-synth": "model",
+    "whisper-synth-medusa": "heads",
+    "aligner": "aligner",
+    "lm-synth": "model",
+    "joined-words": "joined-words",
+    "speech-test": "speech-test",
+    "llava-scenes": "model",
+    "scenes-test": "scenes-test",
+    "llamagen-scenes": "models",
+    "llamagen-digits": "model",
+    "var-scenes": "models",
+    "scene-classifier": "model",
+}
+"""Members of the zoo, and the folder below --work where each goes."""
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
 app = typer.Typer(cls=Group, help="Train heads, correctors or zoo models.")
@@ -32,6 +48,7 @@ def medusa(
     limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
     language: Annotated[str, typer.Option(help="Of the recordings, as a code.")] = "en",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -40,6 +57,7 @@ def medusa(
     On other models this is 'mmdecode train drafter --kind medusa', which has options of its own.
     """
     from mmdecode.checkpoints import config_of, loading, local_path
+    from mmdecode.files import overwriting
     from mmdecode.train.medusa import MedusaOptions, train_from_manifest
 
     with loading(model):
@@ -53,15 +71,17 @@ def medusa(
             heads=heads,
             limit=limit,
             device=device,
+            overwrite=overwrite,
             seed=seed,
             json=json,
         )
         return
 
     options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
-    report = train_from_manifest(
-        model, data, out, options, limit=limit, device=device, language=language
-    )
+    with overwriting(overwrite):
+        report = train_from_manifest(
+            model, data, out, options, limit=limit, device=device, language=language
+        )
     tree = report["expected_tokens_per_pass_tree"]
     console.print(
         f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "
@@ -132,6 +152,7 @@ def drafter(
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16 or fp16; the drafter's weights stay in fp32.")
     ] = "fp32",
+    overwrite: Overwrite = False,
     push: Annotated[
         str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")
     ] = None,
@@ -149,6 +170,7 @@ def drafter(
     from dataclasses import replace
 
     from mmdecode.errors import OptionError
+    from mmdecode.files import overwriting
     from mmdecode.train import drafter as recipe
     from mmdecode.train import hub
 
@@ -173,16 +195,17 @@ def drafter(
         hub.check_push(push)
     elif private is not None:
         raise OptionError("--private and --no-private are about --push; give USER/NAME with it")
-    card = recipe.train_from(
-        model,
-        data,
-        out,
-        options,
-        limit=limit,
-        device=None if device == "auto" else device,
-        precision=dtype,
-        start=start,
-    )
+    with overwriting(overwrite):
+        card = recipe.train_from(
+            model,
+            data,
+            out,
+            options,
+            limit=limit,
+            device=None if device == "auto" else device,
+            precision=dtype,
+            start=start,
+        )
     if not card:  # another process leads
         return
     console.print(
@@ -216,19 +239,24 @@ def alignment_heads(
         Path | None,
         typer.Option(help="Folder whose generation_config.json gets them; default: none."),
     ] = None,
+    overwrite: Overwrite = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     json: JsonFlag = False,
 ) -> None:
     """Find the heads whose attention follows the speech, for word timestamps."""
     from mmdecode.asr.transcriber import load
+    from mmdecode.files import overwriting
     from mmdecode.train import alignment_heads as recipe
 
-    target, processor = load(model, device, None)
-    rate = processor.feature_extractor.sampling_rate
-    waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
-    report = recipe.find_heads(target, processor, waves, method, most)
-    if out is not None:
-        recipe.write_heads(out, report["alignment_heads"])
+    with overwriting(overwrite):
+        if out is not None:
+            recipe.config_for_heads(out)  # refused before anything is computed
+        target, processor = load(model, device, None)
+        rate = processor.feature_extractor.sampling_rate
+        waves = recipe.zoo_speech(limit) if data is None else recipe.recordings(data, rate, limit)
+        report = recipe.find_heads(target, processor, waves, method, most)
+        if out is not None:
+            recipe.write_heads(out, report["alignment_heads"])
     console.print(
         f"alignment_heads {report['alignment_heads']}, median error in seconds by their number "
         f"{report['median_error_s_by_heads']}"
@@ -262,6 +290,7 @@ def corrector(
         str, typer.Option(help="Layers with adapters: attention or all-linear.")
     ] = "attention",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -269,6 +298,7 @@ def corrector(
     from dataclasses import replace
 
     from mmdecode.asr.n_best_lists import read_lists
+    from mmdecode.files import overwriting
     from mmdecode.train import corrector as recipe
 
     usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.Options(method=method)
@@ -282,7 +312,8 @@ def corrector(
         fit=replace(usual.fit, **{k: v for k, v in pace.items() if v is not None}),
     )
     lists = [one for file in data for one in read_lists(file)]
-    card = recipe.train_from_lists(model, lists, out, options, device)
+    with overwriting(overwrite):
+        card = recipe.train_from_lists(model, lists, out, options, device)
     found = card["development_decoded"]
     console.print(
         f"corrector in [bold]{out}[/bold]; of {found['lists']} held-out lists the best hypothesis "
@@ -296,11 +327,7 @@ def corrector(
 def zoo(
     name: Annotated[
         str,
-        typer.Argument(
-            help="whisper-synth, whisper-synth-medusa, aligner, lm-synth, speech-test, "
-            "joined-words, llava-scenes, scenes-test, llamagen-scenes, llamagen-digits, "
-            "var-scenes or scene-classifier."
-        ),
+        typer.Argument(help=f"One of {', '.join(RESULTS)}."),
     ],
     work: Annotated[Path, typer.Option(help="Folder for corpus and training state.")] = Path(
         "outputs/zoo"
@@ -308,6 +335,7 @@ def zoo(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the result; default: WORK/model.")
     ] = None,
+    overwrite: Overwrite = False,
     minutes: Annotated[
         float, typer.Option(help="Time box of whisper-synth's training proper.")
     ] = 80.0,
@@ -321,83 +349,78 @@ def zoo(
 ) -> None:
     """Rebuild a member of the zoo; those that speak need espeak-ng. Run again to resume."""
     from mmdecode.errors import OptionError, UnknownNameError
-    from mmdecode.train import whisper_synth
+    from mmdecode.files import overwriting, refuse_foreign_in
 
+    if name not in RESULTS:
+        raise UnknownNameError.of("zoo recipe", name, RESULTS)
     if device != "cpu" and name not in ON_CUDA:
         raise OptionError(
             f"--device {device} for {name}, which learns on the CPU; leave it out, or rebuild one "
             f"that can learn elsewhere: {', '.join(ON_CUDA)}"
         )
+    folder = out or work / RESULTS[name]
+    with overwriting(overwrite):
+        if name != "aligner":  # goes into the folder of a model, and looks at its own file
+            for part in (folder, *(one for one in folder.glob("*") if one.is_dir())):
+                refuse_foreign_in(part)
+        result = _rebuilt(name, work, folder, minutes, base, device)
+    console.print(f"result in [bold]{folder}[/bold]")
+    if json:
+        emit_json(result)
+
+
+def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device: str) -> Any:
+    """Rebuilds a member of the zoo into ``out``."""
+    from mmdecode.train import whisper_synth
+
     if name == "whisper-synth":
-        out = out or work / "model"
-        result = whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
-    elif name == "whisper-synth-medusa":
-        out = out or work / "heads"
-        result = whisper_synth.run_heads(base, work, out)
-    elif name == "aligner":
+        return whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
+    if name == "whisper-synth-medusa":
+        return whisper_synth.run_heads(base, work, out)
+    if name == "aligner":
         from mmdecode.checkpoints import local_path
         from mmdecode.train import aligner
 
-        out = out or work / "aligner"
         aligner.run(local_path(base), out, aligner.AlignerOptions())
-        result = {"folder": str(out)}
-    elif name == "lm-synth":
+        return {"folder": str(out)}
+    if name == "lm-synth":
         from mmdecode.train import lm_synth
 
-        out = out or work / "model"
-        result = lm_synth.run(lm_synth.Options(), work, out)
-    elif name == "joined-words":
+        return lm_synth.run(lm_synth.Options(), work, out)
+    if name == "joined-words":
         from mmdecode.zoo.joined_words import build_joined_words
 
-        out = out or work / "joined-words"
         build_joined_words(out)
-        result = {"folder": str(out)}
-    elif name == "speech-test":
+        return {"folder": str(out)}
+    if name == "speech-test":
         from mmdecode.zoo.speech import build_speech_test
 
-        out = out or work / "speech-test"
         build_speech_test(out)
-        result = {"folder": str(out)}
-    elif name == "llava-scenes":
+        return {"folder": str(out)}
+    if name == "llava-scenes":
         from mmdecode.train import llava_scenes
 
-        out = out or work / "model"
-        result = llava_scenes.run(llava_scenes.Options(), work, out)
-    elif name == "scenes-test":
+        return llava_scenes.run(llava_scenes.Options(), work, out)
+    if name == "scenes-test":
         from mmdecode.zoo import scene_sets
 
-        out = out or work / "scenes-test"
         scene_sets.build_scene_sets(out)
         scene_sets.write_images(out / "images")
-        result = {"folder": str(out)}
-    elif name == "llamagen-scenes":
+        return {"folder": str(out)}
+    if name == "llamagen-scenes":
         from mmdecode.train import llamagen_scenes
 
-        out = out or work / "models"
         plan = llamagen_scenes.Options() if device == "cpu" else llamagen_scenes.on_cuda()
-        result = llamagen_scenes.run(plan, work, out)
-    elif name == "llamagen-digits":
+        return llamagen_scenes.run(plan, work, out)
+    if name == "llamagen-digits":
         from mmdecode.train import llamagen_digits
 
-        out = out or work / "model"
-        result = llamagen_digits.run(llamagen_digits.Options(device=device), work, out)
-    elif name == "var-scenes":
+        return llamagen_digits.run(llamagen_digits.Options(device=device), work, out)
+    if name == "var-scenes":
         from mmdecode.train import var_scenes
 
-        out = out or work / "models"
         shapes = var_scenes.Options() if device == "cpu" else var_scenes.on_cuda()
-        result = var_scenes.run(shapes, work, out)
-    elif name == "scene-classifier":
-        from mmdecode.train import scene_classifier
+        return var_scenes.run(shapes, work, out)
+    from mmdecode.train import scene_classifier
 
-        out = out or work / "model"
-        result = scene_classifier.run(scene_classifier.Options(), work, out)
-    else:
-        known = (
-            "whisper-synth whisper-synth-medusa aligner lm-synth speech-test joined-words "
-            "llava-scenes scenes-test llamagen-scenes llamagen-digits var-scenes scene-classifier"
-        ).split()
-        raise UnknownNameError.of("zoo recipe", name, known)
-    console.print(f"result in [bold]{out}[/bold]")
-    if json:
-        emit_json(result)
+    return scene_classifier.run(scene_classifier.Options(), work, out)

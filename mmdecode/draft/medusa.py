@@ -36,6 +36,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from mmdecode.files import write_file, write_folder
 
 MANY_ROWS = 8
 """From so many on, a CPU's pass is bound by arithmetic before any draft."""
@@ -248,18 +249,21 @@ class Medusa:
         draft.nodes = nodes
         return cls(draft.heads, draft.block) if chain else draft
 
-    def save_pretrained(self, folder: str | Path, target_config: dict[str, Any]) -> None:
-        """Writes our layout, in half precision and with the published keys."""
+    def save_pretrained(
+        self, folder: str | Path, target_config: dict[str, Any], overwrite: bool = False
+    ) -> None:
+        """Writes our layout, in half precision and with the published keys.
+
+        Raises:
+            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+        """
         from safetensors.torch import save_file
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         weights = {f"medusa_heads.{k}": v for k, v in self.heads.to_layout().items()}
         if self.block is not None:
             block = self.block.state_dict()
             weights |= {f"medusa_block.{k}": v.detach().clone() for k, v in block.items()}
         half = {k: v.half().contiguous() for k, v in weights.items()}
-        save_file(half, folder / "model.safetensors")
         config = {
             "model_type": "mmdecode_medusa",
             "medusa_heads_type": "heads" if self.block is None else "medusa_block",
@@ -269,7 +273,12 @@ class Medusa:
             "cpu_nodes": self.cpu_nodes,
             "target_config": target_config,
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+        def fill(into: Path) -> None:
+            save_file(half, into / "model.safetensors")
+            write_file(into / "config.json", json.dumps(config, indent=2) + "\n")
+
+        write_folder(Path(folder), fill, overwrite)
 
     def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
         """Moves the heads to the rows; runs the block over all prompt rows but the last."""

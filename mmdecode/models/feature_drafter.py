@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from mmdecode.checkpoints import fill, local_path, read_weights
 from mmdecode.errors import InputError, UnsupportedModelError
+from mmdecode.files import write_file, write_folder
 
 Level = int | str
 """Key of `mmdecode.engine.contracts.Scores.hidden`."""
@@ -301,9 +302,13 @@ class FeatureDrafter(nn.Module):
         """The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same."""
         return None
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes ``config.json`` and half-precision weights with the published keys."""
-        save_drafter(self, self.config | {"drafter": self.kind}, folder)
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Writes ``config.json`` and half-precision weights with the published keys.
+
+        Raises:
+            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+        """
+        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
     @classmethod
     def from_weights(
@@ -331,18 +336,22 @@ def embedded(ids: Tensor, adapter: Any) -> Tensor:
     return embed(ids)
 
 
-def save_drafter(module: nn.Module, config: Mapping[str, Any], folder: str | Path) -> None:
+def save_drafter(
+    module: nn.Module, config: Mapping[str, Any], folder: str | Path, overwrite: bool = False
+) -> None:
     """Writes ``config.json`` and the weights of a module in half precision."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
         for name, value in module.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def fill(into: Path) -> None:
+        save_file(weights, into / "model.safetensors")
+        write_file(into / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    write_folder(Path(folder), fill, overwrite)
 
 
 def load_drafter(name: str | Path, kinds: Mapping[str, type[FeatureDrafter]]) -> FeatureDrafter:

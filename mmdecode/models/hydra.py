@@ -92,9 +92,13 @@ class HydraHeads(nn.Module):
         states = self.hydra_mlp[head](read)
         return self.hydra_lm_head[head](states) if self.hydra_lm_head else adapter.head(states)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes ``config.json`` and half-precision weights with the published keys."""
-        save_drafter(self, self.config | {"drafter": self.kind}, folder)
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Writes ``config.json`` and half-precision weights with the published keys.
+
+        Raises:
+            OptionError: A file that is not ours is there, and ``overwrite`` is not set.
+        """
+        save_drafter(self, self.config | {"drafter": self.kind}, folder, overwrite)
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> HydraHeads:

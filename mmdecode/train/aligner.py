@@ -20,7 +20,8 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.asr.letters import SYMBOLS, LetterHead
+from mmdecode.asr.letters import FILE, SYMBOLS, LetterHead
+from mmdecode.files import refuse_foreign
 from mmdecode.zoo import synthesis
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words
 
@@ -108,9 +109,9 @@ def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
     """
     from transformers import WhisperFeatureExtractor
 
+    refuse_foreign([out / FILE])
     extractor = WhisperFeatureExtractor.from_pretrained(model_folder, trust_remote_code=False)
     data = draw_joined_words(options.sentences, options.seed, "train", extractor.chunk_length)
     head = train_aligner(extractor, data, options)
-    out.mkdir(parents=True, exist_ok=True)
     head.save_pretrained(out)
     return head

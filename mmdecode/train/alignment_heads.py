@@ -25,6 +25,7 @@ from mmdecode.asr.words import Token, split_words
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.setup import token_ids
 from mmdecode.errors import InputError
+from mmdecode.files import refuse_foreign, write_file
 from mmdecode.train.medusa import greedy, whisper_prompt
 
 
@@ -200,8 +201,25 @@ def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:
         yield np.concatenate([lead, engine.speak(text, synthesis.Voice.draw(rng)), lead])
 
 
+def config_for_heads(folder: Path) -> dict[str, Any]:
+    """The ``generation_config.json`` of a checkpoint's folder, which `write_heads` may replace.
+
+    Raises:
+        OptionError: It is not ours, and nothing allows to replace it.
+        InputError: It cannot be read.
+    """
+    file = folder / "generation_config.json"
+    refuse_foreign([file])
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"{file} cannot be read ({error}); expected the folder of a Whisper checkpoint"
+        ) from error
+
+
 def write_heads(folder: Path, heads: list[list[int]]) -> None:
     """Puts ``alignment_heads`` into the ``generation_config.json`` of a checkpoint's folder."""
-    file = folder / "generation_config.json"
-    config = json.loads(file.read_text()) | {"alignment_heads": heads}
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config = config_for_heads(folder) | {"alignment_heads": heads}
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    write_file(folder / "generation_config.json", text)

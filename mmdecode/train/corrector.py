@@ -15,7 +15,6 @@ second also padding, and ends its answers twice.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +38,15 @@ from mmdecode.asr.correction import (
 from mmdecode.asr.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.wer import count_errors
-from mmdecode.files import RUN, check_settings, note_settings
+from mmdecode.files import (
+    RUN,
+    check_settings,
+    marked_json,
+    note_settings,
+    refuse_foreign_in,
+    write_file,
+    write_folder,
+)
 from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.medusa import write_state
 
@@ -281,7 +288,6 @@ def train(
         OptionError: ``work`` belongs to a training with other settings or lists.
     """
     settings = {"options": asdict(options), "base": base, "lists": len(data.training)}
-    work.mkdir(parents=True, exist_ok=True)
     if (work / RUN).exists():
         check_settings(work, settings, resume=True)
     note_settings(work, settings)
@@ -307,13 +313,12 @@ def train(
         work=work,
     )
     learnt.load_state_dict(torch.load(best, map_location=device, weights_only=True))
-    out.mkdir(parents=True, exist_ok=True)
     if options.method == "scratch":
         save_half(model, out)
         learnt.load_state_dict({n: p.half().float() for n, p in learnt.state_dict().items()})
     else:
-        model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+        write_folder(out, model.save_pretrained)
+    write_folder(out, tokenizer.save_pretrained)
     options.prompts.save(out)
     if options.method == "lora":
         model = model.merge_and_unload()
@@ -336,7 +341,7 @@ def train(
         },
         "development_decoded": decoded(model, tokenizer, data.development, options),
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_file(out / "card.json", marked_json(card))
     return card
 
 
@@ -389,6 +394,7 @@ def train_from_lists(
             f"method {options.method!r} with model {model_id!r}; 'scratch' builds its own model, "
             "the others need one"
         )
+    refuse_foreign_in(out)
     data = Data.of(lists)
     if model_id is None:
         tokenizer = build_tokenizer(data.training)

@@ -32,7 +32,17 @@ from mmdecode.engine.contracts import Adapter, Context, Draft, Guide, Needs, Sco
 from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import RUN, append_line, check_settings, complete_lines, note_settings
+from mmdecode.files import (
+    RUN,
+    append_line,
+    check_settings,
+    complete_lines,
+    marked_json,
+    note_settings,
+    open_append,
+    refuse_foreign_in,
+    write_file,
+)
 from mmdecode.models.dream import Dream
 from mmdecode.models.feature_drafter import FeatureDrafter
 from mmdecode.train.begin import begun
@@ -158,7 +168,7 @@ def answered(target: Target, requests: Sequence[Any], options: Options, file: Pa
     known = _known(file)
     missing = [request for request in requests if request.id not in known]
     if missing:
-        with file.open("ab") as opened:
+        with open_append(file) as opened:
             for start in progress(range(0, len(missing), target.at_once), "answers"):
                 asked = missing[start : start + target.at_once]
                 answers = target.answers(asked, options)
@@ -273,9 +283,13 @@ def train(
         "processes": worker.size,
     }
     answers = work / "answers.jsonl"
+    recipe = RECIPES[options.kind]
+    untrained = recipe.build(target.adapter, [], options)  # refuses before anything is written
+    if start is not None:
+        begun(untrained, start, type(target.model).__name__)
+    del untrained
 
     def prepare() -> None:
-        work.mkdir(parents=True, exist_ok=True)
         if (work / RUN).exists():
             check_settings(work, settings, resume=True)
         note_settings(work, settings)
@@ -286,7 +300,6 @@ def train(
     learnt, held_out, tested = samples[: ends[0]], samples[ends[0] : ends[1]], samples[ends[1] :]
     model, adapter = target.model, target.adapter
     with frozen(model):
-        recipe = RECIPES[options.kind]
         torch.manual_seed(options.fit.seed)
         module = recipe.build(adapter, learnt, options)
         if start is not None:
@@ -339,7 +352,7 @@ def train(
                 "accepted_by_position": [round(share, 3) for share in result.by_position],
                 "entropy_bits_per_token": round(entropy(target, tested or held_out), 3),
             }
-            (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+            write_file(out / "card.json", marked_json(card))
             return card
 
         return worker.first(finish)
@@ -374,6 +387,7 @@ def train_from(
     Returns:
         The card; in processes that do not lead, nothing.
     """
+    refuse_foreign_in(out, but=["README.md"])  # a page of the user's is left as it is
     worker = Worker(device, precision)
     target = loaded(model_id, worker.device, PRECISIONS[precision])
     requests = requests_for(target, data, limit)
@@ -384,6 +398,6 @@ def train_from(
     worker.leave()
     if worker.rank:
         return {}
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_file(out / "card.json", marked_json(card))
     write_model_page(out, card)
     return card

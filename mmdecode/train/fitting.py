@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mmdecode.files import write_file, write_folder
 from mmdecode.train.medusa import write_state
 from mmdecode.train.workers import Alone
 
@@ -89,7 +90,6 @@ def fit(
         The log: step, training and held-out bits per code, seconds so far.
     """
     worker = worker or Alone()
-    work.mkdir(parents=True, exist_ok=True)
     optimizers = optimizers_of(learner, options)
     state_file, begun = work / "state.pt", 0
     log: list[dict[str, float]] = []
@@ -135,7 +135,7 @@ def fit(
                 parts["scaler"] = worker.scaler.state_dict()
             write_state(state_file, parts | {"step": done, "log": log})
             lines = [json.dumps({k: round(v, 4) for k, v in row.items()}) for row in log]
-            (work / "log.jsonl").write_text("\n".join(lines) + "\n")
+            write_file(work / "log.jsonl", "\n".join(lines) + "\n")
     return log
 
 
@@ -173,7 +173,24 @@ def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
     """Half-precision weights under a config that says float32."""
-    copy.deepcopy(model).half().save_pretrained(folder)
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text()) | {"dtype": "float32"}
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    half = copy.deepcopy(model).half()
+
+    def fill(into: Path) -> None:
+        half.save_pretrained(into)
+        say_float32(into)
+
+    write_folder(folder, fill)
+
+
+def say_float32(into: Path, *parts: str) -> None:
+    """Corrects the ``config.json`` that was just saved, so that weights are loaded as float32.
+
+    Args:
+        into: The folder that `write_folder` fills.
+        parts: Keys of inner configurations that say it too.
+    """
+    file = into / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text())
+    for one in (config, *(config[part] for part in parts)):
+        one["dtype"] = "float32"
+    write_file(file, json.dumps(config, indent=2, sort_keys=True) + "\n", overwrite=True)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError, OptionError
+from mmdecode.files import LISTING, MAKER, is_own, write_file
 
-OURS = "<!-- Written by mmdecode from card.json; without this line the page is left as it is. -->"
+OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
 """How a kind is named and found in a draft's string, where not as ``KIND:path=``."""
-LEFT_OUT = ["state/**", ".cache/**", "*.tmp"]
-"""Of a folder: what a training needs to go on."""
+LEFT_OUT = ["state/**", ".cache/**", "*.tmp", LISTING]
+"""Of a folder: what a training needs to go on, and what says which files are ours."""
 
 
 def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
@@ -28,8 +29,8 @@ def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = ""
         name: Its id on the Hub; ``""``: the folder's name.
     """
     page = Path(folder) / "README.md"
-    if not page.exists() or OURS in page.read_text(encoding="utf-8"):
-        page.write_text(model_page(card, name or Path(folder).name), encoding="utf-8")
+    if not page.exists() or is_own(page):
+        write_file(page, model_page(card, name or Path(folder).name))
     return page
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from mmdecode.files import marked_json, write_file
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, padding_mask
 from mmdecode.train.fitting import BITS
@@ -113,7 +114,7 @@ def write_setting(setting: Setting, folder: Path) -> None:
     told = {"do_sample": True, "guidance_scale": setting.scale} | {
         name: value for name, value in asdict(setting.sampling).items() if name != "order"
     }
-    (folder / "generation_config.json").write_text(json.dumps(told, indent=2) + "\n")
+    write_file(folder / "generation_config.json", json.dumps(told, indent=2) + "\n")
 
 
 def entropy_of(law: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def write_card(
         numbers: All that was measured.
     """
     card = {"what": what, "measured": measured} | numbers
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_file(folder / "card.json", marked_json(card))
     text = _README.format(
         name=folder.name,
         recipe=recipe,
@@ -251,5 +252,5 @@ def write_card(
         measured=measured,
         facts="\n".join(f"- {fact}" for fact in facts),
     )
-    (folder / "README.md").write_text(text)
+    write_file(folder / "README.md", text)
     return card

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmdecode.files import append_line, open_append
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.train.fitting import progress, save_half
 from mmdecode.train.medusa import write_state
@@ -143,7 +144,6 @@ def train(
     save_every_s: float = 120.0,
 ) -> None:
     """Trains a tokenizer into ``out``; ``work`` holds state and log, from which it goes on."""
-    work.mkdir(parents=True, exist_ok=True)
     model = options.build().train()
     codebook = Codebook(model, options.decay)
     learnt = [p for p in model.parameters() if p.requires_grad]
@@ -159,8 +159,9 @@ def train(
     def save(done: int, loss: float) -> None:
         parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         write_state(state_file, parts | {"codebook": codebook.state(), "step": done})
-        with (work / "log.jsonl").open("a") as log:
-            log.write(json.dumps({"step": done, "loss": round(loss, 4)}) + "\n")
+        with open_append(work / "log.jsonl") as log:
+            row = json.dumps({"step": done, "loss": round(loss, 4)})
+            append_line(log, row.encode() + b"\n")
 
     average, saved = math.nan, time.monotonic()
     for step in progress(range(begun, options.steps), "tokenizer"):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from mmdecode.files import write_arrays, write_folder
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
 from mmdecode.train import fitting, image_codes, image_tokenizer
@@ -191,18 +192,17 @@ def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: in
 
 def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
     """The training pictures' codes, in shards that are kept; resumable."""
-    folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for start in progress(range(0, options.pictures, SHARD), "encoding"):
         file = folder / f"{start:07d}.npz"
         seeds = range(CORPUS_SEED + start, CORPUS_SEED + min(start + SHARD, options.pictures))
         if not file.exists():
             made = encode(model, seeds, workers=options.workers)
-            partial = file.with_suffix(".tmp.npz")
-            np.savez_compressed(
-                partial, codes=made.codes.numpy().astype(np.uint16), classes=made.classes.numpy()
-            )
-            partial.rename(file)
+            shard = {
+                "codes": made.codes.numpy().astype(np.uint16),
+                "classes": made.classes.numpy(),
+            }
+            write_arrays(file, shard, packed=True)
         with np.load(file) as stored:
             codes = torch.from_numpy(stored["codes"].astype(np.int64))
             classes = torch.from_numpy(stored["classes"])
@@ -342,7 +342,7 @@ class Learner(nn.Module):
             save_half(tokenizer, folder / "vq")
         if self.reader is not None:
             save_half(self.reader.encoder, folder / "text_encoder")
-            self.reader.tokenizer.save_pretrained(folder)
+            write_folder(folder, self.reader.tokenizer.save_pretrained)
 
 
 def held_out(model: VQModel, options: Options) -> tuple[Corpus, Corpus]:

@@ -36,6 +36,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mmdecode.files import append_line, open_append, write_file, write_folder
+from mmdecode.train.fitting import say_float32
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo import scene_sets, scene_text
 from mmdecode.zoo.scene_text import Exchange
@@ -437,7 +439,6 @@ def train(options: Options, work: Path, out: Path, *, save_every_s: float = 240.
     Run again with the same ``work`` it goes on where it was; the result is the same as without
     the interruption.
     """
-    work.mkdir(parents=True, exist_ok=True)
     processor = build_processor(options)
     learner = Learner(options, processor).train()
     packer = Packer(processor)
@@ -465,8 +466,8 @@ def train(options: Options, work: Path, out: Path, *, save_every_s: float = 240.
             export(learner.model, processor, options, out)
         else:
             row["pope"] = tower_accuracy(learner, 240)
-        with (work / "log.jsonl").open("a") as log:
-            log.write(json.dumps(row) + "\n")
+        with open_append(work / "log.jsonl") as log:
+            append_line(log, json.dumps(row).encode() + b"\n")
 
     saved = time.monotonic()
     while step < options.steps:
@@ -563,17 +564,17 @@ def export(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: Options, out: Path
 ) -> None:
     """Half-precision weights, float32 in the config, and the processor beside them."""
-    out.mkdir(parents=True, exist_ok=True)
     clone = LlavaForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
-    clone.half().save_pretrained(out)
-    config = json.loads((out / "config.json").read_text())
-    for part in (config, config["text_config"], config["vision_config"]):
-        part["dtype"] = "float32"
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    processor.save_pretrained(out)
-    (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+
+    def fill(into: Path) -> None:
+        clone.half().save_pretrained(into)
+        say_float32(into, "text_config", "vision_config")
+        processor.save_pretrained(into)
+        write_file(into / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
+
+    write_folder(out, fill)
 
 
 def run(options: Options, work: Path, out: Path) -> dict[str, Any]:

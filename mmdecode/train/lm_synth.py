@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode.asr.correction import ListPrompts, PromptOptions
 from mmdecode.asr.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
+from mmdecode.files import write_file, write_folder
 from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo import grammar, synthesis
@@ -135,7 +136,6 @@ def make_lists(folder: Path, options: Options) -> list[NBestList]:
     """Speaks training sentences in noise and has the recogniser hear them; resumable by shards."""
     from mmdecode.asr import Transcriber
 
-    folder.mkdir(parents=True, exist_ok=True)
     engine: synthesis.Espeak | None = None
     hearer: Transcriber | None = None
     found: list[NBestList] = []
@@ -309,11 +309,10 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         work=work,
     )
     model.load_state_dict(torch.load(best, weights_only=True))
-    out.mkdir(parents=True, exist_ok=True)
     save_half(model, out)
-    tokenizer.save_pretrained(out)
+    write_folder(out, tokenizer.save_pretrained)
     options.prompts.save(out)
-    (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+    write_file(out / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
     kept = min(log, key=lambda row: row["held_out"])
     return {
         "folder": str(out),

@@ -12,7 +12,6 @@ them (mean over heads of the cross-entropy of head k at t with the label at t + 
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import time
@@ -37,6 +36,14 @@ from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
 from mmdecode.errors import InputError, OptionError
+from mmdecode.files import (
+    LISTING,
+    marked_json,
+    refuse_foreign_in,
+    remove_empty,
+    write_file,
+    write_folder,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +272,8 @@ def train_heads(
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Training state, written beside and renamed: a kill leaves the older one."""
-    partial = path.with_suffix(".tmp")
-    torch.save(state, partial)
-    partial.rename(path)
+    """Training state; a kill leaves the older one."""
+    write_folder(path.parent, lambda into: torch.save(state, into / path.name))
 
 
 @torch.no_grad()
@@ -381,6 +386,7 @@ def train_from_manifest(
     from mmdecode.asr.transcriber import load
     from mmdecode.engine.decoder import Decoder
 
+    refuse_foreign_in(out)
     model, processor = load(model_name, device, torch.float32)
     model = model.eval()
     extractor = processor.feature_extractor
@@ -406,13 +412,13 @@ def train_from_manifest(
     began = time.time()
     samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
     state = out / "state"
-    state.mkdir(parents=True, exist_ok=True)
     draft, report = train_heads(model, samples, options, state / f"{options.kind}.pt")
     draft.save_pretrained(out, target_config(model))
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    for file in itertools.chain(state.glob("*.pt"), [state]):
-        file.unlink() if file.is_file() else file.rmdir()
+    write_file(out / "report.json", marked_json(report))
+    for file in (*state.glob("*.pt"), state / LISTING):
+        file.unlink(missing_ok=True)
+    remove_empty([state])
     return report
 
 

@@ -8,7 +8,6 @@ noise, since what it will judge came through a tokenizer.
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.evaluation.image_classifier import Classifier, import_timm
+from mmdecode.files import marked_json, write_file, write_folder
 from mmdecode.train.fitting import BITS, FitOptions, fit
 from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE
@@ -130,14 +130,17 @@ def export(network: nn.Module, folder: Path) -> None:
     """Half-precision weights and the configuration, as timm reads them."""
     from timm.models import save_for_hf
 
-    save_for_hf(
-        copy.deepcopy(network).half(),
-        str(folder),
-        model_config={"label_names": list(NOUNS)},
-        model_args=WIDTHS,
-        safe_serialization=True,
-        data_config={"input_size": (3, SIDE, SIDE), "mean": [0.5] * 3, "std": [0.5] * 3},
-    )
+    def fill(into: Path) -> None:
+        save_for_hf(
+            copy.deepcopy(network).half(),
+            str(into),
+            model_config={"label_names": list(NOUNS)},
+            model_args=WIDTHS,
+            safe_serialization=True,
+            data_config={"input_size": (3, SIDE, SIDE), "mean": [0.5] * 3, "std": [0.5] * 3},
+        )
+
+    write_folder(folder, fill)
 
 
 def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
@@ -167,5 +170,5 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         "unseen_pictures_of_seen_scans": seen_scans,
         "recipe": asdict(options),
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_file(out / "card.json", marked_json(card))
     return {"folder": str(out)} | card

@@ -15,6 +15,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
+from mmdecode.files import write_arrays
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.synthesis import SAMPLING_RATE
 
@@ -56,7 +57,6 @@ def ctc_ids(text: str) -> list[int]:
 
 def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) -> None:
     """Speak ``count`` training sentences into ``folder`` (shards of int16 samples); resumable."""
-    folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     engine = synthesis.Espeak()
     for start in track(range(0, count, shard), description="speaking"):
@@ -68,9 +68,8 @@ def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) ->
         waves = [engine.speak(t, synthesis.Voice.draw(rng)) for t in texts]
         samples = np.concatenate([(w * 32767).astype(np.int16) for w in waves])
         ends = np.cumsum([len(w) for w in waves])
-        partial = path.with_suffix(".tmp.npz")
-        np.savez(partial, samples=samples, ends=ends, texts=np.array(texts))
-        partial.rename(path)
+        shard = {"samples": samples, "ends": ends, "texts": np.array(texts)}
+        write_arrays(path, shard)
 
 
 @dataclass

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmdecode.files import write_file
 from mmdecode.image_ar.next_scale import VAR, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
 from mmdecode.models.var import VarConfig, VarForImageGeneration
@@ -439,6 +440,6 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         train_transformer(name, options, tokenizer, work / name, out / name)
     numbers = write_cards(options, out)
     for name in numbers:
-        (out / name / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+        write_file(out / name / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
     weights = sum(file.stat().st_size for file in out.glob("*/model.safetensors"))
     return {"folder": str(out), "weights_mb": round(weights / 1e6, 2)} | numbers

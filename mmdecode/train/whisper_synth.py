@@ -38,7 +38,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
+from mmdecode.files import append_line, marked_json, open_append, write_file, write_folder
 from mmdecode.train import medusa
+from mmdecode.train.fitting import say_float32
 from mmdecode.train.speech_windows import (
     CTC_SYMBOLS,
     HOP,
@@ -221,7 +223,6 @@ def rate_at(progress: float, step: int, peak: float) -> float:
 
 def train(options: Options, work: Path, out: Path) -> None:
     """Run the recipe; ``work`` holds corpus and training state, ``out`` receives the model."""
-    work.mkdir(parents=True, exist_ok=True)
     processor = build_processor(options.merges, options.seed)
     model = build_model(options, processor)
     head = CTCHead(options.width)
@@ -278,8 +279,8 @@ def train(options: Options, work: Path, out: Path) -> None:
                 "ctc": round(float(running[1]), 4),
                 "seen": seen,
             }
-            with (work / "log.jsonl").open("a") as log:
-                log.write(json.dumps(row) + "\n")
+            with open_append(work / "log.jsonl") as log:
+                append_line(log, json.dumps(row).encode() + b"\n")
         if time.time() - saved > 240:
             save_state(state_file, model, head, optimizer, step, spent)
             export(model, head, processor, options, out)
@@ -319,17 +320,19 @@ def export(
     """Half-precision weights, float32 in the config, processor and CTC head beside them."""
     from safetensors.torch import save_file
 
-    out.mkdir(parents=True, exist_ok=True)
     clone = WhisperForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
-    clone.half().save_pretrained(out)
-    config = json.loads((out / "config.json").read_text())
-    config["dtype"] = "float32"
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    processor.save_pretrained(out)
-    save_file({k: v.half() for k, v in head.state_dict().items()}, out / "ctc_head.safetensors")
-    (out / "recipe.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+    letters = {k: v.half() for k, v in head.state_dict().items()}
+
+    def fill(into: Path) -> None:
+        clone.half().save_pretrained(into)
+        say_float32(into)
+        processor.save_pretrained(into)
+        save_file(letters, into / "ctc_head.safetensors")
+        write_file(into / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
+
+    write_folder(out, fill)
 
 
 def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
@@ -377,5 +380,5 @@ def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, 
         draft, reports[kind] = medusa.train_heads(model, samples, options, work / f"{kind}.pt")
         draft.cpu_nodes = 5  # measured: 12 nodes give more tokens a pass and take more time
         draft.save_pretrained(out / kind, medusa.target_config(model))
-        (out / kind / "report.json").write_text(json.dumps(reports[kind], indent=2) + "\n")
+        write_file(out / kind / "report.json", marked_json(reports[kind]))
     return {"folder": str(out)} | reports

@@ -7,6 +7,7 @@ by `build_joined_words` from sentences and voices that the zoo's models were nev
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mmdecode.files import write_file
+from mmdecode.tables import write_rows
 from mmdecode.zoo import grammar, synthesis
 
 FOLDER = Path(__file__).parent / "data" / "joined-words"
@@ -105,11 +108,11 @@ def build_joined_words(folder: Path = FOLDER, count: int = 6, seed: int = 2026) 
     """Speaks the test set; needs espeak-ng."""
     import soundfile
 
-    folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, joined in enumerate(draw_joined_words(count, seed, "test", 8.0)):
         name = f"joined_{index}.ogg"
-        soundfile.write(folder / name, joined.wave, RATE, format="OGG", subtype="VORBIS")
+        data = io.BytesIO()
+        soundfile.write(data, joined.wave, RATE, format="OGG", subtype="VORBIS")
+        write_file(folder / name, data.getvalue())
         rows.append({"file": name} | {k: v for k, v in asdict(joined).items() if k != "wave"})
-    lines = [json.dumps(row) for row in rows]
-    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+    write_rows(folder / "manifest.jsonl", rows)

@@ -8,6 +8,7 @@ test apart; `build_scene_sets` writes them. Images do not ship: their names say 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 from collections import Counter
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmdecode.errors import InputError, MissingExtraError
+from mmdecode.files import write_file
 from mmdecode.zoo.scene_text import (
     DESCRIBE,
     count_question,
@@ -287,11 +289,12 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("writing images needs Pillow", extra="vlm") from error
-    folder.mkdir(parents=True, exist_ok=True)
     if images is None:
         images = [row["image"] for part in FIRST_SEED for s in SETS for row in scene_rows(part, s)]
     for name in dict.fromkeys(images):
-        Image.fromarray(render(scene_of(name))).save(folder / name)
+        data = io.BytesIO()
+        Image.fromarray(render(scene_of(name))).save(data, "PNG")
+        write_file(folder / name, data.getvalue())
 
 
 def build_scene_sets(folder: Path = FOLDER) -> None:
@@ -302,13 +305,12 @@ def build_scene_sets(folder: Path = FOLDER) -> None:
         sets["chair"] = captions(scenes[:200])
         sets["mme"] = mme(seed + 100_000, 60)
         sets["spatial"] = spatial(part, 100)
-        (folder / part).mkdir(parents=True, exist_ok=True)
         for name, rows in sets.items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             packed = gzip.compress(lines.encode(), mtime=0)
-            (folder / part / f"{name}.jsonl.gz").write_bytes(packed)
+            write_file(folder / part / f"{name}.jsonl.gz", packed)
     lines = "".join(", ".join((noun, *SYNONYMS.get(noun, ()))) + "\n" for noun in NOUNS)
-    (folder / "synonyms.txt").write_text(lines)
+    write_file(folder / "synonyms.txt", lines)
 
 
 def scene_rows(part: Part, name: str) -> list[Row]:

@@ -6,6 +6,7 @@ each clip's seed when they are asked for.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Literal
 import numpy as np
 
 from mmdecode.errors import OptionError
+from mmdecode.files import write_file
+from mmdecode.tables import write_rows
 
 FOLDER = Path(__file__).parent / "data" / "speech-test"
 NOISY_SNR_DB = 3.0
@@ -86,7 +89,6 @@ def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
 
     from mmdecode.zoo import grammar, synthesis
 
-    folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     engine = synthesis.Espeak()
     texts = iter(dict.fromkeys(grammar.sentences(400, seed, "test")))  # no sentence twice
@@ -96,11 +98,12 @@ def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
         return np.zeros(round(rng.uniform(low, high) * synthesis.SAMPLING_RATE), dtype=np.float32)
 
     def write(name: str, voice: synthesis.Voice, said: list[str], wave: np.ndarray) -> None:
-        path = folder / f"{name}.ogg"
+        path, data = folder / f"{name}.ogg", io.BytesIO()
         rate = synthesis.SAMPLING_RATE
-        with soundfile.SoundFile(path, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
+        with soundfile.SoundFile(data, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
             for start in range(0, len(wave), rate):  # libsndfile crashes on long single writes
                 file.write(wave[start : start + rate])
+        write_file(path, data.getvalue())
         rows.append(
             {
                 "name": name,
@@ -126,5 +129,4 @@ def build_speech_test(folder: Path = FOLDER, seed: int = 2026) -> None:
         said.append(next(texts))
         parts += [engine.speak(said[-1], voice), pause(0.3, 1.0)]
     write("recording", voice, said, np.concatenate(parts))
-    lines = [json.dumps(row) for row in rows]
-    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+    write_rows(folder / "manifest.jsonl", rows)

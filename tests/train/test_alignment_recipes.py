@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
 from mmdecode.asr.letters import SYMBOLS, LetterHead
 from mmdecode.asr.words import Token
+from mmdecode.errors import OptionError
+from mmdecode.files import overwriting
 from mmdecode.train.aligner import AlignerOptions, frame_labels, train_aligner
 from mmdecode.train.alignment_heads import Aligned, score_heads, write_heads
 from mmdecode.zoo.joined_words import joined_words
@@ -40,6 +43,10 @@ def test_the_head_that_follows_the_speech_scores_best():
 
 def test_heads_are_written_beside_what_was_there(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    with pytest.raises(OptionError, match=r"generation_config\.json: there already"):
+        write_heads(tmp_path, [[1, 2]])
+    with overwriting():
+        write_heads(tmp_path, [[1, 2]])
     write_heads(tmp_path, [[1, 2]])
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"eos_token_id": 3, "alignment_heads": [[1, 2]]}

@@ -12,6 +12,7 @@ from mmdecode.asr.correction import NO_LABEL, Corrector, ListPrompts, PromptOpti
 from mmdecode.asr.n_best_lists import NBestList, place, split, write_lists
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
+from mmdecode.files import MAKER
 from mmdecode.train import corrector as recipe
 from mmdecode.train.corrector import (
     FROM_SCRATCH,
@@ -162,7 +163,7 @@ def test_adapters_are_trained_kept_and_loaded(family, tmp_path):
     bits = card["development_bits_per_token"]
     assert bits["after"] < bits["before"]
     assert card["parameters_learnt"] < own.num_parameters() / 2
-    assert json.loads((out / "card.json").read_text()) == card
+    assert json.loads((out / "card.json").read_text()) == {"made_by": MAKER} | card
     rows = [json.loads(line) for line in (out / "state" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 6]
     state = torch.load(out / "state" / "state.pt", weights_only=True)["modules"]

@@ -19,6 +19,7 @@ from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.files import MAKER
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train import drafter as recipe
 from mmdecode.train import drafter_recipes as recipes
@@ -242,7 +243,8 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     options = replace(SMALL, kind=kind, **having(kind, draft_vocabulary=40))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     card = train(Texts(model, build), requests(12), options, tmp_path / "state", tmp_path)
-    assert json.loads((tmp_path / "card.json").read_text()) == json.loads(json.dumps(card))
+    kept = json.loads((tmp_path / "card.json").read_text())
+    assert kept == json.loads(json.dumps({"made_by": MAKER} | card))
     assert 1 <= card["tokens_per_pass"] <= 3
     assert len(card["accepted_by_position"]) == 2
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

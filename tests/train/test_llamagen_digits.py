@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmdecode.files import MAKER
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
 from mmdecode.train.fitting import FitOptions
 from mmdecode.train.llamagen_digits import LEVELS, Options, run, shift, split
@@ -47,7 +48,7 @@ def test_the_recipe_makes_a_model_and_its_card(tmp_path):
     assert model.config.grey
     assert model.config.vocab_size == LEVELS
     card = json.loads((tmp_path / "out" / "card.json").read_text())
-    assert card == {k: v for k, v in found.items() if k != "folder"}
+    assert card == {"made_by": MAKER} | {k: v for k, v in found.items() if k != "folder"}
     assert set(card["bits_per_code"]) == {"training", "development", "test"}
     again = run(OPTIONS, tmp_path / "work", tmp_path / "out")
     assert again == found

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, T5EncoderModel
 
 from mmdecode.checkpoints import ZOO
+from mmdecode.files import MAKER
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
@@ -65,7 +66,7 @@ def test_the_recipe_makes_three_folders_that_load(made):
         assert model.dtype == torch.float32
         assert model.config.caption_slots == (SLOTS if part == "caption" else 0)
         card = json.loads((folder / "out" / name / "card.json").read_text())
-        assert card == cards[name]
+        assert card == {"made_by": MAKER} | cards[name]
         assert card["parameters"] == model.num_parameters()
         assert card["decoding"]["guidance"] == OPTIONS.setting.scale
         said = (folder / "out" / name / "README.md").read_text()
