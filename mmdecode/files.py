@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -474,29 +475,56 @@ def explained(place: Path) -> Iterator[None]:
 
 
 def find_files(paths: Iterable[str], suffixes: Collection[str], kind: str) -> list[str]:
+    """Named files as they are, folders searched; each file once. See `files_below`."""
+    return list(files_below(paths, suffixes, kind))
+
+
+def files_below(paths: Iterable[str], suffixes: Collection[str], kind: str) -> dict[str, str]:
     """Named files as they are, folders searched; each file once.
+
+    Links to files are read. Links to folders are not followed, so that no search runs in circles;
+    they, and links that lead nowhere, are named in a warning. A folder that is named itself is
+    searched even where it is a link.
 
     Args:
         paths: Of files and folders.
         suffixes: Endings by which a file in a folder is meant, with their dot.
         kind: What such files hold, for the message.
 
+    Returns:
+        The folder of each file below the folder that was named: empty for files in that folder and
+        for files that were named themselves.
+
     Raises:
         InputError: A folder holds no such file.
     """
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for path in paths:
         if not os.path.isdir(path):
-            found[path] = None
+            found.setdefault(path, "")
             continue
-        inside = [
-            str(file)
-            for file in sorted(Path(path).rglob("*"))
-            if file.suffix.lower() in suffixes and file.is_file() and file.name[0] != "."
-        ]
+        inside = dict(_searched(Path(path), suffixes))
         if not inside:
             raise InputError(
                 f"the folder {path} holds no {kind} files; expected {', '.join(sorted(suffixes))}"
             )
-        found.update(dict.fromkeys(inside))
-    return list(found)
+        found.update({file: below for file, below in inside.items() if file not in found})
+    return found
+
+
+def _searched(folder: Path, suffixes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Files in a folder, and the folder of each below it; what is skipped is warned of."""
+    for file in sorted(folder.rglob("*")):
+        meant = file.suffix.lower() in suffixes and file.name[0] != "."
+        if file.is_symlink() and file.is_dir():
+            _warn_of_skipped(file, "a link to a folder, not followed; name it to search it")
+        elif meant and file.is_file():
+            below = str(file.parent.relative_to(folder))
+            yield str(file), "" if below == "." else below
+        elif meant and file.is_symlink():
+            _warn_of_skipped(file, f"a link that leads nowhere ({os.readlink(file)})")
+
+
+def _warn_of_skipped(path: Path, what: str) -> None:
+    text = f"skipped {path}: {what}"
+    warnings.warn(text.encode("utf-8", "backslashreplace").decode(), stacklevel=2)

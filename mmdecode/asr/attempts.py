@@ -93,7 +93,7 @@ class Attempts:
         """
         options, width = self.options, prompt.shape[1]
         no_speech: list[float | None] = [None] * len(prompt)
-        if options.no_speech_threshold is not None:
+        if options.no_speech_threshold is not None or options.scores:
             no_speech = self._no_speech(prompt, audio)
         if options.beams > 1 and not temperature:
             found = self.searched(prompt, audio, options.beams, 1)
@@ -104,7 +104,7 @@ class Attempts:
             for result in results:
                 self.judge(result)
             return results
-        scored = options.logprob_threshold is not None
+        scored = options.logprob_threshold is not None or options.scores
         config = self.generation(width)
         config.update(
             do_sample=temperature > 0,

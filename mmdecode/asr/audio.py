@@ -248,7 +248,7 @@ def _readable(source: Source) -> Blocks:
     except Truncated as error:
         if empty or not source.allow_truncated:
             raise InputError(str(error)) from error
-        source.missing[:] = [str(error)]
+        source.missing[:] = [str(error).partition(";")[0]]
 
 
 def import_or_explain(module: str, purpose: str) -> Any:
@@ -421,8 +421,8 @@ def _container(container: Any, av: Any) -> Blocks:
 
 def _truncated(what: str) -> Truncated:
     return Truncated(
-        f"is truncated or damaged: it {what}; copy or download it again, or convert what is left "
-        "with ffmpeg"
+        f"is truncated or damaged: it {what}; copy or download it again, convert what is left with "
+        "ffmpeg, or transcribe what is left with --allow-truncated (allow_truncated=True)"
     )
 
 

@@ -1,5 +1,7 @@
 """Transcripts as text, subtitles, tables and JSON, and safe names for the files.
 
+``whisper-json`` is what the command line of openai-whisper writes as JSON, for tools that read it.
+
 A writer takes a `Transcript` and returns the whole file. Files are written under a temporary name
 and renamed, so that a file that exists is complete.
 """
@@ -10,11 +12,13 @@ import dataclasses
 import os
 import re
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.subtitles import DEFAULT, Layout, clean, cues
+from mmdecode.asr.words import SPACELESS
 from mmdecode.errors import OptionError, did_you_mean
 from mmdecode.files import to_json
 
@@ -66,6 +70,63 @@ def jsonl(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     return "".join(to_json(dataclasses.asdict(s)) + "\n" for s in transcript.segments)
 
 
+def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
+    """JSON with the keys of openai-whisper: ``text``, ``segments`` and ``language``.
+
+    Segments of one window share ``seek`` (its first frame, of a hundredth of a second),
+    ``avg_logprob``, ``no_speech_prob`` and ``compression_ratio``. Texts begin with the space that
+    openai-whisper leaves before words.
+
+    Raises:
+        OptionError: Segments have no scores; `mmdecode.asr.TranscribeOptions` says how to ask.
+    """
+    space = "" if transcript.language in SPACELESS else " "
+    texts: dict[float, str] = {}  # by window
+    for segment in transcript.segments:
+        texts[segment.window_s] = texts.get(segment.window_s, "") + space + segment.text
+    segments = []
+    for number, segment in enumerate(transcript.segments):
+        if segment.avg_logprob is None or segment.no_speech_prob is None:
+            raise OptionError(
+                "whisper-json has avg_logprob and no_speech_prob of every segment, and they were "
+                "not computed; transcribe with scores=True"
+            )
+        found: dict[str, Any] = {
+            "id": number,
+            "seek": round(100 * segment.window_s),
+            "start": segment.start_s,
+            "end": segment.end_s,
+            "text": space + segment.text,
+            "tokens": segment.tokens,
+            "temperature": segment.temperature,
+            "avg_logprob": max(segment.avg_logprob, _LEAST),
+            "compression_ratio": _compression_ratio(texts[segment.window_s]),
+            "no_speech_prob": segment.no_speech_prob,
+        }
+        if segment.words is not None:
+            found["words"] = [
+                {"word": w.text, "start": w.start_s, "end": w.end_s, "probability": w.confidence}
+                for w in segment.words
+            ]
+        segments.append(found)
+    whole = {
+        "text": "".join(segment["text"] for segment in segments),
+        "segments": segments,
+        "language": transcript.language or "en",  # models of one language are English
+    }
+    return to_json(whole) + "\n"
+
+
+_LEAST = -1e4
+"""A log-probability in the place of minus infinity, which JSON does not have."""
+
+
+def _compression_ratio(text: str) -> float:
+    """Of the text's bytes, as in openai-whisper; thresholds here are of token ids."""
+    data = text.strip().encode(errors="replace")
+    return len(data) / len(zlib.compress(data))
+
+
 FORMATS: dict[str, Callable[[Transcript, Layout], str]] = {
     "txt": txt,
     "srt": srt,
@@ -73,23 +134,32 @@ FORMATS: dict[str, Callable[[Transcript, Layout], str]] = {
     "tsv": tsv,
     "json": as_json,
     "jsonl": jsonl,
+    "whisper-json": whisper_json,
 }
+ALL = "all"
+"""In place of names: every format."""
+
+
+def ending(kind: str) -> str:
+    """What files of a format end in, without the first dot."""
+    return "whisper.json" if kind == "whisper-json" else kind
 
 
 def parse_formats(text: str) -> list[str]:
-    """Names from ``txt,srt``.
+    """Names from ``txt,srt``, or every name from ``all``.
 
     Raises:
         OptionError: A name is unknown, or none is given.
     """
     names = [part.strip().lower() for part in text.split(",") if part.strip()]
+    known = [*FORMATS, ALL]
     for name in names:
-        if name not in FORMATS:
-            hint = did_you_mean(name, FORMATS)
-            raise OptionError(f"no format named {name!r}{hint}; known: {', '.join(FORMATS)}")
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise OptionError(f"no format named {name!r}{hint}; known: {', '.join(known)}")
     if not names:
-        raise OptionError(f"no format in {text!r}; expected some of {', '.join(FORMATS)}")
-    return list(dict.fromkeys(names))
+        raise OptionError(f"no format in {text!r}; expected some of {', '.join(known)}")
+    return list(FORMATS) if ALL in names else list(dict.fromkeys(names))
 
 
 _DEVICES = ("con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10)))
@@ -104,10 +174,31 @@ def file_stem(source: str) -> str:
         source: The path or name of a recording, whatever it holds.
     """
     name = unicodedata.normalize("NFC", re.split(r"[/\\]", source)[-1])
-    stem, ending = os.path.splitext(name)
-    stem = stem if ending.lower() in SUFFIXES else name
-    stem = re.sub(r"[^\w\-. ()+,@]", "_", stem).strip(". ")
-    return stem.encode()[:_LONGEST].decode(errors="ignore").strip(". ") or "audio"
+    stem, suffix = os.path.splitext(name)
+    stem = stem if suffix.lower() in SUFFIXES else name
+    if stem.lower().endswith(".whisper"):  # x.whisper.json is x in whisper-json
+        stem = stem[: -len(".whisper")] + "_whisper"
+    return _safe(stem) or "audio"
+
+
+def _folder_stem(folder: str) -> str:
+    """Safe names for a folder and those above it, each with a slash after it.
+
+    None is a name that files of results have, so that no file and no folder share a name.
+    """
+    endings = tuple(f".{ending(kind)}" for kind in FORMATS)
+    parts = []
+    for part in re.split(r"[/\\]", folder):
+        name = _safe(unicodedata.normalize("NFC", part)) or "folder"
+        taken = name.casefold() in _RESERVED or name.casefold().endswith(endings)
+        parts.append(f"{name}_/" if taken else f"{name}/")
+    return "".join(parts) if folder else ""
+
+
+def _safe(name: str) -> str:
+    """Without what file systems refuse or hide."""
+    name = re.sub(r"[^\w\-. ()+,@]", "_", name).strip(". ")
+    return name.encode()[:_LONGEST].decode(errors="ignore").strip(". ")
 
 
 class Names:
@@ -121,11 +212,17 @@ class Names:
         self._taken = {*_RESERVED, *(name.casefold() for name in taken)}
         self._numbers: dict[str, int] = {}
 
-    def new(self, source: str) -> str:
-        """A source's `file_stem`, with a number where that is taken."""
-        stem = file_stem(source)
+    def new(self, source: str, folder: str = "") -> str:
+        """A source's `file_stem`, with a number where that is taken.
+
+        Args:
+            source: The path or name of a recording.
+            folder: Where its files go below the folder of results.
+        """
+        above = _folder_stem(folder)
+        stem = above + file_stem(source)
         name, number = stem, self._numbers.get(stem.casefold(), 1)
-        while name.casefold() in self._taken:
+        while name.casefold() in self._taken or name.casefold()[len(above) :] in _DEVICES:
             number += 1
             name = f"{stem}-{number}"
         self._numbers[stem.casefold()] = number

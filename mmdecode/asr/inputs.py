@@ -13,7 +13,7 @@ from pathlib import Path
 from mmdecode.asr.audio import SUFFIXES
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import find_files, write_file
+from mmdecode.files import files_below, find_files, write_file
 from mmdecode.runs.inputs import refuse_address
 
 STDIN = "-"
@@ -26,6 +26,7 @@ def gathered(
     files_from: str | None = None,
     manifest: str | None = None,
     limit: int | None = None,
+    keep_tree: bool = False,
 ) -> Iterator[list[Entry]]:
     """Entries to transcribe, in order; each has an id of its own and a path that can be opened.
 
@@ -37,6 +38,7 @@ def gathered(
         files_from: A file with a path a line; ``-`` for standard input.
         manifest: See `mmdecode.asr.manifest`.
         limit: Only the first so many.
+        keep_tree: Whether entries know their folder below the one that was named.
 
     Raises:
         OptionError: Nothing is named, or standard input is asked for twice.
@@ -45,7 +47,10 @@ def gathered(
     named = [*paths, *(_listed(files_from) if files_from else ())]
     if [*named, files_from].count(STDIN) > 1:
         raise OptionError("'-' is given twice, and there is one standard input; give files")
-    entries = [Entry(id=path, audio=path) for path in find_audio(named)]
+    entries = [
+        Entry(id=path, audio=path, folder=below if keep_tree else "")
+        for path, below in files_below(named, SUFFIXES, "audio").items()
+    ]
     entries += read_manifest(manifest, limit) if manifest else []
     if not entries:
         raise OptionError("nothing to transcribe; give paths, --files-from or --data")

@@ -20,12 +20,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.formats import FORMATS, Names
+from mmdecode.asr.formats import FORMATS, Names, ending
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
@@ -73,7 +74,7 @@ def prepare(
             check_settings(folder, settings, resume)
             _check_recordings(folder, entries, languages=not settings.get("language"))
         suspects = suspects_in(sorted(folder.glob(JOURNAL.format("*"))))
-        for left in folder.glob(".*.tmp"):
+        for left in folder.rglob(".*.tmp") if settings.get("keep_tree") else folder.glob(".*.tmp"):
             left.unlink()
         note_settings(folder, settings)
     merge(folder, entries)
@@ -158,7 +159,7 @@ class ResultFolder:
         names = Names(self._names.values())
         for entry in entries:  # in the order of the input, whatever is done and in which order
             if entry.id not in self._names:
-                self._names[entry.id] = names.new(entry.id)
+                self._names[entry.id] = names.new(entry.id, entry.folder)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
@@ -180,7 +181,7 @@ class ResultFolder:
             if isinstance(result, Transcript):
                 for kind in self.formats:
                     text = FORMATS[kind](result, self.layout)
-                    write_file(self.folder / f"{name}.{kind}", text)
+                    write_file(self.folder / f"{name}.{ending(kind)}", text)
                 self.done.add(result.source)
             line = {"id": entry.id, **_recording(entry), "name": name} | dataclasses.asdict(result)
             data = to_json(line).encode() + b"\n"
@@ -249,9 +250,15 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         try:
             found = json.loads(line)
             _ = found["source"], found["name"]
+            inside = not {"", ".", ".."} & {*re.split(r"[/\\]", found["name"])}
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"{path}, line {number} is not a result; remove the line, and --resume "
                 "transcribes that recording again"
             ) from None
+        if not inside:
+            raise InputError(
+                f"{path}, line {number} names files outside of the folder ({found['name']!r}); "
+                "remove the line"
+            )
         yield line, found

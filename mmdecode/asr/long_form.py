@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,12 +53,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """One segment, times in seconds."""
+    """One segment, times in seconds; ``window`` is where the window began that it is of."""
 
     start: float
     end: float
     tokens: list[int]
     result: Result
+    window: float = 0.0
 
 
 @dataclass
@@ -80,6 +81,7 @@ class Job:
         results: What each window that ended came to.
         pieces: Segments so far.
         said_s: End of the last word so far, where the options ask for it.
+        missing: What is missing of the recording, where that is allowed.
     """
 
     index: int
@@ -96,6 +98,7 @@ class Job:
     results: list[Result] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     said_s: float = 0.0
+    missing: list[str] = field(default_factory=list)
 
     @property
     def frames(self) -> int:
@@ -243,6 +246,8 @@ class LongForm:
     def _open(self, index: int, source: Source) -> Job:
         """A recording, measured; with ``vad`` without its silence."""
         language = self.prompts.language_of(source)
+        if self.options.allow_truncated:
+            source = replace(source, allow_truncated=True)
         speech: Speech | None = None
         if self.voice is None:
             speech = Speech(source, self.mel, self.options.padding)
@@ -259,6 +264,7 @@ class LongForm:
             language=language,
             conditioned=self.options.condition_on_prev_tokens,
             shown=self._first_shown(),
+            missing=source.missing,
         )
 
     def _first_shown(self) -> list[int]:
@@ -409,7 +415,9 @@ class LongForm:
         if result.looped and self.options.loop_guard == "cut":
             cuts = without_loop(cuts, begin)
         pieces = [
-            Piece(offset + first * self.stamp_s, offset + last * self.stamp_s, tokens, result)
+            Piece(
+                offset + first * self.stamp_s, offset + last * self.stamp_s, tokens, result, offset
+            )
             for first, last, tokens in cuts
         ]
         if not sequential:

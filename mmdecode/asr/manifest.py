@@ -47,6 +47,7 @@ class Entry:
         duration_s: Length by the manifest; ``None``: not given, and of a part: to the end.
         speaker: Who speaks; ``None``: not given.
         language: What is spoken; ``None``: not given.
+        folder: Where its results go below the folder of results; empty: directly in it.
         stdin: Whether it came on standard input; its path is that of a temporary file.
         fields: Everything that stood there, by column.
     """
@@ -58,6 +59,7 @@ class Entry:
     duration_s: float | None = None
     speaker: str | None = None
     language: str | None = None
+    folder: str = ""
     stdin: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

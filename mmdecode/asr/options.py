@@ -39,6 +39,8 @@ class TranscribeOptions:
         logprob_threshold: A window whose mean log-probability is lower failed.
         no_speech_threshold: A window that failed by its log-probability is skipped as silence
             where the no-speech probability is higher.
+        scores: Whether segments have ``avg_logprob`` and ``no_speech_prob`` where no threshold asks
+            for them, as openai-whisper's JSON does. The text does not depend on it.
         beams: Search with so many beams where the temperature is 0, by transformers; 1 is greedy,
             and neutral. Beams are not drafted and know no guide.
         condition_on_prev_tokens: Whether a window is shown the text before it.
@@ -79,6 +81,8 @@ class TranscribeOptions:
             many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
             ``None``: neutral. See `mmdecode.asr.hallucinations`.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
+        allow_truncated: Whether of a file that ends before its header says what can be read is
+            transcribed, and the transcript marked so; else such a file is an error.
         padding: How a last window is filled up, see `mmdecode.asr.features`.
 
     Raises:
@@ -93,6 +97,7 @@ class TranscribeOptions:
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
+    scores: bool = False
     beams: int = 1
     condition_on_prev_tokens: bool = False
     prompt: str | Sequence[int] | None = None
@@ -111,6 +116,7 @@ class TranscribeOptions:
     word_timestamps: bool | str = False
     hallucination_silence_threshold: float | None = None
     max_new_tokens: int | None = None
+    allow_truncated: bool = False
     padding: Padding = "auto"
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ class Segment:
         avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
         no_speech_prob: Of its window; ``None``: no threshold asked for it.
         looped: Whether its window ended in a loop, see `mmdecode.asr.loops`.
+        window_s: When the window began in which it was decoded.
         words: Its words; ``None``: nothing asked for them.
         decided: The words of a corrected text, and who decided each; ``None``: not corrected. The
             tokens stay those of the recogniser.
@@ -63,6 +64,7 @@ class Segment:
     avg_logprob: float | None = None
     no_speech_prob: float | None = None
     looped: bool = False
+    window_s: float = 0.0
     words: list[Word] | None = None
     decided: list[DecidedWord] | None = None
 
@@ -84,6 +86,8 @@ class Transcript:
             where the correction was no transcript.
         n_best: Alternatives of each window, best first; ``None``: not asked for.
         uncorrected: What the recogniser alone says; ``None``: nothing was corrected.
+        truncated: What is missing of the file, where `TranscribeOptions` allow that; ``None``:
+            nothing is.
         error, kind: ``None``; a `Failure` has them.
     """
 
@@ -97,6 +101,7 @@ class Transcript:
     stats: dict[str, int]
     n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
     uncorrected: str | None = None
+    truncated: str | None = None
     error: ClassVar[None] = None
     kind: ClassVar[None] = None
 
@@ -298,6 +303,7 @@ class Transcriber:
                 avg_logprob=piece.result.avg_logprob,
                 no_speech_prob=piece.result.no_speech_prob,
                 looped=piece.result.looped,
+                window_s=round(job.timeline.at(piece.window), 6),
                 words=said,
             )
             for piece, (start, end), said in zip(job.pieces, spans, words, strict=True)
@@ -319,6 +325,7 @@ class Transcriber:
             n_best=[hypotheses(result.n_best, self._text) for result in job.results]
             if self.options.n_best
             else None,
+            truncated=job.missing[0] if job.missing else None,
         )
 
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:

@@ -138,7 +138,7 @@ class VoiceActivity:
                     edges.pop(0)
                 position += len(part)
 
-        return Source(source.name, speech), Timeline(found, samples / RATE)
+        return replace(source, read=speech), Timeline(found, samples / RATE)
 
     def _listen(self, source: Source) -> tuple[list[float], int]:
         """The probability of speech in each frame, and the number of samples."""

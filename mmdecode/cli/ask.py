@@ -235,7 +235,9 @@ def _asked(
             if paths
             else "no image to ask about; give one, or --text-only to ask without"
         )
-    return asked_of(find_files(paths or (), SUFFIXES, "image"), questions, together)
+    with warnings_shown("always"):  # of links that are skipped
+        files = find_files(paths or (), SUFFIXES, "image")
+    return asked_of(files, questions, together)
 
 
 def _with_bar(

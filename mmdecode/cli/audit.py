@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.cli.flags import Device
-from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 
@@ -206,7 +206,8 @@ def _speech(
     from mmdecode.zoo.speech import speech_test
 
     if data:
-        files = {path: path for path in find_audio(data)}
+        with warnings_shown("always"):  # of links that are skipped
+            files = {path: path for path in find_audio(data)}
     else:
         files = {clip.name: str(clip.path) for clip in speech_test()}
     network, processor = load(model, device, dtype)

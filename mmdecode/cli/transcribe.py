@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ from mmdecode.cli.flags import (
     Timestamps,
     refuse_without,
 )
-from mmdecode.cli.output import JsonFlag, console, emit_json, out
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def command(
     formats: Annotated[
         str,
         typer.Option(
-            "--format", help="Files per recording: any of txt,srt,vtt,tsv,json,jsonl. Needs --out."
+            "--format",
+            help="Files per recording: any of txt,srt,vtt,tsv,json,jsonl,whisper-json (what "
+            "openai-whisper writes), or all. Needs --out.",
         ),
     ] = "txt,srt,json",
     max_line_width: Annotated[
@@ -119,6 +121,17 @@ def command(
         int, typer.Option(min=1, help="Recordings decoded at once; the text does not depend on it.")
     ] = 8,
     resume: Resume = False,
+    keep_tree: Annotated[
+        bool,
+        typer.Option("--keep-tree", help="Mirror the sub-folders of a folder. Needs --out."),
+    ] = False,
+    allow_truncated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-truncated",
+            help="Transcribe what can be read of a truncated file, and mark it so.",
+        ),
+    ] = False,
     language: Language = None,
     task: Task = None,
     timestamps: Timestamps = True,
@@ -199,7 +212,10 @@ def command(
     max_new_tokens: MaxNewTokens = None,
     word_timestamps: Annotated[
         bool,
-        typer.Option("--word-timestamps", help="Add words with times and confidences."),
+        typer.Option(
+            "--word-timestamps",
+            help="Add words with times and confidences; printed, a line each with its time.",
+        ),
     ] = False,
     word_method: Annotated[
         str | None,
@@ -278,10 +294,12 @@ def command(
         "mode": mode,
         "overlap_s": overlap_s,
         "max_new_tokens": max_new_tokens,
+        "allow_truncated": allow_truncated,
         "padding": padding,
         "word_timestamps": word_method or word_timestamps,
     }
     formats_asked = parse_formats(formats)
+    options["scores"] = out_dir is not None and "whisper-json" in formats_asked
     if correct is None:
         refuse_without("--correct", ["report"], context)
     if report is not None and report.is_dir():
@@ -291,9 +309,9 @@ def command(
     if not n_best:
         refuse_without("--n-best", ["n_best_method"], context)
     if out_dir is None:
-        refuse_without("--out", ["formats", "resume", *SUBTITLES], context)
+        refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context)
         if not json:
-            refuse_without("--out or --json", _unseen(hallucination_silence_threshold), context)
+            refuse_without("--out or --json", ["n_best"], context)
     if not {"srt", "vtt"} & set(formats_asked):
         refuse_without("--format srt or vtt", SUBTITLES, context)
     checked = make_options(options)
@@ -306,6 +324,7 @@ def command(
         "accept": accept,
         "dtype": dtype,
         "seed": seed,
+        "keep_tree": keep_tree,
     }
     del settings["batch_size"]
     if correct is not None:
@@ -328,7 +347,9 @@ def command(
             f"{team.size} processes share the work, and one of them reads standard input or prints "
             "the text; give --out, and files instead of '-'"
         )
-    with gathered(paths or (), files_from, data, limit) as entries:
+    with contextlib.ExitStack() as stack:
+        with warnings_shown("always"):  # of links that are skipped
+            entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
         load = functools.partial(
             Transcriber.from_pretrained,
             *(model, draft, guide, accept, team.device, dtype, seed, correct),
@@ -375,11 +396,6 @@ class _Output:
         return self.settings["language"]
 
 
-def _unseen(threshold: float | None) -> list[str]:
-    """Options whose results a printed text does not show."""
-    return ["n_best"] if threshold is not None else ["n_best", "word_timestamps", "word_method"]
-
-
 @dataclass
 class _Tally:
     """What was done, by one process or by all."""
@@ -393,6 +409,7 @@ class _Tally:
     stats: dict[str, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     results: list[Transcript] = field(default_factory=list)
+    truncated: dict[str, str] = field(default_factory=dict)
 
     @property
     def rtfx(self) -> float | None:
@@ -475,6 +492,8 @@ def _work(
             tally.audio_s += result.duration_s
             tally.windows += result.stats["windows"]
             tally.looped += result.stats["looped"]
+            if result.truncated is not None:
+                tally.truncated[result.source] = result.truncated
             if not folder:
                 tally.results.append(result)
     tally.wall_s = time.perf_counter() - started
@@ -523,6 +542,7 @@ def _together(tallies: list[_Tally], done_before: int) -> _Tally:
         looped=sum(tally.looped for tally in tallies),
         stats=summed([tally.stats for tally in tallies]),
         failures=[failure for tally in tallies for failure in tally.failures],
+        truncated={name: what for tally in tallies for name, what in tally.truncated.items()},
     )
 
 
@@ -557,6 +577,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
                 "rtfx": round(tally.rtfx, 3) if tally.rtfx else None,
                 "windows": tally.windows,
                 "looped": tally.looped,
+                "truncated": len(tally.truncated),
                 "stats": tally.stats,
                 "out": output.folder,
                 "results": None if output.folder else results,
@@ -567,6 +588,10 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
         for result in results:
             # names of files need not be UTF-8
             name = result.source.encode("utf-8", "backslashreplace").decode()
+            if output.settings["word_timestamps"]:
+                for line in [f"{name}:"] * several + [*_timed_lines(result)]:
+                    print_line(line)
+                continue
             prefix = f"{name}: " if several else ""
             out.print(Text(prefix) + _coloured(result), highlight=False, soft_wrap=True)
     line = (
@@ -580,11 +605,27 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
         line += f"; {tally.looped} of {tally.windows} windows looped"
     if out.is_terminal and any(result.uncorrected is not None for result in results):
         line += "; words in blue are the audio's, in yellow the language model's"
+    if tally.truncated:
+        line += f"; {len(tally.truncated)} truncated"
     console.print(line, highlight=False, soft_wrap=True)
+    for what in tally.truncated.values():
+        text = what.encode("utf-8", "backslashreplace").decode()
+        print_line(f"transcribed as far as it goes: {text}", console, "yellow")
     for failure in failures:
         console.print(
             f"failed: {failure.error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
+
+
+def _timed_lines(result: Transcript) -> Iterator[str]:
+    """Segments with their times, each followed by its words with theirs."""
+    from mmdecode.asr.subtitles import clean
+
+    for segment in result.segments:
+        if text := clean(segment.text):
+            yield f"[{segment.start_s:.2f} -> {segment.end_s:.2f}] {text}"
+        for word in segment.words or ():
+            yield f"  [{word.start_s:.2f} -> {word.end_s:.2f}] {clean(word.text)}"
 
 
 _COLOURS = {"both": "", "audio": "blue", "language model": "yellow"}

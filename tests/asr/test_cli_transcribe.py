@@ -9,6 +9,7 @@ import soundfile
 from transformers.utils import logging
 from typer.testing import CliRunner
 
+from mmdecode.asr.subtitles import clean
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli import app as cli
 from mmdecode.cli.transcribe import summed
@@ -262,7 +263,7 @@ def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
         (("--vad-min-silence-s", 0.5), "--vad-min-silence-s does nothing"),
         (("--vad-pad-s", 0.5), "--vad-pad-s does nothing"),
         (("--n-best", 3), "--n-best does nothing without --out or --json;"),
-        (("--word-timestamps",), "--word-timestamps does nothing without --out or --json;"),
+        (("--keep-tree",), "--keep-tree does nothing without --out;"),
         (("--n-best-method", "beam"), "--n-best-method does nothing without --n-best;"),
         (("--format", "txt"), "--format does nothing without --out;"),
         (("--max-line-width", 42), "--max-line-width does nothing without --out;"),
@@ -291,6 +292,114 @@ def test_thresholds_that_redo_nothing_are_pointed_out(run, audio, args, words):
     assert done.exit_code == 0
     assert words is None or words in done.stderr
     assert ("no window is redone" in done.stderr) == (words is not None)
+
+
+def test_word_times_are_printed_below_their_segments(run, audio):
+    done = run(audio / "x.wav", "--word-timestamps", "--fallback")
+    assert done.exit_code == 0, done.output
+    [found] = json.loads(run(audio / "x.wav", "--word-timestamps", "--fallback", "--json").stdout)[
+        "results"
+    ]
+    expected = []
+    for segment in found["segments"]:
+        if clean(segment["text"]):
+            times = f"[{segment['start_s']:.2f} -> {segment['end_s']:.2f}]"
+            expected.append(f"{times} {clean(segment['text'])}")
+        for word in segment["words"]:
+            times = f"[{word['start_s']:.2f} -> {word['end_s']:.2f}]"
+            expected.append(f"  {times} {clean(word['text'])}")
+    assert len(expected) > 1 and done.stdout.splitlines() == expected
+    several = run(audio / "x.wav", audio / "y.ogg", "--word-method", "attention").stdout
+    assert f"{audio / 'x.wav'}:\n[" in several and f"\n{audio / 'y.ogg'}:\n[" in several
+
+
+def test_all_formats_are_written_and_that_of_openai_whisper_has_its_keys(run, audio, tmp_path):
+    done = run(audio / "x.wav", "--out", tmp_path / "all", "--format", "all", "--word-timestamps")
+    assert done.exit_code == 0, done.output
+    endings = ("txt", "srt", "vtt", "tsv", "json", "jsonl", "whisper.json")
+    assert {p.name for p in (tmp_path / "all").glob("x.*")} == {f"x.{kind}" for kind in endings}
+    found = json.loads((tmp_path / "all" / "x.whisper.json").read_text())
+    own = json.loads((tmp_path / "all" / "x.json").read_text())
+    assert list(found) == ["text", "segments", "language"] and found["language"] == "en"
+    for segment, ours in zip(found["segments"], own["segments"], strict=True):
+        assert list(segment) == [
+            "id", "seek", "start", "end", "text", "tokens", "temperature", "avg_logprob",
+            "compression_ratio", "no_speech_prob", "words",
+        ]  # fmt: skip
+        assert (segment["start"], segment["end"]) == (ours["start_s"], ours["end_s"])
+        assert all(
+            isinstance(segment[key], float)
+            for key in ("avg_logprob", "compression_ratio", "no_speech_prob", "temperature")
+        )
+        assert [set(word) for word in segment["words"]] == [
+            {"word", "start", "end", "probability"} for _ in ours["words"]
+        ]
+    assert found["text"] == "".join(segment["text"] for segment in found["segments"])
+    plain = run(audio / "x.wav", "--out", tmp_path / "json", "--format", "json")
+    assert plain.exit_code == 0
+    before = json.loads((tmp_path / "json" / "x.json").read_text())
+    assert before["tokens"] == own["tokens"] and before["segments"][0]["avg_logprob"] is None
+
+
+def test_results_mirror_the_folders_of_their_recordings(run, audio, tmp_path):
+    (audio / "broken.mp3").unlink()
+    for name in ("b/c", "b.txt", "parts", "results"):
+        (audio / name).mkdir()
+        (audio / name / "x.wav").write_bytes((audio / "x.wav").read_bytes())
+    (audio / "b.wav").write_bytes((audio / "x.wav").read_bytes())
+    words = [audio, audio / "b" / "x.flac", "--format", "txt,json", "--keep-tree"]
+    done = run(*words, "--out", tmp_path / "out", "--limit", 3)
+    assert done.exit_code == 0, done.output
+    done = run(*words[:-1], "--out", tmp_path / "out", "--resume")
+    assert "keep_tree was True, is False" in str(done.exception)
+    run(*words, "--out", tmp_path / "whole")
+    stems = {"x", "y", "b", "b/x", "b/c/x", "b.txt_/x", "parts_/x", "results_/x"}
+    assert {entry["name"] for entry in lines(tmp_path / "whole")} == stems
+    written = (tmp_path / "whole").rglob("*.txt")
+    assert {str(p.relative_to(tmp_path / "whole")) for p in written if p.is_file()} == {
+        f"{stem}.txt" for stem in stems
+    }
+
+
+def test_a_truncated_recording_fails_or_is_marked(run, audio, tmp_path, kit):
+    whole = (audio / "y.ogg").read_bytes()
+    for name in ("b/x.flac", "broken.mp3", "y.ogg"):
+        (audio / name).unlink()
+    (audio / "cut.ogg").write_bytes(whole[: len(whole) * 3 // 4])
+    soundfile.write(audio / "short.wav", kit.noise(2.0), kit.rate)
+    data = (audio / "short.wav").read_bytes()
+    (audio / "short.wav").write_bytes(data[: len(data) // 2])
+    (audio / "head.wav").write_bytes(data[:44])
+    failed = json.loads(run(audio, "--json").stdout)
+    assert (failed["transcribed"], failed["failed"], failed["truncated"]) == (1, 3, 0)
+    assert all("--allow-truncated" in one["error"] for one in failed["failures"])
+    out = tmp_path / "out"
+    done = run(audio, "--out", out, "--format", "json", "--allow-truncated")
+    assert "3 transcribed, 0 done before, 1 failed" in done.stderr and "2 truncated" in done.stderr
+    assert f"as far as it goes: {audio / 'cut.ogg'}: is truncated" in done.stderr
+    cut, head, short, x = lines(out)
+    assert "is truncated" in cut["truncated"] and "is truncated" in short["truncated"]
+    assert x["truncated"] is None and "is truncated" in head["error"]
+    assert 0.5 < short["duration_s"] < 1.1 and short["tokens"]
+    assert json.loads((out / "cut.json").read_text())["truncated"] == cut["truncated"]
+
+
+def test_links_are_read_or_named(run, audio, tmp_path):
+    (audio / "broken.mp3").unlink()
+    (audio / "loop").symlink_to(audio)
+    (audio / "gone.wav").symlink_to(tmp_path / "nowhere.wav")
+    (audio / "round.wav").symlink_to(audio / "round.wav")
+    (audio / "notes").symlink_to(tmp_path / "nothing.txt")
+    (audio / "z.wav").symlink_to(audio / "x.wav")
+    done = run(audio, "--json")
+    assert done.exit_code == 0, done.output
+    found = [one["source"] for one in json.loads(done.stdout)["results"]]
+    assert found == [str(audio / name) for name in ("b/x.flac", "x.wav", "y.ogg", "z.wav")]
+    assert f"skipped {audio / 'loop'}: a link to a folder, not followed" in done.stderr
+    assert f"skipped {audio / 'gone.wav'}: a link that leads nowhere ({tmp_path}" in done.stderr
+    assert f"skipped {audio / 'round.wav'}: a link that leads nowhere" in done.stderr
+    assert "notes" not in done.stderr and done.stderr.count("skipped") == 3
+    assert run(audio / "loop", "--json").exit_code == 0
 
 
 def test_no_bar_but_ours_is_shown(run, audio):

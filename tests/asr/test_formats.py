@@ -72,6 +72,61 @@ def test_a_recording_without_speech_gives_empty_files_that_are_valid():
     assert json.loads(FORMATS["json"](silent))["segments"] == []
 
 
+@pytest.mark.parametrize("missing", ["avg_logprob", "no_speech_prob"])
+def test_the_json_of_openai_whisper_is_refused_without_its_scores(missing):
+    known = {"avg_logprob": -0.5, "no_speech_prob": 0.25} | {missing: None}
+    told = of(Segment(start_s=0.0, end_s=1.0, text="a", tokens=[1], **known))
+    with pytest.raises(OptionError, match="transcribe with scores=True"):
+        FORMATS["whisper-json"](told)
+
+
+def test_the_json_of_openai_whisper_counts_by_window():
+    scores = {"avg_logprob": -math.inf, "no_speech_prob": 0.25, "temperature": 0.2}
+    told = of(
+        Segment(start_s=0.5, end_s=1.0, text="to be", tokens=[1], **scores),
+        Segment(start_s=1.0, end_s=2.0, text="to be " * 9 + "to be", tokens=[2], **scores),
+        Segment(start_s=31.0, end_s=32.0, text="or not", tokens=[3], window_s=30.5, **scores),
+    )
+    found = json.loads(FORMATS["whisper-json"](told))
+    first, second, third = found["segments"]
+    assert (first["seek"], second["seek"], third["seek"]) == (0, 0, 3050)
+    assert (
+        first["compression_ratio"] == second["compression_ratio"] > 2 > third["compression_ratio"]
+    )
+    assert first["text"] == " to be" and found["text"].endswith(" to be or not")
+    assert isinstance(first["avg_logprob"], float) and "words" not in first
+    chinese = dataclasses.replace(told, language="zh")
+    assert json.loads(FORMATS["whisper-json"](chinese))["segments"][0]["text"] == "to be"
+    alone = dataclasses.replace(told, language=None)
+    assert json.loads(FORMATS["whisper-json"](alone))["language"] == "en"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "a"),
+        ("b/c", "b/c/a"),
+        ("../..", "folder/folder/a"),
+        ("/etc", "folder/etc/a"),
+        ("b.json/..x", "b.json_/x/a"),
+        ("x.whisper.json", "x.whisper.json_/a"),
+        ("CON/Parts", "CON_/Parts_/a"),
+        ("b\x00\n/\udcff", "b__/_/a"),
+        (".hidden. ", "hidden/a"),
+        ("c\\..\\..", "c/folder/folder/a"),
+    ],
+)
+def test_names_with_folders_stay_inside(folder, name):
+    assert Names().new("a.wav", folder) == name
+
+
+def test_names_of_one_folder_are_given_once_and_those_of_others_do_not_count():
+    names = Names()
+    given = [names.new(*pair) for pair in [("a.wav", "b"), ("A.ogg", "B"), ("a", ""), ("con", "b")]]
+    assert given == ["b/a", "B/A-2", "a", "b/con-2"]
+    assert [names.new(name) for name in ("x.whisper.wav", "x.wav")] == ["x_whisper", "x"]
+
+
 def test_json_holds_everything(transcript):
     found = json.loads(FORMATS["json"](transcript))
     assert found["segments"][2]["text"] == "a --> b <v i> & ü\x07"

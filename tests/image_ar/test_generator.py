@@ -410,7 +410,7 @@ def test_janus_draws_of_a_turn_of_a_chat(janus):
 def test_guidance_leads_away_from_a_negative_prompt(janus, model, scales):
     def draw(**options):
         options = {"device": "cpu", "template": False, "guidance": 4.0} | options
-        return ImageGenerator.from_pretrained(janus, **options)("<s>cat")[0]
+        return ImageGenerator.from_pretrained(janus, **options)("<s>cat")
 
     plain, away, other = draw(), draw(negative_prompt="<s>bad"), draw(negative_prompt="<s>dull")
     assert not torch.equal(plain.codes, away.codes) and not torch.equal(away.codes, other.codes)
@@ -709,7 +709,7 @@ def test_a_rule_that_compares_codes_wants_a_codebook(classes, altered):
     )
     with pytest.raises(IncompatibleError, match="this model has no codebook"):
         generator(0)
-    [image] = ImageGenerator.from_pretrained(path, device="cpu", mode="relaxed")(0)
+    image = ImageGenerator.from_pretrained(path, device="cpu", mode="relaxed")(0)
     with pytest.raises(IncompatibleError, match="its tokenizer is a model of its own"):
         image.pixels()
 
