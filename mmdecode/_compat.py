@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from transformers import GenerationMixin
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def arguments_of_generate(model: Any) -> dict[str, Any]:
+    """Arguments of the call of ``generate`` around here that it keeps from a callable.
+
+    transformers drops ``streamer``, ``assistant_model`` and ``synced_gpus`` where it is handed a
+    callable, and takes ``tokenizer`` out before; a reader of the streamer would wait for ever. They
+    are still in the frame of the call, and the tokenizer in that of the decorator around it.
+
+    Returns:
+        Those that were given; nothing outside of a call of ``model.generate``.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        held = frame.f_locals if frame.f_code is _GENERATE else {}
+        if held.get("self") is model:
+            given = dict(held.get("kwargs", {}))
+            given |= {name: held.get(name) for name in _KEPT}
+            outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
+            if isinstance(outer, dict):
+                given |= {name: outer.get(name) for name in _TAKEN_OUT}
+            return {name: value for name, value in given.items() if value is not None}
+        frame = frame.f_back
+    return {}
+
+
+_KEPT = ("streamer", "assistant_model", "synced_gpus")
+_TAKEN_OUT = ("tokenizer", "assistant_tokenizer")
 
 
 def attention_implementation(config: Any) -> str | None:

@@ -1,9 +1,9 @@
 """`generate`: ``model.generate`` with a decoder, and with what a plain callable is not given.
 
-transformers silently drops ``streamer``, ``assistant_model`` and ``tokenizer`` when it is handed a
-callable, and cannot resolve ``stop_strings`` without a tokenizer. This wrapper gives them to the
-decoder, and keeps the raw inputs for guides and drafts that need them. `attach` does the last for
-plain ``model.generate`` and for pipelines.
+transformers drops ``assistant_model`` and, of a config, the tokenizer of ``stop_strings`` when it
+is handed a callable, and whoever reads a ``streamer`` waits for ever where preparations fail. This
+wrapper gives them to the decoder, and keeps the raw inputs for guides and drafts that need them.
+`attach` does the last for plain ``model.generate`` and for pipelines.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import StoppingCriteriaList
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.engine.setup import with_stop_strings
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 
 _MODES = {"image": "mmdecode.image_ar.raster"}
@@ -96,12 +97,10 @@ def generate(
             kwargs["tokenizer"] = tokenizer
         kwargs |= {"decoder": decoder, "streamer": streamer, "request": request}
         return _ended(streamer, functools.partial(_of_mode(mode), model, **kwargs))
+    stop_strings = _of_config(model, kwargs) if stop_strings is None else stop_strings
     if stop_strings is not None:
-        if tokenizer is None:
-            raise OptionError("stop_strings were given without a tokenizer; pass tokenizer=...")
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        kwargs["stopping_criteria"] = criteria
+        kwargs["stopping_criteria"] = with_stop_strings(criteria, stop_strings, tokenizer)
     raw = _raw(model, args, kwargs)
     kwargs |= {
         "custom_generate": decoder,
@@ -111,6 +110,28 @@ def generate(
         "mm_streamer": streamer,
     }
     return _ended(streamer, functools.partial(model.generate, *args, **kwargs))
+
+
+def _of_config(model: Any, kwargs: dict[str, Any]) -> str | list[str] | None:
+    """The stop strings of the call's ``generation_config``, taken out of it.
+
+    ``generate`` looks for their tokenizer before a decoder is asked, and has dropped it by then.
+
+    Raises:
+        OptionError: They stand in the model's own config, which only the caller may change.
+    """
+    if getattr(getattr(model, "generation_config", None), "stop_strings", None) is not None:
+        raise OptionError(
+            "model.generation_config holds stop_strings, for which generate finds no tokenizer "
+            "once a decoder is given; set model.generation_config.stop_strings = None and pass "
+            "stop_strings=... and tokenizer=... to mmdecode.generate"
+        )
+    config = kwargs.get("generation_config")
+    strings: str | list[str] | None = getattr(config, "stop_strings", None)
+    if strings is not None:
+        config = kwargs["generation_config"] = copy.deepcopy(config)
+        config.stop_strings = None
+    return strings
 
 
 def _of_mode(mode: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CLIPImageProcessor,
+    GenerationConfig,
     LlavaProcessor,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -76,6 +77,24 @@ def test_stop_strings_end_rows_where_generate_ends_them(draft):
     found = generate(4, decoder, **options)
     assert found.tolist() == expected.tolist()
     assert int((found[0, 9:] != 0).sum()) <= 5
+
+
+def test_stop_strings_of_a_config_end_rows_too(monkeypatch):
+    rows = reference("llama", (("batch", 4),))[1]
+    tokenizer = letters()
+    config = GenerationConfig(
+        stop_strings=[tokenizer.decode(rows[0][3:5])],
+        max_new_tokens=NEW,
+        eos_token_id=VOCAB + 1,  # so that transformers pads rows that ended
+        pad_token_id=0,
+    )
+    call = {"generation_config": config, "tokenizer": tokenizer, **prompts(4)}
+    expected = text_model("llama").generate(**call)
+    assert mmdecode.generate(text_model("llama"), **call).tolist() == expected.tolist()
+    assert config.stop_strings is not None
+    monkeypatch.setattr(text_model("llama").generation_config, "stop_strings", ["x"])
+    with pytest.raises(OptionError, match=r"model\.generation_config\.stop_strings = None"):
+        generate(4, tokenizer=tokenizer)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmdecode._compat import attention_implementation
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.checks import refuse_training
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
@@ -51,6 +52,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
+        refuse_training(model)
         places = getattr(model.config, "max_position_embeddings", None)
         if places is not None and self._has_position_table(places):
             self.max_positions = min(places, self.max_positions or places)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode._compat import arguments_of_generate
 from mmdecode.engine import attention, capture, checks, setup
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branch import MAIN, ModelBranches, model_name, refuse_closed
@@ -203,6 +204,8 @@ class Decoder:
         mm_streamer: Any = None,
         mm_model: Any = None,
         mm_adapter: Any = None,
+        stop_strings: str | list[str] | None = None,
+        token_healing: bool | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
@@ -216,21 +219,70 @@ class Decoder:
             mm_inputs: Raw inputs for guides and drafts, by name: one entry per row, or, of pixels,
                 per image.
             mm_request: Names of the rows for keyed noise; default: a hash of their content.
-            mm_streamer: A streamer for the one row of the batch; the caller ends it.
+            mm_streamer: A streamer for the one row of the batch; the caller ends it. One that was
+                given to ``generate`` as ``streamer`` is found, fed and ended here.
             mm_model: The model that ``generate`` was called on, which may be one around ``model``.
             mm_adapter: An adapter that is used in the place of the registered one. It builds
                 prompts itself, so ``input_ids`` may be empty, ``(B, 0)``: a model that writes in
                 another vocabulary than it reads.
+            stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
+            token_healing: Refused; see `mmdecode.engine.checks`.
             **model_kwargs: What ``generate`` prepared.
 
         Returns:
             Ids ``(B, P + new)``, or an output object where ``return_dict_in_generate`` is set.
 
         Raises:
-            IncompatibleError: Beams, or other requests a drafted loop cannot honour.
+            IncompatibleError: Beams, or other requests a drafted loop cannot honour: see
+                `mmdecode.engine.checks.SETTINGS`.
+            OptionError: Stop strings without a tokenizer.
         """
-        config = generation_config
-        setup.refuse(config, input_ids, model_kwargs, own_prompt=mm_adapter is not None)
+        given = arguments_of_generate(model)
+        streamer = given.get("streamer")
+        try:
+            checks.refuse_arguments({**given, "token_healing": token_healing})
+            if stop_strings is not None:
+                stopping_criteria = setup.with_stop_strings(
+                    stopping_criteria, stop_strings, given.get("tokenizer")
+                )
+            return self._decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+                mm_inputs=mm_inputs,
+                mm_request=mm_request,
+                mm_model=mm_model,
+                mm_adapter=mm_adapter,
+                streamer=mm_streamer or streamer,
+                greets=mm_streamer is not None,
+            )
+        finally:
+            if streamer is not None:
+                streamer.end()  # also after an error: somebody may be waiting for it
+
+    def _decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: Mapping[str, Any],
+        *,
+        mm_inputs: Mapping[str, Any] | None,
+        mm_request: Any,
+        mm_model: Any,
+        mm_adapter: Any,
+        streamer: Any,
+        greets: bool,
+    ) -> Any:
+        """As `__call__`; ``greets``: the prompt is put into the streamer, which nobody has done."""
+        checks.refuse_settings(config)
+        checks.refuse_inputs(input_ids, model_kwargs, own_prompt=mm_adapter is not None)
+        checks.refuse_training(model)
         processors, guide = setup.take_over_guidance(logits_processor, self.guide)
         if guide is not None and guide.neutral:
             guide = None
@@ -249,7 +301,7 @@ class Decoder:
             mm_inputs=mm_inputs,
             mm_request=mm_request,
             spare=MAX_NODES + 1,
-            criteria=stopping_criteria,
+            criteria=criteria,
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
@@ -259,7 +311,7 @@ class Decoder:
         ctx.fixed = self.compile
         needs = own.union(wanted)
         checks.refuse_positions(adapter, ctx.prompt_length, ctx.limit)
-        if mm_streamer is not None and ctx.batch > 1:
+        if streamer is not None and ctx.batch > 1:
             raise IncompatibleError(
                 f"a streamer shows one row, the batch has {ctx.batch}; decode one row at a time"
             )
@@ -271,13 +323,15 @@ class Decoder:
             kind=kind,
             scorers=_scorers(adapter, guide, needs, ctx),
             processors=Processors(processors),
-            stopping=Stopping(stopping_criteria, ctx.ends, ctx.limit),
+            stopping=Stopping(criteria, ctx.ends, ctx.limit),
             stats=self.stats,
             recorder=setup.Recorder(
                 bool(config.output_scores), bool(config.output_logits), ctx.batch
             ),
-            streamer=mm_streamer,
+            streamer=streamer,
         )
+        if greets:
+            streamer.put(input_ids.cpu())
         if self.trace is not None:
             run.trace = [[] for _ in range(ctx.batch)]
             self.trace.extend(run.trace)
@@ -362,8 +416,6 @@ class Run:
         self.replace(scores)
         ctx.branch = next((s for s in self.scorers if "main" in _branches(s)), None)
         self.draft.begin(ctx, _main(scores), self.kind)
-        if self.streamer is not None:
-            self.streamer.put(ctx.prompt_ids.cpu())
         self.stats.calls += 1
 
         # round 0: the prompt's last row decides, nothing was drafted

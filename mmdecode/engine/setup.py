@@ -1,7 +1,4 @@
-"""From a call of ``generate`` to the rows and parts of one run, and back to its output.
-
-Everything that must be refused is refused here, before any model runs.
-"""
+"""From a call of ``generate`` to the rows and parts of one run, and back to its output."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
@@ -33,50 +31,21 @@ from mmdecode.engine.noise import Noise, request_key
 from mmdecode.errors import IncompatibleError, OptionError
 
 
-def refuse(
-    config: GenerationConfig, input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
-) -> None:
-    """Raises for what a drafted loop cannot honour; ``own_prompt``: an adapter makes it."""
-    if (config.num_beams or 1) > 1:
-        raise IncompatibleError(
-            f"num_beams={config.num_beams} does not fit a mmdecode decoder, which decodes single "
-            "sequences; pass num_beams=1 (the transformers ASR pipeline sets 5: give "
-            "generate_kwargs={'num_beams': 1, ...}), or drop custom_generate to search with beams"
+def with_stop_strings(
+    criteria: StoppingCriteriaList, strings: str | list[str], tokenizer: Any
+) -> StoppingCriteriaList:
+    """The criteria and one more, which ends a row where its text holds one of the strings.
+
+    Raises:
+        OptionError: There is no tokenizer.
+    """
+    if tokenizer is None:
+        raise OptionError(
+            f"stop_strings={strings!r} need a tokenizer, and none came with them: pass "
+            "tokenizer=..., and if you did, call mmdecode.generate(model, ..., decoder=decoder, "
+            "stop_strings=..., tokenizer=...)"
         )
-    if config.use_cache is False:
-        raise IncompatibleError(
-            "use_cache=False does not fit a mmdecode decoder, which keeps a cache of its own; "
-            "leave use_cache out"
-        )
-    if config.output_attentions or config.output_hidden_states:
-        raise IncompatibleError(
-            "output_attentions and output_hidden_states are not recorded by a drafted loop; ask "
-            "for output_scores or output_logits, or run a forward pass over the result"
-        )
-    past = inputs.get("past_key_values")
-    if past is not None and not callable(getattr(past, "get_seq_length", None)):
-        raise IncompatibleError(f"past_key_values of type {type(past).__name__} are not supported")
-    if past is not None and int(past.get_seq_length()) > 0:
-        raise IncompatibleError(
-            "past_key_values already hold tokens; a mmdecode decoder reads the whole prompt "
-            "itself: leave past_key_values out"
-        )
-    for name in ("dola_layers", "penalty_alpha", "assistant_early_exit"):
-        if getattr(config, name, None) is not None:
-            raise IncompatibleError(
-                f"{name}={getattr(config, name)!r} asks for another decoding method of "
-                f"transformers, which a custom decoder replaces; drop {name} or custom_generate"
-            )
-    if input_ids.shape[1] == 0 and not own_prompt:
-        raise IncompatibleError(
-            "the prompt came as inputs_embeds, without ids; a mmdecode decoder needs input_ids"
-        )
-    embeds = inputs.get("inputs_embeds")
-    if embeds is not None and embeds.shape[:2] != input_ids.shape:
-        raise IncompatibleError(
-            f"inputs_embeds of shape {tuple(embeds.shape)} came beside ids of shape "
-            f"{tuple(input_ids.shape)}; expected one per id, or leave inputs_embeds out"
-        )
+    return StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
 
 
 def token_ids(value: Any) -> list[int]:
