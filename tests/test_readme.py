@@ -1,9 +1,16 @@
-"""The README's tables are those of the registry; `python tests/test_readme.py` writes them anew."""
+"""The README: its examples run as they stand, and its tables are those of the registry.
+
+``python tests/test_readme.py`` writes the tables again.
+"""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from mmdecode import registry
+from tests.support.hub import publish_named
+from tests.support.workplace import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
 LAWS = {"exact": "exact", "exact for v": "exact for its own law", "heuristic": "**heuristic**"}
@@ -53,9 +60,60 @@ def written(text):
 
 
 def test_the_tables_of_the_readme_are_those_of_the_registry():
-    text = README.read_text()
+    text = README.read_text(encoding="utf-8")
     assert text == written(text), "run: python tests/test_readme.py"
 
 
+TRAINS = ("mmdecode train",)
+"""Commands that take hours by nature; a test of their options parses them."""
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
+LINES = [
+    line
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for line in commands_of(text)
+    if "mmdecode " in line and not line.startswith(("make ", "pip ", *TRAINS))
+]
+LONG = (
+    *("mmdecode evaluate", "mmdecode bench", "mmdecode demo", "mmdecode audit"),
+    *("mmdecode generate-image --model zoo", "mmdecode transcribe recordings/ --correct"),
+)
+"""Commands that take more than a second or two even on the smallest model."""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    lay_out(folder)
+    publish_named(README.read_text(encoding="utf-8"))
+    return folder
+
+
+def timed(text, long):
+    return pytest.param(text, marks=pytest.mark.slow if long else ())
+
+
+# of libraries that the examples import: what they do at import is no fault of ours
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("code", [timed(code, "llamagen-scenes" in code) for code in PROGRAMS])
+def test_an_example_runs_as_it_stands(code, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    run_python(code)
+
+
+@pytest.mark.parametrize("line", [timed(line, line.startswith(LONG)) for line in LINES])
+def test_a_command_runs_as_it_stands(line, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    run_line(line)
+
+
+def test_there_are_examples_of_every_kind():
+    assert len(PROGRAMS) >= 6
+    assert len(LINES) >= 15
+    for name in ("transcribe", "stream", "ask", "generate-image", "evaluate", "bench"):
+        assert any(f"mmdecode {name}" in line for line in LINES), name
+
+
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
