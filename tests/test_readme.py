@@ -77,7 +77,10 @@ LINES = [
 ]
 LONG = (
     *("mmdecode evaluate", "mmdecode bench", "mmdecode demo", "mmdecode audit"),
-    *("mmdecode generate-image --model zoo", "mmdecode transcribe recordings/ --correct"),
+    *(
+        "mmdecode generate-image --model zoo",
+        "mmdecode transcribe recordings/ --model small --correct",
+    ),
 )
 """Commands that take more than a second or two even on the smallest model."""
 

@@ -1,5 +1,6 @@
 """A shipped model that is run on the user's own files is announced as the toy it is."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from mmdecode.checkpoints import zoo_names
 from mmdecode.cli.app import app
-from mmdecode.cli.models import INSTEAD, toy_note
+from mmdecode.cli.models import INSTEAD, MODELS, toy_note
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import all_commands
@@ -118,6 +119,14 @@ def test_every_command_that_loads_a_model_is_tried():
     for name, command in all_commands().items():
         if any("--trust-remote-code" in parameter.opts for parameter in command.params):
             assert name in NO_OWN_FILES or any(line.startswith(name) for line in ON_OWN_FILES), name
+
+
+def test_the_help_of_every_command_that_loads_a_model_names_a_real_one():
+    for name, command in all_commands().items():
+        loads = [p for p in command.params if "Hub id" in (p.help or "") and p.name in MODELS]
+        assert all(re.search(r"\b[\w-]+/[\w.-]+\w\b", p.help) for p in loads), name
+        examples = [line for line in (command.help or "").splitlines() if "mmdecode " in line]
+        assert not any("zoo:whisper" in line or "zoo:lm" in line for line in examples), name
 
 
 def test_for_each_shipped_model_that_can_be_named_there_is_a_real_one():

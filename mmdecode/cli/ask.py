@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, refuse_without
+from mmdecode.cli.flags import Device, Dtype, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
@@ -55,7 +55,7 @@ def command(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME."),
+        typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
     ] = "zoo:llava-scenes",
     guide: Annotated[
         str | None,
@@ -116,13 +116,13 @@ def command(
 
     For example:
 
-      mmdecode ask photo.jpg -q "Is there a dog in the image?"
+      mmdecode ask photo.jpg -q "Is there a dog in the image?" --model llava-hf/llava-1.5-7b-hf
 
-      mmdecode ask photo.jpg -q "Describe the image." --stream --draft lookup
+      mmdecode ask photo.jpg -q "Describe the image." --model llava-1.5-7b --stream --draft lookup
 
-      mmdecode ask photos/ -q "What is in the image?" --out answers
+      mmdecode ask photos/ -q "What is in the image?" --model llava-1.5-7b --out answers
 
-      mmdecode ask --data questions.jsonl --out answers --resume
+      mmdecode ask --data questions.jsonl --model llava-1.5-7b --out answers --resume
     """
     from mmdecode.errors import OptionError
     from mmdecode.vlm import crashes

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device
+from mmdecode.cli.flags import Device, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError
@@ -29,7 +29,8 @@ ROWS = 30
 
 def command(
     model: Annotated[
-        str, typer.Option(help="The model: a folder, a Hub id or zoo:NAME.")
+        str,
+        typer.Option(help=model_help("The model", "openai/whisper-small")),
     ] = "zoo:whisper-synth",
     draft: Annotated[
         str | None,
@@ -106,7 +107,7 @@ def command(
 
     For example:
 
-      mmdecode audit --model zoo:whisper-synth --draft medusa --dtype bf16
+      mmdecode audit --model openai/whisper-small --draft lookup --data recordings/ --dtype bf16
 
       mmdecode audit --model my-llama --draft lookup --data prompts.txt
 

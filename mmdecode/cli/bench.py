@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, Dtype
+from mmdecode.cli.flags import Device, Dtype, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.cli.shared import Group
@@ -36,7 +36,8 @@ def group() -> None:
 @app.command("vlm")
 def vlm(
     model: Annotated[
-        str, typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME.")
+        str,
+        typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
     ] = "zoo:llava-scenes",
     draft: Annotated[
         list[str] | None,
@@ -84,7 +85,7 @@ def vlm(
 
     For example:
 
-      mmdecode bench vlm --draft lookup --draft recycling --batch-size 1 --batch-size 4
+      mmdecode bench vlm --model llava-1.5-7b --draft lookup --draft recycling --batch-size 4
 
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """

@@ -36,8 +36,8 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Of the demo that is named, else of speech: a folder, a Hub id or zoo:NAME; a "
-            "shipped one by default.",
+            help="Of the demo that is named, else of speech, as openai/whisper-small: a folder, a "
+            "Hub id, its short name or zoo:NAME; a shipped one by default.",
         ),
     ] = None,
     draft: Annotated[

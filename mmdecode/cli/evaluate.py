@@ -18,6 +18,7 @@ from mmdecode.cli.flags import (
     Resume,
     Task,
     Timestamps,
+    model_help,
     refuse_without,
 )
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, show_tables
@@ -54,7 +55,8 @@ def wer(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
+        str | None,
+        typer.Option(help=model_help("A Whisper model", "openai/whisper-small")),
     ] = None,
     draft: Annotated[
         list[str] | None,
@@ -161,7 +163,7 @@ def wer(
 
     For example:
 
-      mmdecode evaluate wer --data test.jsonl --model zoo:whisper-synth --draft medusa --out run
+      mmdecode evaluate wer --data test.jsonl --model openai/whisper-small --draft lookup --out run
 
       mmdecode evaluate wer --rescore run --normalizer leaderboard
 

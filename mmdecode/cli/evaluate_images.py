@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite
+from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
 from mmdecode.cli.output import (
     JsonFlag,
     console,
@@ -34,7 +34,11 @@ MIN_REAL, MAX_REAL = 400, 4000  # pictures beside the samples
 def images(
     model: Annotated[
         str,
-        typer.Option(help="A model of image tokens in raster order: a folder, Hub id or zoo:NAME."),
+        typer.Option(
+            help=model_help(
+                "A model of image tokens in raster order", "deepseek-community/Janus-Pro-1B"
+            )
+        ),
     ],
     n: Annotated[int, typer.Option("--count", "-n", min=2, help="Images of each mode.")] = 200,
     modes: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite
+from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
 from mmdecode.cli.progress import only_our_output, progress_bar
 
@@ -53,8 +53,8 @@ def nbest(
     corrector: Annotated[
         list[str] | None,
         typer.Option(
-            help="A generative corrector: a folder, a Hub id or zoo:NAME of a causal or seq2seq "
-            "model. Repeat it for more."
+            help=model_help("A generative corrector, causal or seq2seq", "google/flan-t5-base")
+            + " Repeat it for more."
         ),
     ] = None,
     train_share: Annotated[

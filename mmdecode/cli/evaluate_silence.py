@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Overwrite, Resume
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Overwrite, Resume, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
 from mmdecode.cli.progress import only_our_output, recorded
 
@@ -26,7 +26,8 @@ PLAIN = "plain"
 
 def silence(
     model: Annotated[
-        str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")
+        str,
+        typer.Option(help=model_help("A Whisper model", "openai/whisper-small")),
     ] = "zoo:whisper-synth",
     guide: Annotated[
         list[str] | None,
@@ -86,7 +87,7 @@ def silence(
 
     For example:
 
-      mmdecode evaluate silence --model zoo:whisper-synth --out run
+      mmdecode evaluate silence --model openai/whisper-small --out run
 
       mmdecode evaluate silence --model openai/whisper-tiny --guide whisper_cd:alpha=0.5 --guide
       whisper_cd:alpha=0,gate=0.1 --speech test.jsonl --recordings office.jsonl --out run

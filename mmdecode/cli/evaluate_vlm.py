@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Device, Dtype, Overwrite, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
 from mmdecode.cli.output import (
     JsonFlag,
     console,
@@ -45,7 +45,7 @@ Data = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="A vision-language model: a folder, a Hub id or zoo:NAME."),
+    typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf")),
 ]
 Guides = Annotated[
     list[str] | None,

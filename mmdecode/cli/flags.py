@@ -9,7 +9,21 @@ import typer
 
 from mmdecode.errors import OptionError
 
-Model = Annotated[str, typer.Option(help="A Whisper model: a folder, a Hub id or zoo:NAME.")]
+
+def model_help(what: str, example: str) -> str:
+    """What is said of an option that names a model.
+
+    Args:
+        what: Which kind, for example ``A Whisper model``.
+        example: The Hub id of a real one.
+    """
+    return f"{what}, as {example}: a folder, a Hub id, its short name or zoo:NAME."
+
+
+Model = Annotated[
+    str,
+    typer.Option(help=model_help("A Whisper model", "openai/whisper-small")),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace files that mmdecode did not write, or results.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, Resume, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Resume, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
@@ -27,7 +27,8 @@ FOLDER = Path("outputs/images")
 def command(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="An image model: a folder, a Hub id or zoo:NAME.")
+        str,
+        typer.Option(help=model_help("An image model", "deepseek-community/Janus-Pro-1B")),
     ] = "zoo:llamagen-scenes",
     names: Annotated[
         list[str] | None,
@@ -153,7 +154,7 @@ def command(
 
       mmdecode generate-image --class ring -n 8 --draft jacobi:window=32 --accept cool:delta=1.5
 
-      mmdecode generate-image --model FOLDER --prompts prompts.txt --out pictures --resume
+      mmdecode generate-image --model deepseek-community/Janus-Pro-1B --prompts prompts.txt --resume
 
       mmdecode generate-image --class star --start ring.png --keep-rows 8
     """

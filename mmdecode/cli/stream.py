@@ -69,7 +69,7 @@ def command(
 
       arecord -f S16_LE -r 16000 -c 1 -t raw | mmdecode stream - --model openai/whisper-small
 
-      ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --json
+      ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --model small --json
     """
     from mmdecode.asr.streaming import Stream, policy_of
     from mmdecode.asr.transcriber import Transcriber

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Overwrite
+from mmdecode.cli.flags import Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json
 from mmdecode.cli.shared import Group
 
@@ -33,7 +33,10 @@ app = typer.Typer(cls=Group, help="Train heads, correctors or zoo models.")
 
 @app.command()
 def medusa(
-    model: Annotated[str, typer.Option(help="Folder, Hub id or zoo:NAME; as a rule a Whisper.")],
+    model: Annotated[
+        str,
+        typer.Option(help=model_help("The target, as a rule a Whisper", "openai/whisper-small")),
+    ],
     data: Annotated[
         Path,
         typer.Option(
@@ -93,7 +96,10 @@ def medusa(
 
 @app.command()
 def drafter(
-    model: Annotated[str, typer.Option(help="The target: folder, Hub id or zoo:NAME.")],
+    model: Annotated[
+        str,
+        typer.Option(help=model_help("The target", "llava-hf/llava-1.5-7b-hf")),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the drafter; state lies in it too.")],
     data: Annotated[
         str,
@@ -221,7 +227,10 @@ def drafter(
 
 @app.command("alignment-heads")
 def alignment_heads(
-    model: Annotated[str, typer.Option(help="A Whisper: folder, Hub id or zoo:NAME.")],
+    model: Annotated[
+        str,
+        typer.Option(help=model_help("A Whisper model", "openai/whisper-small")),
+    ],
     data: Annotated[
         Path | None,
         typer.Option(
@@ -273,7 +282,8 @@ def corrector(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the result; state lies in it too.")],
     model: Annotated[
-        str | None, typer.Option(help="Causal or seq2seq model: folder or Hub id.")
+        str | None,
+        typer.Option(help="Causal or seq2seq model, as google/flan-t5-base: a folder or a Hub id."),
     ] = None,
     method: Annotated[
         str, typer.Option(help="'lora', 'full', or 'scratch', which needs no model.")

@@ -244,17 +244,17 @@ def command(
 
     For example:
 
-      mmdecode transcribe talk.mp3
+      mmdecode transcribe talk.mp3 --model openai/whisper-small
 
-      ffmpeg -i talk.mkv -f wav - | mmdecode transcribe -
+      ffmpeg -i talk.mkv -f wav - | mmdecode transcribe - --model small
 
-      mmdecode transcribe recordings/ --out texts --format txt,srt --draft medusa
+      mmdecode transcribe recordings/ --model large-v3 --out texts --format txt,srt
 
-      mmdecode transcribe recordings/ --out texts --format txt,srt --draft medusa --resume
+      mmdecode transcribe recordings/ --model large-v3 --out texts --format txt,srt --resume
 
-      accelerate launch --num_processes 4 -m mmdecode transcribe recordings/ --out texts
+      accelerate launch -m mmdecode transcribe recordings/ --model small --out texts
 
-      mmdecode transcribe talk.mp3 --correct uadf:model=zoo:lm-synth --report talk.html
+      mmdecode transcribe talk.mp3 --model small --correct llm:model=my-corrector --report talk.html
     """
     from mmdecode.asr.formats import parse_formats
     from mmdecode.asr.inputs import STDIN, gathered
