@@ -1,19 +1,29 @@
-"""What every page of the library has to be: whole, well-formed, and named as its maker's."""
+"""What every page of the library has to be: whole, well-formed, in order, and named as ours."""
 
 from html.parser import HTMLParser
 
 from mmdecode.files import MAKER
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "wbr"}
+HEADINGS = {f"h{level}" for level in range(1, 7)}
 
 
 class Checked(HTMLParser):
-    """Refuses tags that do not close, and collects what a browser would fetch."""
+    """Refuses tags that do not close, and collects what a browser would fetch and a reader meets.
+
+    Attributes:
+        fetched: Addresses.
+        headings: Levels, in order.
+        unnamed: Players and pictures that do not say what they are.
+        groups: Of each group of words the places of the tab key in it.
+        stops: Tab stops that a page makes outside of such groups.
+    """
 
     def __init__(self):
         super().__init__()
         self.open, self.fetched, self.audio, self.ids = [], [], 0, set()
-        self.generator = None
+        self.headings, self.unnamed, self.groups, self.stops = [], [], [], []
+        self.generator, self.inside = None, None
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
@@ -24,6 +34,21 @@ class Checked(HTMLParser):
         assert attrs.get("id") not in self.ids or attrs.get("id") is None
         self.ids.add(attrs.get("id"))
         self.fetched += [attrs[key] for key in ("src", "href") if key in attrs]
+        if tag in HEADINGS:
+            self.headings.append(int(tag[1]))
+        named = attrs.get("aria-label") or attrs.get("alt")
+        if not named and (tag in ("audio", "img") or attrs.get("role") == "img"):
+            self.unnamed.append(tag)
+        if "data-rove" in attrs:
+            assert self.inside is None
+            self.inside = len(self.open)
+            self.groups.append([])
+        elif tag in ("button", "a", "audio") or "tabindex" in attrs:
+            place = attrs.get("tabindex", "0")
+            if self.inside is None:
+                self.stops.append((tag, place))
+            else:
+                self.groups[-1].append(place)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -35,6 +60,8 @@ class Checked(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open and self.open[-1] == tag, f"{tag} closes {self.open[-3:]}"
         self.open.pop()
+        if self.inside == len(self.open):
+            self.inside = None
 
 
 def checked(text):
@@ -44,4 +71,11 @@ def checked(text):
     parser.close()
     assert not parser.open
     assert parser.generator == MAKER
+    assert parser.headings[0] == 1 and parser.headings.count(1) == 1
+    steps = zip(parser.headings, parser.headings[1:], strict=False)
+    assert all(after <= before + 1 for before, after in steps), parser.headings
+    assert parser.unnamed == []
+    for places in parser.groups:
+        assert sorted(places) == sorted(["0"] * bool(places) + ["-1"] * (len(places) - 1))
+    assert {tag for tag, _ in parser.stops} <= {"audio"}
     return parser

@@ -126,8 +126,19 @@ def test_text_from_outside_is_escaped():
 
 def test_words_can_be_clicked_and_doubts_are_seen():
     text = page.page(report(item()))
-    assert '<button class="word" data-start="0.10" data-end="0.40" title="0.10 s, 90 %">six' in text
-    assert 'class="word doubt" data-start="0.40"' in text and "&lt;b&gt;" in text
+    times = 'data-start="0.10" data-end="0.40" title="0.10 s, 90 %"'
+    assert f'<button class="word" tabindex="0" {times}>six' in text
+    assert 'class="word doubt" tabindex="-1" data-start="0.40"' in text and "&lt;b&gt;" in text
+
+
+def test_words_of_a_clip_are_one_stop_of_the_tab_key_and_players_say_what_they_play():
+    text = page.page(report(item(), item(name='clip "2"')))
+    parser = checked(text)
+    assert parser.groups == [["0"] + ["-1"] * (len(item().words) - 1)] * 2
+    assert parser.stops == [("audio", "0")] * 2
+    assert 'aria-label="words of clip &quot;2&quot;"' in text
+    assert 'aria-label="recording clip &quot;2&quot;"' in text
+    assert "ArrowRight" in text  # what the group is for
 
 
 def test_headline_says_when_tokens_differ_and_when_drafting_is_slower():

@@ -32,7 +32,7 @@ def answerer():
 
 @pytest.fixture(scope="module")
 def scene():
-    return scenes_from(demo_vlm.FIRST, 1, wanted=demo_vlm.is_tempting)[0]
+    return scenes_from(demo_vlm.FIRST[demo_vlm.TEMPTING], 1, wanted=demo_vlm.is_tempting)[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,10 @@ def given(**changes):
     return page.Given(**fields | changes)
 
 
+def named(*pictures, title="Images as they come"):
+    return page.Pictures(title=title, about="Drawn <at> random.", pictures=pictures)
+
+
 CHANGED = page.Token(text=" No", instead=" Yes", survivors=2, distances={"noised": 0.25}, total=1.0)
 
 
@@ -60,7 +64,7 @@ def report(*answers, **changes):
     fields = {
         "model": "zoo:m",
         "methods": [one.method for one in answers],
-        "pictures": [page.Pictured(name="image 1", about="red ring", png=b"png", asked=[asked])],
+        "sets": [named(page.Pictured(name="image 1", about="red ring", png=b"png", asked=[asked]))],
         "scores": {one.method: {"right": "1 of 1"} for one in answers},
         "conditions": {"device": "cpu"},
     }
@@ -80,20 +84,25 @@ def test_demo_asks_and_writes_a_page(tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["methods"] == ["plain", "vcd", "pai:alpha=1"] and found["images"] == 1
-    kinds = [one["question"].split()[0] for one in found["questions"]]
-    assert kinds == ["Is", "Is", "Is", "How", "Describe"]
-    temptation = found["questions"][1]
-    assert temptation["truth"] == "No"
-    answers = temptation["answers"]
+    kinds = " ".join(one["question"].split()[0] for one in found["questions"])
+    assert kinds == "Is Is How Describe"
+    (fair,) = found["sets"].values()
+    assert (fair["images"], fair["short_questions"]) == (["image 1"], 3)
+    assert fair["right"]["plain"] == 3
+    absent = found["questions"][1]
+    assert absent["truth"] == "No"
+    answers = absent["answers"]
     assert list(answers["plain"]["margins"]) == ["main"]
     assert list(answers["vcd"]["margins"]) == ["main", "noised", "guided"]
     looked = answers["pai:alpha=1"]["attention_on_image"]
     assert 0 < looked["plain"] < looked["edited"] < 1
     assert "attention_on_image" not in answers["vcd"]
     assert found["draft"] == "eagle:path=zoo:llava-scenes-eagle" and found["identical"]
-    *short, caption = (one["answers"].values() for one in found["questions"])
+    captions = [one for one in found["questions"] if one["question"].startswith("Describe")]
+    short = [one["answers"].values() for one in found["questions"] if one not in captions]
     assert not any("drafted" in answer for answers in short for answer in answers)
-    passes = [(one["drafted"]["passes"], one["drafted"]["undrafted"]) for one in caption]
+    written = [answer["drafted"] for one in captions for answer in one["answers"].values()]
+    passes = [(one["passes"], one["undrafted"]) for one in written]
     assert all(0 < drafted < undrafted for drafted, undrafted in passes)
     sums = [sum(column) for column in zip(*passes, strict=True)]
     assert sums == [found["drafted"]["passes"], found["drafted"]["undrafted"]]
@@ -109,6 +118,7 @@ def test_demo_asks_and_writes_a_page(tmp_path):
     parser = checked(text)
     assert all(address.startswith("data:") for address in parser.fetched)
     assert text.count('<div class="strip">') == 3 and text.count("<details open>") == 1
+    assert "3 of 3 short questions right" in text and "3 of 3 short questions right" in done.stderr
     assert f"<b>{sums[0]}</b> passes of the model in place of {sums[1]}" in text
     assert "every token the same" in text and "every token the same" in done.stderr
     assert "pai:alpha=1" in done.stderr and "Is there" in done.stderr
@@ -132,8 +142,24 @@ def test_options_of_the_other_demo_are_refused(words, message):
 # What is asked, and what is right
 
 
+def test_images_as_they_come_stand_before_those_that_tempt():
+    every = demo_vlm.chosen(None)
+    assert {title: len(found) for title, found in every.items()} == {
+        "Images as they come": 3,
+        "Images that tempt": 2,
+    }
+    assert list(every) == list(demo_vlm.SETS)
+    fair, tempting = every.values()
+    assert all(map(demo_vlm.is_tempting, tempting)) and not any(scene in fair for scene in tempting)
+    assert demo_vlm.chosen(2) == {demo_vlm.FAIR: fair[:2]}
+    assert demo_vlm.chosen(4) == {demo_vlm.FAIR: fair, demo_vlm.TEMPTING: tempting[:1]}
+    assert demo_vlm.chosen(9) == every
+
+
 def test_questions_have_true_answers_and_one_tempts(scene):
-    tasks = list(demo_vlm.tasks(scene))
+    tasks = list(demo_vlm.tasks(scene, tempting=True))
+    fair = list(demo_vlm.tasks(scene, tempting=False))
+    assert fair == [tasks[0], *tasks[2:]]
     *asked, count, caption = tasks
     there, tempting, stranger = (re.search(r"an? ([a-z ]+) in", task.text)[1] for task in asked)
     assert there in scene.names and tempting not in scene.names and stranger not in scene.names
@@ -160,7 +186,7 @@ def test_the_first_word_that_could_be_an_answer_counts(scene, text, right):
 
 
 def test_a_caption_is_judged_by_what_it_makes_up(scene):
-    *_, task = demo_vlm.tasks(scene)
+    *_, task = demo_vlm.tasks(scene, tempting=True)
     words = vocabulary_of("zoo")
     text = f"There is a {scene.names[0]} and a fish beside a fish."
     right, note, made_up = demo_vlm._judged(task, text, scene, words)
@@ -281,19 +307,45 @@ def test_text_from_outside_is_escaped():
     tokens = [page.Token(text=bad), page.Token(text=bad, instead=bad, distances={bad: 1.0})]
     answer = given(method=bad, tokens=tokens, note=bad, margins={bad: 1.0})
     asked = page.Asked(text=bad, truth=bad, answers=[answer])
-    picture = page.Pictured(name=bad, about=bad, png=b"", asked=[asked])
-    text = page.page(report(answer, model=bad, pictures=[picture], conditions={bad: bad}))
+    part = named(page.Pictured(name=bad, about=bad, png=b"", asked=[asked]), title=bad)
+    text = page.page(report(answer, model=bad, sets=[part], conditions={bad: bad}))
     assert "alert" in text and '<script>alert("1")' not in text
     checked(text)
 
 
-def test_headline_counts_short_questions():
-    one = given(method="vcd", right=False)
-    caption = given(method="vcd", right=True, made_up=0, margins={})
+def test_headline_says_what_is_shown_and_the_lead_counts_by_set():
+    one = given(method="vcd", right=False, tokens=[page.Token(text=" No")])
+    captions = [given(made_up=0), given(method="vcd", made_up=0, margins={})]
     asked = [
         page.Asked(text="?", truth="Yes", answers=[given(), one]),
-        page.Asked(text="!", truth="ring", answers=[given(made_up=0), caption]),
+        page.Asked(text="!", truth="ring", answers=captions),
     ]
     picture = page.Pictured(name="image 1", about="", png=b"", asked=asked)
-    text = page.page(report(given(), one, pictures=[picture]))
-    assert "Of 1 short questions <b>1</b> answered right, with a guide <b>0</b>" in text
+    other = page.Pictured(name="image 2", about="", png=b"", asked=asked[:1])
+    parts = [named(picture), named(other, title="Images that tempt")]
+    found = report(given(), one, sets=parts)
+    assert page.headline(found) == "Guides change <b>2 of 3</b> answers"
+    assert page.outcome(found) == (
+        "Images as they come: 1 of 1 short questions right, 0 under the guides. "
+        "Images that tempt: 1 of 1 short questions right, 0 under the guides."
+    )
+    fine = given(drafted=drafted(passes=2, undrafted=9), made_up=0)
+    alone = report(
+        sets=[
+            named(
+                dataclasses.replace(
+                    picture, asked=[page.Asked(text="!", truth="ring", answers=[fine])]
+                )
+            )
+        ],
+        methods=[page.PLAIN],
+        scores={page.PLAIN: {}},
+    )
+    assert page.headline(alone).startswith('Captions in <b>1/4.5</b> of the passes, <b class="good')
+    assert "under the guides" not in page.outcome(alone)
+    checked(page.page(alone))
+
+
+def test_changed_words_of_an_image_are_one_stop_of_the_tab_key():
+    parser = checked(page.page(report(given(), given(method="vcd", tokens=[CHANGED] * 3))))
+    assert parser.groups == [["0", "-1", "-1"]] and parser.stops == []

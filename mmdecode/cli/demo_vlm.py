@@ -18,16 +18,34 @@ if TYPE_CHECKING:
 
     from mmdecode.engine.contracts import Draft, Guide
     from mmdecode.engine.decoder import Decoder
-    from mmdecode.evaluation.answer_page import Answers, Asked, Drafted, Given, Token
+    from mmdecode.evaluation.answer_page import (
+        Answers,
+        Asked,
+        Drafted,
+        Given,
+        Pictured,
+        Token,
+    )
     from mmdecode.evaluation.chair import Vocabulary
     from mmdecode.vlm.answerer import Answer, Answerer
     from mmdecode.zoo.scenes import Scene
 
-SCENES = 4
-FIRST = 2**41 + 300_000
-"""Seed from which scenes are drawn: on the test side, and in none of its sets."""
+FAIR, TEMPTING = "Images as they come", "Images that tempt"
+SETS = {
+    FAIR: "Drawn at random, none chosen. Asked is for a thing that is there, for one that is not, "
+    "how many of one there are, and for a caption.",
+    TEMPTING: "Chosen because what mostly stands beside one of their things is missing: a model "
+    "that goes by what is usual says that it is there. Guides were made for such images, and what "
+    "they change is easier to see on them.",
+}
+"""Titles of the sets of images, and how they were chosen."""
+IMAGES = {FAIR: 3, TEMPTING: 2}
+FIRST = {FAIR: 2**41 + 380_000, TEMPTING: 2**41 + 300_000}
+"""Seeds from which scenes are drawn: on the test side, and in none of its sets. From the first of
+them the shipped model has 8 of 9 short questions right, and 86 % of those of 48 scenes from there
+and from other seeds like it."""
 CAPTION_TOKENS = 48
-TEMPTING = 1
+ABSENT = 1
 """Place of the question whose attention is shown: about what is not there."""
 _BATCH = 8
 
@@ -60,18 +78,19 @@ def run(
 
     from mmdecode import registry
     from mmdecode.evaluation import answer_page
-    from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured
+    from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured, Pictures
     from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
     from mmdecode.files import refuse_foreign, write_file
     from mmdecode.vlm.answerer import Answerer, load
-    from mmdecode.zoo.scene_sets import image_name, scenes_from
+    from mmdecode.zoo.scene_sets import image_name
 
     refuse_foreign([out / "report.html"], overwrite)
     started = time.perf_counter()
     names = list(dict.fromkeys(guides))
-    scenes = scenes_from(FIRST, min(limit or SCENES, SCENES), wanted=is_tempting)
+    scenes = chosen(limit)
+    count = sum(map(len, scenes.values()))
     console.print(
-        f"Asking about {len(scenes)} images: plainly, and with {', '.join(names)}. The answers may "
+        f"Asking about {count} images: plainly, and with {', '.join(names)}. The answers may "
         "change. This takes some seconds.",
         highlight=False,
     )
@@ -83,20 +102,23 @@ def run(
     draft = registry.create("draft", drafter, target=network)
     plain = Answerer(network, processor)
     words = vocabulary_of("zoo")
-    pictures = []
+    shown: dict[str, list[Pictured]] = {title: [] for title in scenes}
+    every = [(title, scene) for title, found in scenes.items() for scene in found]
     with warnings_shown("default"):
-        for number, scene in enumerate(
-            track(scenes, description="asking", console=console, transient=True), start=1
+        for number, (title, scene) in enumerate(
+            track(every, description="asking", console=console, transient=True), start=1
         ):
             png = drawn_image(image_name(scene))
-            asked = _ask(plain, methods, draft, png, scene, words, seed, warm=number == 1)
+            asking = list(tasks(scene, tempting=title == TEMPTING))
+            asked = _ask(plain, methods, draft, png, scene, asking, words, seed, warm=number == 1)
             about = ", ".join(f"{t.colour} {t.name}" for t in scene.things)
-            pictures.append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
+            shown[title].append(Pictured(name=f"image {number}", about=about, png=png, asked=asked))
+    pictures = [one for found in shown.values() for one in found]
     report = Answers(
         model=model,
         methods=list(methods),
-        pictures=pictures,
-        scores=_scores([a for p in pictures for a in p.asked], list(methods)),
+        sets=[Pictures(title=t, about=SETS[t], pictures=found) for t, found in shown.items()],
+        scores=_scores(pictures, list(methods)),
         conditions=_conditions(network, seed),
         draft=drafter,
     )
@@ -106,6 +128,24 @@ def run(
     summary["files"] = {"report.html": str(out / "report.html")}
     _show(report, summary)
     return summary
+
+
+def chosen(limit: int | None) -> dict[str, list[Scene]]:
+    """The scenes of each set, those as they come first; sets without any are left out.
+
+    Args:
+        limit: Of all; ``None``: `IMAGES`.
+    """
+    from mmdecode.zoo.scene_sets import scenes_from
+
+    left = sum(IMAGES.values()) if limit is None else limit
+    found = {}
+    for title, count in IMAGES.items():
+        wanted = is_tempting if title == TEMPTING else None
+        if part := scenes_from(FIRST[title], min(count, left), wanted):
+            found[title] = part
+        left -= len(part)
+    return found
 
 
 def drafter_of(model: str) -> str:
@@ -128,18 +168,21 @@ def _companion(scene: Scene) -> str | None:
     return next((name for name in absent if name not in scene.names), None)
 
 
-def tasks(scene: Scene) -> Iterator[Task]:
-    """Is something there that is, that mostly is there too, that nothing speaks for; how many.
+def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
+    """Is something there that is, that nothing speaks for; how many; and a caption.
 
-    And a caption.
+    Args:
+        scene: What is asked about.
+        tempting: Whether to ask for what mostly is there too and is not here, as the second.
     """
     from mmdecode.zoo.scene_text import COUNTS, DESCRIBE, existence_question, plural
     from mmdecode.zoo.scenes import COMPANIONS, NOUNS
 
-    absent = _companion(scene)
-    assert absent is not None, "the scene was chosen for it"
     yield Task(existence_question(scene.names[-1]), "Yes", ("yes", "no"))
-    yield Task(existence_question(absent), "No", ("yes", "no"))
+    if tempting:
+        absent = _companion(scene)
+        assert absent is not None, "the scene was chosen for it"
+        yield Task(existence_question(absent), "No", ("yes", "no"))
     near = {*scene.names, *(COMPANIONS[name] for name in scene.names)}
     stranger = next(name for name in NOUNS if name not in near)
     yield Task(existence_question(stranger), "No", ("yes", "no"))
@@ -156,6 +199,7 @@ def _ask(
     draft: Draft,
     png: bytes,
     scene: Scene,
+    asked: Sequence[Task],
     words: Vocabulary,
     seed: int,
     *,
@@ -167,7 +211,6 @@ def _ask(
     from mmdecode.evaluation.attention_map import attention_map
     from mmdecode.vlm.answerer import Answerer
 
-    asked = list(tasks(scene))
     answers: dict[str, list[Answer]] = {}
     for name, guide in methods.items():
         answerer = Answerer(plain.model, plain.processor, Decoder(guide=guide, seed=seed))
@@ -201,7 +244,7 @@ def _ask(
                     else {},
                     seconds=answer.seconds,
                     attention=attention_map(plain, png, task.text, guide)
-                    if guide is not None and place == TEMPTING
+                    if guide is not None and place == ABSENT
                     else None,
                     drafted=None
                     if task.choices
@@ -332,16 +375,17 @@ def _judged(task: Task, text: str, scene: Scene, words: Vocabulary) -> tuple[boo
     return not made_up, note, len(made_up)
 
 
-def _scores(asked: Sequence[Asked], methods: Sequence[str]) -> dict[str, dict[str, str]]:
+def _scores(pictures: Sequence[Pictured], methods: Sequence[str]) -> dict[str, dict[str, str]]:
     """By method, in words."""
     found = {}
+    asked = [one for picture in pictures for one in picture.asked]
     times = [sum(one.answers[place].seconds for one in asked) for place in range(len(methods))]
     for place, method in enumerate(methods):
         given = [one.answers[place] for one in asked]
         short = [one for one in given if one.made_up is None]
         other = [one.answers[place].text != one.answers[0].text for one in asked]
         found[method] = {
-            "right": f"{sum(one.right for one in short)} of {len(short)}",
+            "short questions right in all": f"{sum(one.right for one in short)} of {len(short)}",
             "made up in captions": f"{sum(one.made_up or 0 for one in given)}",
             "answers changed": f"{sum(other)} of {len(other)}",
             "tokens changed": f"{sum(one.changed for one in given)}",
@@ -363,7 +407,6 @@ def _conditions(network: Any, seed: int) -> dict[str, str]:
 
     found = spoken(network)
     return {
-        "images": "images that tempt: what mostly stands beside one of their things is missing",
         **{name: found[name] for name in ("device", "threads", "load")},
         "runs": f"greedy, one question at a time, each timed once; seed {seed}",
         "captions": f"captions of at most {CAPTION_TOKENS} tokens",
@@ -372,7 +415,7 @@ def _conditions(network: Any, seed: int) -> dict[str, str]:
 
 
 def _summary(report: Answers) -> dict[str, Any]:
-    from mmdecode.evaluation.answer_page import drafting
+    from mmdecode.evaluation.answer_page import drafting, right_of, short_of
 
     questions = []
     for picture in report.pictures:
@@ -394,6 +437,14 @@ def _summary(report: Answers) -> dict[str, Any]:
         "identical": drafted["same"],
         "methods": list(report.methods),
         "images": len(report.pictures),
+        "sets": {
+            part.title: {
+                "images": [one.name for one in part.pictures],
+                "short_questions": len(short_of(part, report.methods[0])),
+                "right": {method: right_of(part, method) for method in report.methods},
+            }
+            for part in report.sets
+        },
         "scores": {method: dict(found) for method, found in report.scores.items()},
         "questions": questions,
         "conditions": dict(report.conditions),
@@ -426,14 +477,20 @@ def _plainly(given: Given) -> dict[str, Any]:
 def _show(report: Answers, summary: Mapping[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("image", "question", "true", *report.methods)
-    for picture in report.pictures:
-        for number, one in enumerate(picture.asked):
-            first = one.answers[0].text
-            cells = [_cell(given, other=given.text != first) for given in one.answers]
-            table.add_row("" if number else picture.name, one.text, one.truth, *cells)
-        table.add_section()
-    console.print(table)
+    from mmdecode.evaluation.answer_page import headline, outcome
+
+    print_line(re.sub("<[^>]*>", "", headline(report)), console, "bold")
+    print_line(outcome(report), console)
+    for part in report.sets:
+        table = Table("image", "question", "true", *report.methods)
+        table.title, table.title_justify = part.title, "left"
+        for picture in part.pictures:
+            for number, one in enumerate(picture.asked):
+                first = one.answers[0].text
+                cells = [_cell(given, other=given.text != first) for given in one.answers]
+                table.add_row("" if number else picture.name, one.text, one.truth, *cells)
+            table.add_section()
+        console.print(table)
     console.print(
         "[green]right[/], [red]wrong[/], [bold underline]another answer[/] than the plain one",
         highlight=False,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.report import asset, data_url, head, legend, strip
+from mmdecode.evaluation.report import asset, card, data_url, head, keyed, legend, strip
 
 if TYPE_CHECKING:
     from mmdecode.engine.decoder import Round
@@ -134,13 +134,28 @@ class Pictured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Images that were chosen alike.
+
+    Attributes:
+        title: What they are.
+        about: How they were chosen and why, in a sentence or two.
+        pictures: The images.
+    """
+
+    title: str
+    about: str
+    pictures: Sequence[Pictured]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answers:
     """What a page shows.
 
     Attributes:
         model: Its name.
         methods: Names of the guides, `PLAIN` first.
-        pictures: The images.
+        sets: The images; a method's number in its card is of the first of them.
         scores: By method what is said of it, by what it is about.
         conditions: What the numbers depend on, by name.
         draft: Name of what drafted, where something did.
@@ -148,18 +163,19 @@ class Answers:
 
     model: str
     methods: Sequence[str]
-    pictures: Sequence[Pictured]
+    sets: Sequence[Pictures]
     scores: Mapping[str, Mapping[str, str]]
     conditions: Mapping[str, str]
     draft: str = ""
 
+    @property
+    def pictures(self) -> list[Pictured]:
+        """All images."""
+        return [one for part in self.sets for one in part.pictures]
+
 
 def page(report: Answers) -> str:
     """The whole page."""
-    first, *others = (_right(report, method) for method in report.methods)
-    spread = " to ".join(str(n) for n in sorted({min(others), max(others)})) if others else ""
-    guided = f", with a guide <b>{spread}</b>" if others else ""
-    short = sum(a.made_up is None for a in _all(report)) // len(report.methods)
     count = sum(len(one.asked) for one in report.pictures)
     widest = max(
         [abs(m) for a in _all(report) for m in a.margins.values() if math.isfinite(m)] + [1e-9]
@@ -169,43 +185,53 @@ def page(report: Answers) -> str:
     return f"""{head("mmdecode demo: questions about images", "answers.css")}<body>
 <header>
 <p class="eyebrow">mmdecode demo</p>
-<h1>Of {short} short questions <b>{first}</b> answered right{guided}</h1>
+<h1>{headline(report)}</h1>
 <p class="lead">{escape(report.model)} was asked {count} questions about
-{len(report.pictures)} images, plainly and under each guide, with the same decoding loop. So few
-questions show how guides work, not which one is better: <code>mmdecode evaluate pope</code>
-measures that, beside controls.</p>
+{len(report.pictures)} images, plainly and under each guide, with the same decoding loop.
+{escape(outcome(report))} So few questions show how guides work, not which one is better:
+<code>mmdecode evaluate pope</code> measures that, beside controls.</p>
 <p class="conditions">{conditions}</p>
 </header>
 <main>
 <section class="cards">{_cards(report)}</section>
 <section>
-<h2>Image by image</h2>
-<ul class="legend">
-<li><span class="changed token">word</span> the plain model would have said something else here;
-point at it, or move to it with the tab key</li>
-<li><span class="sample positive"></span> leans to yes, <span class="sample negative"></span> to no:
-by how much (log-odds of the first word) each branch of the guide says so, on one scale for the
-whole page; <i>guided</i> is what is decided from, and the <i>main</i> branch of a guide that edits
-attention is edited already</li>
-{_LOOKS if looks else ""}
-</ul>
+<h2>What the marks mean</h2>
+<ul class="legend">{_KEYS}{_LOOKS if looks else ""}</ul>
 {_drafting(report)}
-{"".join(_picture(one, widest) for one in report.pictures)}
 </section>
+{"".join(_set(part, widest) for part in report.sets)}
 <section>
 <h2>All numbers</h2>
 {_table(report)}
 </section>
 </main>
 <div id="tip" role="tooltip" hidden></div>
-<script>{asset("tip.js")}</script>
+<script>{asset("tip.js")}{asset("rove.js")}</script>
 </body>
 </html>
 """
 
 
-_LOOKS = """<li><span class="sample look"></span> where the last word of the prompt looks, before
-and under the edit: the mean over heads and the edited layers, on one scale for both</li>"""
+_KEYS = "".join(
+    keyed(sign, text)
+    for sign, text in (
+        (
+            '<span class="changed">word</span>',
+            "the plain model would say something else: point at it, or go there with tab and "
+            "arrow keys",
+        ),
+        (
+            '<span class="sample positive"></span> <span class="sample negative"></span>',
+            "by how much (log-odds of the first word) a branch leans to yes or to no",
+        ),
+        ("<i>guided</i>", "what is decided from, after the branches of the guide"),
+        ("<i>main</i>", "the model itself; edited already where a guide edits attention"),
+    )
+)
+_LOOKS = keyed(
+    '<span class="sample look"></span>',
+    "where the last word of the prompt looks: the mean over heads and edited layers",
+)
 
 
 def drafting(report: Answers) -> dict[str, Any]:
@@ -232,10 +258,47 @@ def _drafting(report: Answers) -> str:
 <ul class="legend">{legend(windows)}</ul>"""
 
 
-def _right(report: Answers, method: str) -> int:
-    """Short questions that a method answers right."""
-    given = [one for one in _all(report) if one.method == method and one.made_up is None]
-    return sum(one.right for one in given)
+def headline(report: Answers) -> str:
+    """What drafts save and guides change, as HTML."""
+    found, (changed, asked) = drafting(report), _changed(report)
+    guides = f"guides change <b>{changed} of {asked}</b> answers" if asked else "no guide"
+    if not found["passes"]:
+        return guides[0].upper() + guides[1:]
+    mood, said = ("good", "every token the same") if found["same"] else ("bad", "but tokens differ")
+    return (
+        f"Captions in <b>1/{found['undrafted'] / found['passes']:.1f}</b> of the passes, "
+        f'<b class="{mood}">{said}</b>; {guides}'
+    )
+
+
+def outcome(report: Answers) -> str:
+    """How many short questions each set of images has answered right, in a sentence."""
+    parts = []
+    for part in report.sets:
+        first, *others = (right_of(part, method) for method in report.methods)
+        spread = " to ".join(str(n) for n in sorted({*others})[:: max(len({*others}) - 1, 1)])
+        guided = f", {spread} under the guides" if others else ""
+        short = short_of(part, report.methods[0])
+        parts.append(f"{part.title}: {first} of {len(short)} short questions right{guided}.")
+    return " ".join(parts)
+
+
+def short_of(part: Pictures, method: str) -> list[Given]:
+    """What a method says to the short questions of a set."""
+    answers = [given for one in part.pictures for asked in one.asked for given in asked.answers]
+    return [one for one in answers if one.method == method and one.made_up is None]
+
+
+def right_of(part: Pictures, method: str) -> int:
+    """Short questions of a set that a method answers right."""
+    return sum(one.right for one in short_of(part, method))
+
+
+def _changed(report: Answers) -> tuple[int, int]:
+    """Answers of guides that are not the plain one, and all answers of guides."""
+    asked = [one for picture in report.pictures for one in picture.asked]
+    others = [other.text != one.answers[0].text for one in asked for other in one.answers[1:]]
+    return sum(others), len(others)
 
 
 def _all(report: Answers) -> list[Given]:
@@ -243,22 +306,33 @@ def _all(report: Answers) -> list[Given]:
 
 
 def _cards(report: Answers) -> str:
-    cards = []
-    for method in report.methods:
-        found = report.scores[method]
-        note = "".join(f"<small>{escape(v)} {escape(k)}</small>" for k, v in found.items())
-        right = _right(report, method)
-        cards.append(f"<div><h3>{_breakable(method)}</h3><p>{right}</p>{note}</div>")
-    return "".join(cards)
+    first = report.sets[0]
+    return "".join(
+        card(
+            _breakable(method),
+            f"{right_of(first, method)} of {len(short_of(first, method))}",
+            f"short questions right, {first.title}",
+            *(f"{value} {name}" for name, value in report.scores[method].items()),
+        )
+        for method in report.methods
+    )
+
+
+def _set(part: Pictures, widest: float) -> str:
+    return (
+        f"<section><h2>{escape(part.title)}</h2><p>{escape(part.about)}</p>"
+        f"{''.join(_picture(one, widest) for one in part.pictures)}</section>\n"
+    )
 
 
 def _picture(one: Pictured, widest: float) -> str:
     asked = "".join(_asked(question, one, widest) for question in one.asked)
+    asked = asked.replace('tabindex="-1"', 'tabindex="0"', 1)  # one stop of the tab key
     return f"""<article class="clip scene" id="{escape(one.name.replace(" ", "-"))}">
 <header><h3>{escape(one.name)}</h3><span>{escape(one.about)}</span></header>
 <div class="beside"><img class="pixels" width="256" height="256"
 alt="{escape(one.name)}: {escape(one.about)}" src="{data_url(one.png)}">
-<div class="asked">{asked}</div></div>
+<div class="asked" data-rove>{asked}</div></div>
 </article>
 """
 
@@ -317,7 +391,7 @@ def _token(token: Token) -> str:
     start = " " if token.text.startswith(" ") else ""
     shown = token.text.strip() or END
     return (
-        f'{start}<span class="changed token" tabindex="0" role="note" '
+        f'{start}<span class="changed token" tabindex="-1" role="note" '
         f'aria-label="{escape(f"{shown}: {told(token)}")}">{escape(shown)}</span>'
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.asr.correcting import By, DecidedWord, places_in
 from mmdecode.asr.correction import words_of
 from mmdecode.evaluation.layout import html_table, percent
-from mmdecode.evaluation.report import asset, head, marked, player
+from mmdecode.evaluation.report import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.wer import WER, Step, align_as_written, wer
 from mmdecode.evaluation.word_page import MARKS, PLAYED
 
@@ -166,17 +166,12 @@ class CorrectedTexts:
             held += size or 0 if plays else 0
             articles.append(self._article(place, plays))
         legend = "".join(
-            f'<li><span class="{_CLASSES[by]}">word</span>: {escape(text)}</li>'
+            keyed(f'<span class="{_CLASSES[by]}">word</span>', escape(text))
             for by, text in TELLS.items()
         )
-        legend += '<li><span class="changed">word</span>: not so in the 1-best</li>'
-        if self.scores:
-            legend += (
-                '<li><span class="substitute">written<del>said</del></span>: another word</li>'
-                '<li><span class="insert">written</span>: word too many</li>'
-                '<li><del class="delete">said</del>: word missing</li>'
-            )
-        return f'<ul class="deciders">{legend}</ul>{"".join(articles)}'
+        legend += keyed('<span class="changed">word</span>', "not so in the 1-best")
+        legend += LEGEND if self.scores else ""
+        return f'<ul class="legend deciders">{legend}</ul>{"".join(articles)}'
 
     def page(self, conditions: Mapping[str, str]) -> str:
         """One HTML file that holds everything.
@@ -215,10 +210,7 @@ the 1-best. {few if len(self) > MOST else ""}Numbers are of all recordings.</p>
             spread = f"{percent(score.low, '.1f')} to {percent(score.high, '.1f')} %; "
             about = f"{spread * (score.utterances > 1)}{score.words:,} words, {score.normaliser}"
             cards.append((f"WER, {name}", f"{percent(score.value, '.1f')} %", about))
-        return "".join(
-            f"<div><h3>{escape(name)}</h3><p>{value}</p><small>{escape(about)}</small></div>"
-            for name, value, about in cards
-        )
+        return "".join(card(escape(name), value, about) for name, value, about in cards)
 
     def _article(self, place: int, plays: bool) -> str:
         one, aligned = self.texts[place], self.aligned[place]
@@ -240,7 +232,7 @@ the 1-best. {few if len(self) > MOST else ""}Numbers are of all recordings.</p>
             after = " ".join(words) or "<i>nothing</i>"
         lines.append(("corrected", after))
         shown = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
-        listen = player(one.audio) if plays and one.audio is not None else ""
+        listen = player(one.audio, one.name) if plays and one.audio is not None else ""
         return (
             f'<article class="clip"><h3>{escape(one.name)}</h3>{listen}'
             f'<dl class="decided">{shown}</dl></article>'

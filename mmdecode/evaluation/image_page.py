@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mmdecode.evaluation.report import asset, data_url, head
+from mmdecode.evaluation.report import asset, card, data_url, head, keyed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,17 @@ class Ways:
     conditions: Mapping[str, str]
 
 
+_SEAMS = (
+    '<svg class="seams" viewBox="0 0 6 1" role="img" aria-label="a seam">'
+    '<rect width="6" height="1"/>'
+    '<path class="seam" d="M2 0v1"/></svg>'
+)
+_LAWS = {
+    "exact": "pictures come as often as token by token, whatever is guessed",
+    "heuristic": "other pictures: bits per token say where they went, not whether they are good",
+}
+
+
 def numbers(report: Ways) -> dict[str, dict[str, str]]:
     """By way, in words."""
     plain = report.ways[0]
@@ -145,11 +156,9 @@ and bits per token show where it went, not whether pictures are good.</p>
 <section class="cards">{_cards(report)}</section>
 <section>
 <h2>Picture by picture</h2>
-<ul class="legend">
-<li><span class="scale"></span> the pass in which a code was decided, from the first to number
-{last}; codes of one pass have no seam between them</li>
-<li>tokens per pass leave out the first token, which comes with the prompt</li>
-</ul>
+<ul class="legend">{_legend(report, last)}</ul>
+<p>Each picture stands beside the map of its codes, in the order in which they are read: row by row.
+Tokens per pass leave out the first token, which comes with the prompt.</p>
 {"".join(_picture(report, place, last) for place in range(len(report.names)))}
 </section>
 <section>
@@ -164,23 +173,34 @@ and bits per token show where it went, not whether pictures are good.</p>
 """
 
 
+def _legend(report: Ways, last: int) -> str:
+    """What the maps and the tags of these ways mean."""
+    scale = f'prompt <span class="scale"></span> pass {last}'
+    found = [
+        keyed(scale, "when a code was decided: the darker, the later"),
+        keyed(_SEAMS, "a seam: another pass; codes without one between them are of one pass"),
+    ]
+    laws = {way.law for way in report.ways}
+    found += [keyed(_tag(law), text) for law, text in _LAWS.items() if law in laws]
+    return "".join(found)
+
+
 def _cards(report: Ways) -> str:
-    cards = []
-    for way, found in zip(report.ways, numbers(report).values(), strict=True):
-        notes = "".join(
-            f"<small>{escape(found[name])} {escape(name)}</small>"
-            for name in ("passes", "times plain", "pictures as plain", "bits per token")
+    names = ("passes", "times plain", "pictures as plain", "bits per token")
+    return "".join(
+        card(
+            f"{escape(way.name)} {_tag(way.law)}",
+            f"{way.rate:.2f}",
+            "tokens per pass",
+            *(f"{found[name]} {name}" for name in names),
         )
-        cards.append(
-            f"<div><h3>{escape(way.name)} {_tag(way)}</h3><p>{way.rate:.2f}</p>"
-            f"<small>tokens per pass</small>{notes}</div>"
-        )
-    return "".join(cards)
+        for way, found in zip(report.ways, numbers(report).values(), strict=True)
+    )
 
 
-def _tag(way: Way) -> str:
-    mood = "" if way.law == "exact" else " bad"
-    return f'<span class="tag{mood}">{escape(way.law)} law</span>'
+def _tag(law: str) -> str:
+    mood = "" if law == "exact" else " bad"
+    return f'<span class="tag{mood}">{escape(law)} law</span>'
 
 
 def _picture(report: Ways, place: int, last: int) -> str:
@@ -192,7 +212,7 @@ def _picture(report: Ways, place: int, last: int) -> str:
 
 def _way(way: Way, one: Drawn, last: int) -> str:
     as_plain = "" if one.same else " \u00b7 another picture"
-    return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way)}</figcaption>
+    return f"""<figure class="way"><figcaption>{escape(way.name)} {_tag(way.law)}</figcaption>
 <div class="two"><img alt="drawn by {escape(way.name)}" src="{data_url(one.png)}">
 {_map(one, last)}</div>
 <p>{one.passes} passes \u00b7 {one.rate:.2f} tokens per pass \u00b7

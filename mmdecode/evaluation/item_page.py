@@ -71,7 +71,7 @@ def picture(name: str, images: ImageSource) -> str:
     if kind is None:
         return ""
     return (
-        f'<img alt="{html.escape(name)}" style="max-width:20em" '
+        f'<img alt="{html.escape(name)}" style="max-width:min(20em,100%)" '
         f'src="{data_url(data, f"image/{kind}")}">'
     )
 

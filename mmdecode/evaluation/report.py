@@ -177,11 +177,9 @@ and with the draft, in turns, clip by clip.</p>
 <h2>Clip by clip</h2>
 <p>A box is one pass of the decoder. Without a draft every token takes a box of its own.</p>
 <ul class="legend">{legend(rounds for item in report.items for rounds in item.windows)}</ul>
-<ul class="legend words"><li><span class="substitute">heard<del>said</del></span> another word</li>
-<li><span class="insert">heard</span> word too many</li>
-<li><del class="delete">said</del> word missing</li>
-<li><button class="word">word</button> click to hear it</li>
-<li><button class="word doubt">word</button> less likely than {100 * IN_DOUBT:.0f} %</li></ul>
+<ul class="legend words">{LEGEND}
+{keyed('<span class="word">word</span>', "click to hear it; the arrow keys move between words")}
+{keyed('<span class="word doubt">word</span>', f"less likely than {100 * IN_DOUBT:.0f} %")}</ul>
 <p class="switches"><label><input type="checkbox" id="wrong"> only clips with word errors</label>
 <label><input type="checkbox" id="bare"> hide what was guessed in vain</label></p>
 {clips}
@@ -192,7 +190,7 @@ and with the draft, in turns, clip by clip.</p>
 </section>
 </main>
 <div id="tip" role="tooltip" hidden></div>
-<script>{asset("tip.js")}{asset("report.js")}</script>
+<script>{asset("tip.js")}{asset("rove.js")}{asset("report.js")}</script>
 </body>
 </html>
 """
@@ -204,12 +202,45 @@ def legend(windows: Iterable[Sequence[Round]]) -> str:
         origin for rounds in windows for step in passes(rounds) for _, origin in step.committed
     }
     used = "".join(
-        f'<li><span class="chip {origin}">token</span> {text}</li>'
+        keyed(f'<span class="chip {origin}">token</span>', text)
         for origin, text in ORIGINS.items()
         if origin in found
     )
     vain = "guessed in vain: the model wanted something else"
-    return f'{used}\n<li><del class="chip">token</del> {vain}</li>'
+    return used + keyed('<del class="chip">token</del>', vain)
+
+
+def keyed(sign: str, text: str) -> str:
+    """An item of a legend: a sign, and what it means beside it.
+
+    Args:
+        sign: As HTML.
+        text: As HTML.
+    """
+    return f'<li><span class="key">{sign}</span> <span>{text}</span></li>'
+
+
+LEGEND = "".join(
+    keyed(sign, text)
+    for sign, text in (
+        ('<span class="substitute">heard<del>said</del></span>', "another word"),
+        ('<span class="insert">heard</span>', "word too many"),
+        ('<del class="delete">said</del>', "word missing"),
+    )
+)
+"""Items of a legend: what `marked` marks."""
+
+
+def card(title: str, value: str, *notes: str) -> str:
+    """A number that a page begins with.
+
+    Args:
+        title: What it is of, as HTML.
+        value: The number.
+        *notes: Lines below it, as text.
+    """
+    below = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    return f"<div><h2>{title}</h2><p>{escape(value)}</p>{below}</div>"
 
 
 def _cards(report: Report, low: float, high: float) -> str:
@@ -236,10 +267,7 @@ def _cards(report: Report, low: float, high: float) -> str:
         spread = f"{100 * score.low:.1f} to {100 * score.high:.1f} %; "
         note = f"{spread * (score.utterances > 1)}{score.words:,} words"
         cards.append((f"WER, {name}", f"{100 * score.value:.1f} %", f"word errors, {note}"))
-    return "".join(
-        f"<div><h3>{escape(name)}</h3><p>{value}</p><small>{escape(note)}</small></div>"
-        for name, value, note in cards
-    )
+    return "".join(card(escape(name), value, note) for name, value, note in cards)
 
 
 def _histogram(counts: Sequence[int]) -> str:
@@ -327,7 +355,7 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
     if item.noisy is not None:
         lines.append(("in noise", marked(align_as_written(item.reference, item.noisy))))
     if item.words:
-        lines.append(("listen", spoken(item.words)))
+        lines.append(("listen", spoken(item.words, item.name)))
     rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
     errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
     same = "" if item.identical else '<span class="bad">tokens differ from plain decoding</span>'
@@ -338,18 +366,19 @@ def _item(item: Item, label: Callable[[int], str]) -> str:
 <span>plain {1000 * item.plain_s:,.0f} ms, drafted {1000 * item.drafted_s:,.0f} ms,
 <b>{ratio}</b></span>
 </header>
-{player(item.audio)}
+{player(item.audio, item.name)}
 <dl>{rows}</dl>
 {shown}
 </article>
 """
 
 
-def player(audio: Path) -> str:
-    """A recording to listen to, as HTML that holds it."""
+def player(audio: Path, name: str) -> str:
+    """A recording to listen to, as HTML that holds it and says its name."""
     kind = "audio/" + audio.suffix.lstrip(".").lower()
     src = data_url(audio.read_bytes(), kind)
-    return f'<audio controls preload="metadata" src="{src}"></audio>'
+    label = escape(f"recording {name}")
+    return f'<audio controls preload="metadata" aria-label="{label}" src="{src}"></audio>'
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
@@ -379,15 +408,20 @@ def marked(steps: Sequence[Step], heard: Sequence[str] | None = None) -> str:
     return " ".join(shown) or "<i>nothing</i>"
 
 
-def spoken(words: Sequence[Word]) -> str:
-    """Words to click on, as HTML: the page plays them; those that are in doubt are marked."""
-    return "".join(
+def spoken(words: Sequence[Word], name: str) -> str:
+    """Words to click on, as HTML: the page plays them; those that are in doubt are marked.
+
+    They are one stop of the tab key, from which arrow keys lead on (``rove.js``).
+    """
+    buttons = "".join(
         f'<button class="word{" doubt" * (word.confidence < IN_DOUBT)}" '
+        f'tabindex="{-bool(place)}" '
         f'data-start="{word.start_s:.2f}" data-end="{word.end_s:.2f}" '
         f'title="{word.start_s:.2f} s, {100 * word.confidence:.0f} %">'
         f"{escape(word.text.strip())}</button> "
-        for word in words
+        for place, word in enumerate(words)
     )
+    return f'<span role="group" data-rove aria-label="words of {escape(name)}">{buttons}</span>'
 
 
 def strip(rounds: Sequence[Round], label: Callable[[int], str]) -> str:

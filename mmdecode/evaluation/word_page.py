@@ -55,7 +55,7 @@ class Worst:
         return (
             f'<article class="clip"><h3>{html.escape(sample.id)}</h3>'
             f"<p>{errors} word error{'s' * (errors != 1)}</p>{failed}"
-            f"{player(audio) if audio is not None and small else ''}"
+            f"{player(audio, sample.id) if audio is not None and small else ''}"
             f"<dl><dt>said</dt><dd>{html.escape(sample.text)}</dd>"
             f"<dt>heard</dt><dd>{marked(steps)}</dd></dl></article>"
         )
