@@ -186,32 +186,102 @@ def _meant(name: str) -> str:
     return "" if name in known else did_you_mean(name, known)
 
 
-def dtype_of(name: str | torch.dtype | None) -> torch.dtype:
-    """A floating dtype; ``None``: float32.
+AUTO = "auto"
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Short names of floating dtypes, and torch's."""
+
+
+def dtype_of(
+    name: str | torch.dtype | None,
+    model_id: str | Path = "",
+    device: str | torch.device | None = None,
+) -> torch.dtype:
+    """A floating dtype.
+
+    Args:
+        name: ``auto``, one of `DTYPES`, torch's own name, or a dtype; ``None``: float32. ``auto``
+            is float32 on a CPU and for ``zoo:`` models; on CUDA what the checkpoint has, if that is
+            half precision, else bfloat16, or float16 on a card without that.
+        model_id: The checkpoint, for ``auto``.
+        device: Where it will run, for ``auto``.
 
     Raises:
         OptionError: There is none of that name.
     """
     import torch
 
-    kind = getattr(torch, name, None) if isinstance(name, str) else name or torch.float32
+    if name == AUTO:
+        return _chosen_dtype(str(model_id), device_of(device))
+    known = {*DTYPES, *DTYPES.values()}
+    if isinstance(name, str) and name not in known:
+        raise OptionError(
+            f"dtype={name!r}{did_you_mean(name, [AUTO, *known])}; expected auto, "
+            f"{', '.join(DTYPES)} or torch's {', '.join(DTYPES.values())}"
+        )
+    kind = getattr(torch, DTYPES.get(name, name)) if isinstance(name, str) else name
+    kind = torch.float32 if kind is None else kind
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise OptionError(f"dtype={name!r}; expected float32, bfloat16 or float16")
     return kind
 
 
+def _chosen_dtype(model_id: str, device: torch.device) -> torch.dtype:
+    """What ``auto`` means."""
+    import torch
+
+    if device.type != "cuda" or model_id.startswith("zoo:") or not model_id:
+        return torch.float32
+    with loading(model_id):
+        config = config_of(local_path(model_id))
+    if config.model_type == "var":  # its running sums need it
+        return torch.float32
+    # of several models in one, the one that writes text decides
+    own = [getattr(part, "dtype", None) for part in (config, config.get_text_config())]
+    found = next((kind for kind in own if kind is not None), None)
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.float16 if found in (torch.float16, "float16") else half
+
+
+def device_of(name: str | torch.device | None) -> torch.device:
+    """A device that can be used.
+
+    Args:
+        name: As torch names it; ``None`` and ``auto``: CUDA where there is one, else the CPU.
+
+    Raises:
+        OptionError: It cannot be used.
+    """
+    import torch
+
+    if name is None or name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(
+            f"device {name!r} is not known; expected auto, cpu, cuda, cuda:N or mps"
+        ) from error
+    there = {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    count = there.get(device.type)
+    if count is not None and (device.index or 0) >= count:
+        raise OptionError(
+            f"device {str(name)!r} cannot be used: this machine has {count} of type "
+            f"{device.type}; give auto, cpu or one that is there"
+        )
+    return device
+
+
 def placed(model: Any, device: str | torch.device | None) -> Any:
-    """The model on a device; ``None``: CUDA where there is one.
+    """The model on a device; ``None`` and ``auto``: CUDA where there is one.
 
     Raises:
         OptionError: The device cannot be used.
     """
-    import torch
-
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return model.to(device)
+        return model.to(device_of(device))
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {device!r} cannot be used: {error}") from error
 

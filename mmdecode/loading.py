@@ -50,7 +50,7 @@ def load(
     Args:
         name: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
         device: ``None``: CUDA where there is one.
-        dtype: ``None``: float32.
+        dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
         trust_remote_code: Run Python files that come with the model: read them first.
 
     Returns:
@@ -83,7 +83,7 @@ def load(
         model, processor = load_scales(full, device, dtype)[0], None
     else:
         with loading(full):
-            model, processor = _of_transformers(full, path, config, dtype)
+            model, processor = _of_transformers(full, path, config, dtype_of(dtype, full, device))
         model = placed(model, device)
     return model.eval(), processor
 
@@ -114,9 +114,7 @@ def _holds_any(path: str, names: Sequence[str]) -> bool:
     return any(has_file(path, name) for name in names)
 
 
-def _of_transformers(
-    name: str, path: str, config: Any, dtype: str | torch.dtype | None
-) -> tuple[Any, Any]:
+def _of_transformers(name: str, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """By the first Auto class that knows the configuration, or that the checkpoint brings code for.
 
     Raises:
@@ -128,9 +126,7 @@ def _of_transformers(
     for family in _AUTOS:
         auto: Any = getattr(transformers, f"AutoModelFor{family}")
         if type(config) in auto._model_mapping or f"AutoModelFor{family}" in own:
-            model = auto.from_pretrained(
-                path, dtype=dtype_of(dtype), trust_remote_code=code_trusted()
-            )
+            model = auto.from_pretrained(path, dtype=dtype, trust_remote_code=code_trusted())
             if not _holds_any(path, PROCESSOR_FILES):
                 return model, None
             processor = transformers.AutoProcessor.from_pretrained(

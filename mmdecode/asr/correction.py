@@ -515,7 +515,7 @@ class Corrector:
             model_id: A folder, a Hub id or ``zoo:NAME``. Template, count and chat are those that
                 the corrector was trained with where its folder says so.
             device: ``None``: CUDA where there is one.
-            dtype: ``None``: float32.
+            dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             **options: Of the class.
 
         Raises:
@@ -695,7 +695,7 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     from transformers.utils import find_adapter_config_file
 
-    kind, path = dtype_of(dtype), local_path(model_id)
+    kind, path = dtype_of(dtype, model_id, device), local_path(model_id)
     base = path
     with loading(model_id):
         adapter = find_adapter_config_file(path)

@@ -230,7 +230,7 @@ class TextScorer:
         Args:
             model_id: A folder, a Hub id or ``zoo:NAME``.
             device: ``None``: CUDA where there is one.
-            dtype: ``None``: float32.
+            dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             batch_size: Texts at once.
 
         Raises:
@@ -239,7 +239,7 @@ class TextScorer:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        kind, path = dtype_of(dtype), local_path(str(model_id))
+        kind, path = dtype_of(dtype, model_id, device), local_path(str(model_id))
         with loading(str(model_id)):
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=kind, trust_remote_code=code_trusted()

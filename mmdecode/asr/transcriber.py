@@ -194,7 +194,7 @@ class Transcriber:
             guide: A guide, or its name with options.
             accept: See `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.
-            dtype: ``None``: float32.
+            dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             seed: Of the noise that sampling uses.
             correct: What corrects each window, as ``uadf:model=zoo:lm-synth``; ``None``: nothing.
             trust_remote_code: Run Python files that come with the model: read them first.
@@ -415,7 +415,7 @@ def load(
     """
     from transformers import AutoConfig, WhisperForConditionalGeneration, WhisperProcessor
 
-    kind = dtype_of(dtype)
+    kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     with loading(model_id):
         config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())

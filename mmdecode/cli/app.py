@@ -29,7 +29,7 @@ from typer.core import TyperCommand
 import mmdecode
 from mmdecode.cli.models import with_models
 from mmdecode.cli.output import console, print_line
-from mmdecode.cli.shared import Group, in_panels, with_shared
+from mmdecode.cli.shared import Group, in_panels, with_devices, with_shared
 from mmdecode.errors import MMDecodeError
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -84,7 +84,7 @@ def _load(name: str) -> Any:
     loaded = with_models(loaded)
     if hasattr(module, "PANELS"):
         loaded = in_panels(loaded, module.PANELS)
-    return with_shared(loaded)
+    return with_shared(with_devices(loaded))
 
 
 def _show_version(asked: bool) -> None:

@@ -100,8 +100,8 @@ def command(
     top_k: Annotated[
         int, typer.Option(min=0, help="With --sample: from so many tokens; 0: all.")
     ] = 0,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first so many questions.")

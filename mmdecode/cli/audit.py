@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, model_help
+from mmdecode.cli.flags import Device, Dtype, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.audit import AuditReport, Finding
     from mmdecode.evaluation.plain import Case
 
-SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ROWS = 30
 """Sequences that the table shows at most; those that differ come first."""
 
@@ -86,10 +85,8 @@ def command(
     timestamps: Annotated[
         bool, typer.Option("--timestamps/--no-timestamps", help="Let a Whisper predict times.")
     ] = True,
-    device: Device = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; fp32, bf16, fp16 for short.")
-    ] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many inputs.")] = None,
     json: JsonFlag = False,
@@ -125,7 +122,6 @@ def command(
         )
     if not sample and temperature != 1.0:
         raise OptionError(f"--temperature {temperature} needs --sample")
-    kind = SHORT.get(dtype, dtype)
     with loading(model):
         family = config_of(local_path(model)).model_type
     only_our_output()
@@ -133,14 +129,14 @@ def command(
     options: dict[str, Any] = {**UNCUT, "temperature": temperature} if sample else {}
     if family == "whisper":
         network, cases = _speech(
-            model, data, language, timestamps, max_new_tokens, device, kind, limit, failures
+            model, data, language, timestamps, max_new_tokens, device, dtype, limit, failures
         )
         from transformers import GenerationMixin
 
         # Whisper's own generate cuts, repeats and strips; what it calls does none of that
         generate = functools.partial(GenerationMixin.generate, network)
     else:
-        network, cases = _text(model, data, device, kind, limit)
+        network, cases = _text(model, data, device, dtype, limit)
         generate = network.generate
     if not cases:
         raise InputError("none of the inputs can be read: " + failures[0]["error"])
@@ -297,7 +293,7 @@ def _text(
     prompts = [line for line in lines if line.strip()][:limit]
     if not prompts:
         raise InputError(f"{', '.join(data)}: no prompt; expected one per line")
-    path, kind = local_path(model), dtype_of(dtype)
+    path, kind = local_path(model), dtype_of(dtype, model, device)
     with loading(model):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code_trusted())
         network = AutoModelForCausalLM.from_pretrained(

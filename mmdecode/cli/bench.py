@@ -73,8 +73,8 @@ def vlm(
         Path | None,
         typer.Option("--out", help="Folder for results.json, all numbers; after each setting."),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
     json: JsonFlag = False,
 ) -> None:

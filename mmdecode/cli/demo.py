@@ -76,8 +76,8 @@ def command(
         typer.Option(min=1, help="Speech: timed runs of each clip each way; the median counts."),
     ] = 3,
     overwrite: Overwrite = False,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[
         int,
         typer.Option(help="Of pictures, of intervals, and of guides that draw; text is greedy."),

@@ -148,8 +148,8 @@ def wer(
         typer.Option("--fallback/--no-fallback", help="Redo doubtful windows, as Whisper does."),
     ] = False,
     max_new_tokens: MaxNewTokens = None,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many recordings; a smoke test.")

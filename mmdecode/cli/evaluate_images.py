@@ -104,8 +104,8 @@ def images(
         bool, typer.Option("--resume", help="Continue in --out; same settings only.")
     ] = False,
     overwrite: Overwrite = False,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the images and of all draws in tests.")] = 0,
     json: JsonFlag = False,
 ) -> None:

@@ -82,8 +82,8 @@ def nbest(
     overwrite: Overwrite = False,
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Lists or texts at once.")] = 16,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of every bootstrap.")] = 0,
     json: JsonFlag = False,
 ) -> None:

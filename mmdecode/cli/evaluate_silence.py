@@ -69,8 +69,8 @@ def silence(
         typer.Option(help="What fills the last window; silence, as openai/whisper does it."),
     ] = "silence",
     resamples: Annotated[int, typer.Option(min=1, help="Draws of each bootstrap.")] = 10_000,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of every bootstrap and of sampling.")] = 0,
     limit: Annotated[
         int | None,

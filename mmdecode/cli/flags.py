@@ -36,8 +36,14 @@ Timestamps = Annotated[
     bool, typer.Option("--timestamps/--no-timestamps", help="Let the model predict times.")
 ]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens per window.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; else cuda if any.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto (cuda if there is one), cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto, fp32, fp16 or bf16. On CUDA auto is the checkpoint's if that is half, else "
+        "bf16, or fp16 on cards without it; on a CPU and for zoo models it is fp32."
+    ),
+]
 
 
 def refuse_without(needed: str, options: Collection[str], context: typer.Context) -> None:

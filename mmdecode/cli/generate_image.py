@@ -138,8 +138,8 @@ def command(
         Path, typer.Option("--out", help="Folder for images and results.jsonl.")
     ] = FOLDER,
     resume: Resume = False,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Draw images of classes or prompts.

@@ -5,12 +5,14 @@
   among it, is made of them too.
 * ``--quiet`` and ``--verbose`` say how much is written to stderr.
 * ``--out`` is a folder.
+* ``auto`` as device or dtype is decided before the command runs.
 * A long help has parts: ``PANELS`` of the command's module.
 * A group without a command shows its help, and that is no mistake.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -22,10 +24,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mmdecode.cli.output import console
+from mmdecode.cli.output import console, print_line
 from mmdecode.errors import InputError, OptionError, did_you_mean
+from mmdecode.model_names import full_name
 
-__all__ = ["Group", "refuse_file", "with_shared"]
+__all__ = ["Group", "in_panels", "refuse_file", "with_devices", "with_shared"]
 
 PANEL = "Every command"
 """Title of the shared options in the help."""
@@ -72,6 +75,38 @@ def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
     order = list(panels)
     command.params.sort(key=lambda option: order.index(place.get(option.name, order[0])))
     return command
+
+
+def with_devices(command: Any) -> Any:
+    """A command, or a group with its commands; ``auto`` is decided before they run, and said.
+
+    What was chosen stands in the place of ``auto``, in settings and their hash too.
+    """
+    for inner in getattr(command, "commands", {}).values():
+        with_devices(inner)
+    if any(option.name == "device" for option in command.params):
+        command.callback = _resolved(command.callback)
+    return command
+
+
+def _resolved(run: Any) -> Any:
+    @functools.wraps(run)
+    def resolved(*args: Any, **given: Any) -> Any:
+        from mmdecode.checkpoints import device_of, dtype_of
+
+        named = [given.get("model"), *(given.get("corrector") or ())]
+        model = next((full_name(name) for name in named if name), "")
+        device = device_of(given["device"])
+        kind = dtype_of(given.get("dtype"), model, device)
+        shown = str(kind).removeprefix("torch.")
+        given["device"] = str(device)
+        if "dtype" in given:
+            given["dtype"] = shown
+        if model and os.environ.get("RANK", "0") == "0":
+            print_line(f"model {model} on {device}, {shown}", console)
+        return run(*args, **given)
+
+    return resolved
 
 
 def refuse_file(out: Path | None) -> Path | None:

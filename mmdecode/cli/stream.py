@@ -54,8 +54,8 @@ def command(
     ] = False,
     language: Language = None,
     max_new_tokens: MaxNewTokens = None,
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per update, and one at the end.")
     ] = False,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmdecode.cli.flags import Overwrite, model_help
+from mmdecode.cli.flags import Device, Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json
 from mmdecode.cli.shared import Group
 
@@ -50,7 +50,7 @@ def medusa(
     nodes: Annotated[int, typer.Option(help="Tree size; 0 keeps a chain.")] = 12,
     limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
     language: Annotated[str, typer.Option(help="Of the recordings, as a code.")] = "en",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    device: Device = "auto",
     overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
     json: JsonFlag = False,
@@ -152,12 +152,13 @@ def drafter(
             "--from", help="A drafter of the kind to start from, or for vispec one of eagle's."
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, ..., or auto: CUDA where there is one.")
-    ] = "cpu",
+    device: Device = "auto",
     dtype: Annotated[
-        str, typer.Option(help="fp32, bf16 or fp16; the drafter's weights stay in fp32.")
-    ] = "fp32",
+        str,
+        typer.Option(
+            help="auto, fp32, fp16 or bf16, as elsewhere; the drafter's weights stay in fp32."
+        ),
+    ] = "auto",
     overwrite: Overwrite = False,
     push: Annotated[
         str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")
@@ -179,6 +180,7 @@ def drafter(
     from mmdecode.files import overwriting
     from mmdecode.train import drafter as recipe
     from mmdecode.train import hub
+    from mmdecode.train.workers import precision_of
 
     usual = recipe.Options(kind=kind)
     pace: dict[str, Any] = {"steps": steps, "batch": batch_size, "peak_rate": rate, "seed": seed}
@@ -208,8 +210,8 @@ def drafter(
             out,
             options,
             limit=limit,
-            device=None if device == "auto" else device,
-            precision=dtype,
+            device=device,
+            precision=precision_of(dtype, model, device),
             start=start,
         )
     if not card:  # another process leads
@@ -248,8 +250,8 @@ def alignment_heads(
         Path | None,
         typer.Option(help="Folder whose generation_config.json gets them; default: none."),
     ] = None,
+    device: Device = "auto",
     overwrite: Overwrite = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     json: JsonFlag = False,
 ) -> None:
     """Find the heads whose attention follows the speech, for word timestamps."""
@@ -299,7 +301,7 @@ def corrector(
     targets: Annotated[
         str, typer.Option(help="Layers with adapters: attention or all-linear.")
     ] = "attention",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    device: Device = "auto",
     overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     json: JsonFlag = False,

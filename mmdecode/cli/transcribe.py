@@ -227,8 +227,8 @@ def command(
     padding: Annotated[
         str, typer.Option(help="How a last window is filled up: auto, silence or zeros.")
     ] = "auto",
-    device: Device = None,
-    dtype: Dtype = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Transcribe only the first so many recordings.")

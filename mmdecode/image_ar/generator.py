@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.checkpoints import trusting_as_asked
+from mmdecode.checkpoints import AUTO, trusting_as_asked
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import (
     InputError,
@@ -256,7 +256,7 @@ class ImageGenerator:
                 ``fast`` or ``relaxed``, or ``zipar`` with its ``window``; the last two change the
                 law.
             device: ``None``: CUDA where there is one.
-            dtype: ``None``: float32.
+            dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             compile: See `mmdecode.Decoder`.
             grid: Rows and columns of codes, for families whose images have no size of their own.
             refiner: A smaller next-scale model that writes the last scales (CoDe).
@@ -281,7 +281,7 @@ class ImageGenerator:
                 "mode": None if mode == "ar" else mode,
                 "compile": compile or None,
                 "grid": grid,
-                "dtype": None if dtype in ("float32", torch.float32) else dtype,
+                "dtype": None if dtype in (AUTO, "fp32", "float32", torch.float32) else dtype,
             }
             for option, value in given.items():
                 if value is not None:

@@ -105,7 +105,7 @@ def load(
     Args:
         model_id: A folder, a Hub id or ``zoo:NAME``.
         device: ``None``: CUDA where there is one.
-        dtype: ``None``: float32.
+        dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
         grid: Rows and columns of codes, for families whose images have no size of their own.
         template: Put prompts into the processor's chat template, where the family was published to
             draw of a turn of a chat (Janus); ``False``: prompts are complete as they are.
@@ -190,7 +190,7 @@ def sampled_as(model_id: str, preset: Preset) -> Preset:
 def _llamagen(
     model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
 ) -> RasterModel:
-    kind = dtype_of(dtype)
+    kind = dtype_of(dtype, model_id, device)
     model = placed(whole(LlamaGenForImageGeneration, model_id, dtype=kind), device)
     vq = None
     if _holds(model_id, "vq"):
@@ -280,7 +280,8 @@ def _of_transformers(
     if config.model_type == "chameleon" and _holds(model_id, "vq"):
         options["vq"] = placed(whole(ChameleonVQDecoder, model_id, "vq"), device)
     with loading(model_id):
-        model = auto.from_pretrained(path, dtype=dtype_of(dtype), trust_remote_code=code_trusted())
+        kind = dtype_of(dtype, model_id, device)
+        model = auto.from_pretrained(path, dtype=kind, trust_remote_code=code_trusted())
     adapter = registry.image_adapter_for(placed(model.eval(), device), **options)
     if unconditional:
         return RasterModel(

@@ -434,7 +434,7 @@ def load(
             its tokenizer is.
         OptionError: The device or the dtype does not exist.
     """
-    model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype))
+    model = whole(VarForImageGeneration, str(name), dtype=dtype_of(dtype, name, device))
     if not model.config.tokenizer:
         raise InputError(
             f"{name} does not name its tokenizer; write its folder into config.json as "

@@ -18,9 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.asr.processes import Team
+from mmdecode.checkpoints import dtype_of
 from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_of(dtype: str, model_id: str, device: str) -> str:
+    """The one of `PRECISIONS` that a dtype names; see `mmdecode.checkpoints.dtype_of`.
+
+    Raises:
+        OptionError: It names none.
+    """
+    kind = dtype_of(dtype, model_id, device)
+    return next(name for name, one in PRECISIONS.items() if one == kind)
 
 
 class Alone:

@@ -225,7 +225,7 @@ class Answerer:
             guide: A guide, or its name with options.
             accept: See `mmdecode.Decoder`.
             device: ``None``: CUDA where there is one.
-            dtype: ``None``: float32.
+            dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             seed: Of the noise that sampling uses.
             trust_remote_code: Run Python files that come with the model: read them first.
 
@@ -528,7 +528,7 @@ def load(
         AutoProcessor,
     )
 
-    kind = dtype_of(dtype)
+    kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     try:
         with loading(model_id):
