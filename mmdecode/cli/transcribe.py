@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
-    "Input": "files_from data limit",
-    "Output": "report max_line_width max_line_count max_reading_speed overwrite json",
+    "Input": "files_from data limit allow_truncated",
+    "Output": "keep_tree report max_line_width max_line_count max_reading_speed overwrite json",
     "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
     "max_new_tokens mode overlap_s padding seed trust_remote_code",
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
