@@ -37,6 +37,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
     parser.add_argument("--json", action="store_true", help="print the counts as one object")
+    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     return parser.parse_args()
 
 
@@ -58,7 +59,7 @@ def main():
     settings["preferences"] = args.preferences
     with claimed(args.out):
         rows = args.out / "corrected.jsonl"
-        journal = Journal(rows, read, lambda row: row.id, settings, args.resume)
+        journal = Journal(rows, read, lambda row: row.id, settings, args.resume, args.overwrite)
         todo = [one for one in lists if one.id not in journal.done]
         resumed = len(journal.done)
         if todo:

@@ -32,7 +32,14 @@ from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.asr.n_best_lists import lists_of
 from mmdecode.asr.prompts import Prompts
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
-from mmdecode.files import to_json, write_file
+from mmdecode.files import (
+    append_line,
+    marked_json,
+    open_append,
+    refuse_foreign,
+    to_json,
+    write_file,
+)
 from mmdecode.guide.fusion import Given
 
 
@@ -48,6 +55,7 @@ def parse_args():
     parser.add_argument("--limit", type=int, default=40, help="recordings to fit by")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
+    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     return parser.parse_args()
 
 
@@ -78,15 +86,17 @@ def main():
     paths = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in SUFFIXES)
     if not paths:
         raise SystemExit(f"no audio in {args.folder}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    kept, rows, page = (
+        args.out / name for name in ("temperatures.json", "results.jsonl", "words.html")
+    )
+    refuse_foreign([kept, rows, page], args.overwrite)
     options = {"language": args.language, "batch_size": args.batch_size}
     hears = Transcriber.from_pretrained(
         args.model, device=args.device, n_best=5, timestamps=False, **options
     )
-    kept = args.out / "temperatures.json"
     if not kept.exists():
         entries = read_manifest(args.development, args.limit, text=True)
-        write_file(kept, json.dumps(fitted(hears, entries, args), indent=1) + "\n")
+        write_file(kept, marked_json(fitted(hears, entries, args)))
     heat = json.loads(kept.read_text())
     print(f"temperatures: {heat['main']:.3f} of {args.language_model}, ", end="")
     print(f"{heat['acoustic']:.3f} of {args.model}, from {heat['tokens']} tokens")
@@ -99,9 +109,10 @@ def main():
         hears.model, hears.processor, options=TranscribeOptions(**options), correct=spec
     )
     texts, failed = [], 0
-    with (args.out / "results.jsonl").open("w", encoding="utf-8") as file:
+    write_file(rows, "", args.overwrite)
+    with open_append(rows) as file:
         for found in corrects.stream(paths):
-            file.write(to_json(dataclasses.asdict(found)) + "\n")
+            append_line(file, to_json(dataclasses.asdict(found)).encode() + b"\n")
             name = Path(found.source).name
             if isinstance(found, Failure):
                 failed += 1
@@ -112,9 +123,9 @@ def main():
                 "" if found.uncorrected in (None, found.text) else f" (was: {found.uncorrected})"
             )
             print(f"{name}: {found.text}{changed}")
-    page = CorrectedTexts(texts).page({"model": args.model, "correct": spec})
-    write_file(args.out / "words.html", page)
-    print(args.out / "words.html")
+    shown = CorrectedTexts(texts).page({"model": args.model, "correct": spec})
+    write_file(page, shown, args.overwrite)
+    print(page)
     print(f"mmdecode transcribe {args.folder} --model {args.model} --correct {spec}")
     raise SystemExit(1 if failed else 0)
 

@@ -35,7 +35,7 @@ import peak_memory
 import peers
 import torch
 from asr_tables import number, tables
-from pages import warn_if_busy, write_page
+from pages import parsed, warn_if_busy, write_page, write_result
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 
@@ -249,9 +249,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> Path:
     if "memory" in arguments.parts:
         result["memory"] = peak_memory.measure(checkpoint, chosen, batches)
     facts["load_at_end"] = load()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"asr-{device.type}-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
-    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out / name, result)
     return arguments.out / name
 
 
@@ -278,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.quick:
         small = {"batch_size": "1,2", "repeats": 1, "limit": 2, "threads": "1"}
         vars(arguments).update(small | {"recordings": 2, "seconds": 12})

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import warn_if_busy
+from pages import parsed, warn_if_busy, write_result
 
 from mmdecode.asr.correction import Corrector
 from mmdecode.asr.n_best_lists import read_lists, split
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "correction-speed.json")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     only_our_output()
     facts = machine(torch.device(arguments.device), "float32")
     warn_if_busy(facts)
@@ -88,7 +88,7 @@ def main() -> None:
     facts["load_at_end"] = load()
     card = json.loads((Path(arguments.corrector) / "card.json").read_text())["what"]
     result = {"machine": facts, "corrector": card, "data": arguments.data, "cases": cases}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result)
 
 
 if __name__ == "__main__":

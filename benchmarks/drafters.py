@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, warn_if_busy, write_page
+from pages import parsed, table, warn_if_busy, write_page, write_result
 from speech import clean, encode, engine, windows
 from torch.special import entr
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -535,9 +535,8 @@ def run(arguments: argparse.Namespace) -> Path:
         "trees": compare_trees(subject, hits),
     }
     facts["load_at_end"] = load()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"drafters-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
-    (arguments.out / name).write_text(json.dumps(result) + "\n")
+    write_result(arguments.out / name, result, indent=None)
     return arguments.out / name
 
 
@@ -551,7 +550,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     only_our_output()
     path = arguments.result or run(arguments)
     result = json.loads(path.read_text())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pages import table, write_page
+from pages import parsed, table, write_page, write_result
 
 from mmdecode.asr import Transcriber
 from mmdecode.asr.calibration import calibrate
@@ -38,7 +38,14 @@ from mmdecode.evaluation.n_best import Aligner, count_lists
 from mmdecode.evaluation.statistics import mapsswe, paired_bootstrap
 from mmdecode.evaluation.stopwatch import load
 from mmdecode.evaluation.wer import count_steps, summed
-from mmdecode.files import append_line, check_settings, complete_lines, note_settings, run_of
+from mmdecode.files import (
+    append_line,
+    check_settings,
+    complete_lines,
+    note_settings,
+    open_append,
+    run_of,
+)
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.zoo.rebuilt import Utterance, utterances
@@ -193,7 +200,7 @@ def run(bench: Bench, part: str, snr_db: float, count: int, work: Path, tuned: A
     path = work / f"{part}-{snr_db:g}.jsonl"
     done = len(list(complete_lines(path))) if path.exists() else 0
     said = utterances(part, count)[done:]
-    with path.open("ab") as file, progress_bar() as bar:
+    with open_append(path) as file, progress_bar() as bar:
         task = bar.add_task(f"{part}, {snr_db:g} dB", total=len(said))
         for some in batches(said):
             heard = bench.hear(some, snr_db)
@@ -283,9 +290,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion" / "zoo.json")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     only_our_output()
-    arguments.work.mkdir(parents=True, exist_ok=True)
     settings = {n: getattr(arguments, n) for n in ("recogniser", "language", "development", "snr")}
     if run_of(arguments.work).exists():
         check_settings(arguments.work, settings, resume=True)
@@ -300,12 +306,11 @@ def main() -> None:
             for some in batches(utterances("development", arguments.development))
         ]
         heard = Heard([o for p in parts for o in p.lists], [a for p in parts for a in p.audio])
-        chosen.write_text(json.dumps(tune(bench, heard), indent=1) + "\n")
+        write_result(chosen, tune(bench, heard))
     tuned = json.loads(chosen.read_text())
     wanted = {"test": arguments.utterances, "unseen": arguments.unseen}
     cases: dict[str, Any] = {}
     results = {"settings": settings | {"load_at_start": begun}, "tuned": tuned, "cases": cases}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     # all parts and levels grow together, so that a run that is stopped has some of each
     for goal in range(STAGE, max(wanted.values()) + STAGE, STAGE):
         for level in arguments.snr:
@@ -313,7 +318,7 @@ def main() -> None:
                 if count:
                     path = run(bench, part, level, min(goal, count), arguments.work, tuned)
                     cases[f"{part}, {level:g} dB"] = judged(path)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(arguments.out, results)
     print(shown(results))
     if arguments.page is not None:
         write_page(arguments.page, shown(results))

@@ -14,7 +14,6 @@ The load of the machine is printed at the start and at the end; close everything
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, warn_if_busy, write_page
+from pages import parsed, table, warn_if_busy, write_page, write_result
 
 import mmdecode
 from mmdecode import registry
@@ -242,8 +241,7 @@ def run(arguments: argparse.Namespace) -> Path:
     result = {"model": arguments.model, "machine": facts, "cases": cases}
     name = f"guidance-{device.type}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
     path = arguments.out / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, name))
@@ -264,7 +262,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", help="default: lookup, recycling and others")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     arguments.batch_size = arguments.batch_size or [1, 8]
     arguments.draft = arguments.draft or [
         "lookup",

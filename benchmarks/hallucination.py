@@ -21,13 +21,14 @@ import sys
 from pathlib import Path
 
 from hallucination_tables import main_table, read, tables
-from pages import write_page
+from pages import parsed, write_page, write_result
 from plot_hallucination import draw
 
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vlm_data import read_questions
 from mmdecode.evaluation.vlm_runs import INERT, Recorder, modes_of
+from mmdecode.files import run_of
 from mmdecode.vlm.answerer import load
 
 HERE = Path(__file__).parent
@@ -109,7 +110,6 @@ def tune(arguments: argparse.Namespace) -> None:
     chosen = {
         name: max(grid, key=lambda spec: accuracy.get(spec, 0.0)) for name, grid in GRIDS.items()
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     found = {
         "model": arguments.model,
         "questions": len(items),
@@ -118,7 +118,7 @@ def tune(arguments: argparse.Namespace) -> None:
         "accuracy": {spec: accuracy[spec] for spec in guides},
         "tuned": chosen,
     }
-    (arguments.out / CHOSEN).write_text(json.dumps(found, indent=1) + "\n")
+    write_result(arguments.out / CHOSEN, found)
     for name, spec in chosen.items():
         print(f"{name:16s} {spec:44s} {accuracy.get(spec, float('nan')):.4f}")
 
@@ -145,7 +145,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
         kept = [spec for spec in guides if drawn or spec.partition(":")[0] not in INERT]
         named = [argument for spec in kept for argument in ("--guide", spec)]
         folder = arguments.out / task
-        resume = ["--resume"] if folder.exists() else []
+        resume = ["--resume"] if run_of(folder).exists() else []
+        resume += ["--overwrite"] if arguments.overwrite else []
         command = [sys.executable, "-m", "mmdecode", "evaluate", task, *common, *TASKS[task]]
         print(task, flush=True)
         subprocess.run([*command, *named, "--out", str(folder), *resume], check=True)
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", choices=TASKS, help="of a report; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     only_our_output()
     if arguments.step == "page":
         found = read(arguments.out)

@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 from image_speed import Subject, Way
-from pages import table, write_page
+from pages import parsed, table, write_page, write_result
 
 from mmdecode.cli.progress import only_our_output
 from mmdecode.evaluation.image_means import equivalence, mean_of, welch
 from mmdecode.evaluation.image_runs import forced_logits
 from mmdecode.evaluation.image_samples import likelihood
 from mmdecode.evaluation.stopwatch import machine
+from mmdecode.files import write_arrays
 from mmdecode.image_ar.painters import RoundCounts
 from mmdecode.testing import mistakes
 
@@ -46,7 +47,6 @@ def samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and the passes they came in, ``(n, rows, columns)``; drawn where not there yet."""
     parts = []
-    file.mkdir(parents=True, exist_ok=True)
     for item in range(images // batch):
         part = file / f"{item:05d}.npz"
         if not part.exists():
@@ -56,11 +56,8 @@ def samples(
             with bug():
                 codes = subject.draw(decoder, batch, item)
             commits = counts.ended().to(torch.int16)
-            unfinished = part.with_suffix(".tmp.npz")
-            np.savez_compressed(
-                unfinished, codes=codes.numpy().astype(np.uint16), commits=commits.numpy()
-            )
-            unfinished.rename(part)
+            drawn = {"codes": codes.numpy().astype(np.uint16), "commits": commits.numpy()}
+            write_arrays(part, drawn, packed=True)
         with np.load(part) as stored:
             parts.append((stored["codes"].astype(np.int64), stored["commits"]))
     columns = zip(*parts, strict=True)
@@ -138,8 +135,7 @@ def run(arguments: argparse.Namespace) -> Path:
     }
     torch_version = torch.__version__.partition("+")[0]
     path = arguments.out / f"image-law-{device.type}-torch{torch_version}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    write_result(path, result)
     if arguments.page:
         write_page(arguments.page, tables(result, path.name), "law")
     return path
@@ -185,7 +181,7 @@ def main() -> None:
         "--draw", action="append", help="only draw this way's images, beside other processes"
     )
     parser.add_argument("--page", type=Path, help="a Markdown page to put the table into")
-    arguments = parser.parse_args()
+    arguments = parsed(parser, page="law")
     only_our_output()
     run(arguments)
 

@@ -16,7 +16,6 @@ The load of the machine is printed at the start and at the end; close everything
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import peak_memory
 import torch
-from pages import table, warn_if_busy, write_page
+from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode import registry
 from mmdecode.checkpoints import paired
@@ -370,8 +369,7 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     form = f"{device.type}{'-compiled' if arguments.compile else ''}"
     name = f"images-{form}-torch{torch.__version__.partition('+')[0]}-{facts['date']}.json"
     path = arguments.out / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, name))
@@ -401,7 +399,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, help="a page for the short table")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     arguments.window = arguments.window or [8, 16, 32]
     arguments.batch_size = arguments.batch_size or [1, 8, 32]
     if arguments.eagle is None:

@@ -23,6 +23,7 @@ import soundfile
 import torch
 
 from mmdecode.evaluation.stopwatch import machine
+from mmdecode.files import marked_json, refuse_foreign, write_file, write_folder
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000
@@ -32,12 +33,18 @@ HERE = Path(__file__).parent
 def write_recording(path: Path, seconds: float) -> float:
     """Writes at least that many seconds of shipped clips; returns how many."""
     waves = [clip.samples() for clip in speech_test()]
-    order, written = random.Random(0), 0
-    with soundfile.SoundFile(path, "w", RATE, 1, format="FLAC", subtype="PCM_16") as file:
-        while written < seconds * RATE:
-            wave = order.choice(waves)
-            file.write(wave)
-            written += len(wave)
+    order, chosen, written = random.Random(0), [], 0
+    while written < seconds * RATE:
+        chosen.append(order.choice(waves))
+        written += len(chosen[-1])
+
+    def fill(into: Path) -> None:
+        whole = into / path.name
+        with soundfile.SoundFile(whole, "w", RATE, 1, format="FLAC", subtype="PCM_16") as file:
+            for wave in chosen:
+                file.write(wave)
+
+    write_folder(path.parent, fill)
     return written / RATE
 
 
@@ -70,7 +77,9 @@ def main():
     parser.add_argument("--model", default="zoo:whisper-synth")
     parser.add_argument("--hours", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
     arguments, more = parser.parse_known_args()  # the rest goes to mmdecode transcribe
+    refuse_foreign(sorted(arguments.out.glob("long-audio-*.json")), arguments.overwrite)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seconds = write_recording(folder / "long.flac", 3600 * arguments.hours)
@@ -100,9 +109,8 @@ def main():
         "resident_mb_at_share_of_run": {str(k): round(v, 1) for k, v in size_at.items()},
         "peak_mb": round(peak, 1),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"long-audio-{facts['date']}.json"
-    path.write_text(json.dumps(row, indent=2) + "\n")
+    write_file(path, marked_json(row), arguments.overwrite)
     print(f"written: {path}")
 
 

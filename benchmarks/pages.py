@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from mmdecode.errors import OptionError
+from mmdecode.files import (
+    marked_json,
+    overwriting,
+    page_with,
+    refuse_foreign,
+    write_between,
+    write_file,
+)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -14,12 +24,40 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def marks(name: str) -> tuple[str, str]:
+    """Between which a page holds tables."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
+
+
 def write_page(page: Path, tables: str, name: str = "tables") -> None:
     """Puts the tables between the marks of the page."""
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    place = re.compile(f"{begin}.*{end}", re.DOTALL)
-    text = f"{begin}\n{tables}\n{end}"
-    page.write_text(place.sub(lambda _: text, page.read_text()))
+    write_between(page, *marks(name), tables)
+
+
+def write_result(path: Path, result: Mapping[str, Any], indent: int | None = 1) -> None:
+    """Writes what was measured."""
+    write_file(path, marked_json(result, indent))
+
+
+def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Namespace:
+    """The arguments, with ``--overwrite``; what could not be written is refused here.
+
+    Args:
+        parser: With ``--out`` and perhaps ``--page``.
+        page: Name of the marks of ``--page``.
+    """
+    parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
+    arguments = parser.parse_args()
+    if arguments.overwrite:
+        overwriting().__enter__()  # until the process ends
+    try:
+        out: Path = arguments.out
+        refuse_foreign([out] if out.suffix == ".json" else sorted(out.glob("*.json")))
+        if getattr(arguments, "page", None):
+            page_with(arguments.page, *marks(page))
+    except OptionError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def warn_if_busy(facts: Mapping[str, Any]) -> None:

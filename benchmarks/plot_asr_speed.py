@@ -7,6 +7,8 @@ from pathlib import Path
 
 import matplotlib
 
+from mmdecode.files import write_file
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
@@ -51,10 +53,9 @@ def main(result, out):
         fontsize=9,
     )
     figure.tight_layout()
-    Path(out).parent.mkdir(exist_ok=True)
     made = io.StringIO()
     figure.savefig(made, format="svg")
-    Path(out).write_text(drawing(made.getvalue()))
+    write_file(Path(out), drawing(made.getvalue()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import matplotlib
 
+from mmdecode.files import write_file
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from hallucination_tables import HARDEST, Summary, greedy_verdict, settings
@@ -53,5 +55,5 @@ def draw(pope: Summary, out: Path) -> None:
     figure.tight_layout()
     made = io.StringIO()
     figure.savefig(made, format="svg")
-    out.write_text(drawing(made.getvalue()))
+    write_file(out, drawing(made.getvalue()))
     plt.close(figure)

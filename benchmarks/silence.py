@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mmdecode.evaluation.non_speech import RATE, write_flac
+from mmdecode.files import overwriting, refuse_foreign_in
 from mmdecode.tables import write_rows
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.speech import NOISY_SNR_DB, speech_test
@@ -34,12 +35,16 @@ def main() -> None:
     """Speaks the sets and writes their manifests."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
+    arguments = parser.parse_args()
+    if arguments.overwrite:
+        overwriting().__enter__()  # until the process ends
+    folder = arguments.folder
+    refuse_foreign_in(folder)
     engine = synthesis.Espeak()
     taken = {s.strip() for clip in speech_test() for s in clip.text.replace("?", ".").split(".")}
     for part, seed in PARTS.items():
         rng = random.Random(seed)
-        (folder / part).mkdir(parents=True, exist_ok=True)
         rows: dict[str, list[dict[str, str]]] = {part: [], f"{part}-noisy": []}
         for text in grammar.sentences(20 * COUNT, seed, "test"):
             if len(rows[part]) == COUNT:

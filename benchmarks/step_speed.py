@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from pages import parsed, write_result
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -305,7 +306,7 @@ def main() -> None:
         "--compile", action="store_true", help="Decoder(compile=True) on a CPU too; minutes a shape"
     )
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("not run: there is no CUDA device here; --device cpu --scale tiny tries the script")
         return
@@ -329,11 +330,8 @@ def main() -> None:
         "\nhost time per round, the loop's own: "
         + ", ".join(f"{time} ms behind {prompt} tokens" for prompt, time in host.items())
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"step-{device.type}-{where['date']}.json"
-    path.write_text(
-        json.dumps({"machine": where, "host_ms": host, "shapes": results}, indent=2) + "\n"
-    )
+    write_result(path, {"machine": where, "host_ms": host, "shapes": results})
     print(f"\nwritten: {path}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import table, warn_if_busy, write_page
+from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode.asr import Stream, Transcriber
 from mmdecode.cli.progress import only_our_output
@@ -143,9 +143,8 @@ def run(arguments: argparse.Namespace) -> Path:
             case["rows"].append(row)
         cases.append(case)
     facts["load_at_end"] = load()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"streaming-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
-    (arguments.out / name).write_text(json.dumps({"machine": facts, "cases": cases}) + "\n")
+    write_result(arguments.out / name, {"machine": facts, "cases": cases}, indent=None)
     return arguments.out / name
 
 
@@ -158,7 +157,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="write the tables into this page")
     parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     only_our_output()
     path = arguments.result or run(arguments)
     shown = tables(json.loads(path.read_text()), path.name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import table, warn_if_busy, write_page
+from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
@@ -164,10 +164,7 @@ def run(arguments: argparse.Namespace) -> Path:
         facts["load_at_end"] = load()
         settings = {"model": arguments.model, "drafts": wanted, "max_new_tokens": arguments.tokens}
         settings["compiled"] = arguments.compile
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps({"machine": facts, "settings": settings, "cases": cases}, indent=1) + "\n"
-        )
+        write_result(path, {"machine": facts, "settings": settings, "cases": cases})
     if arguments.page is not None:
         write_page(arguments.page, tables(json.loads(path.read_text()), path.name))
     return path
@@ -240,7 +237,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="name of a draft to measure; repeat")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
-    print(run(parser.parse_args()))
+    print(run(parsed(parser)))
 
 
 if __name__ == "__main__":

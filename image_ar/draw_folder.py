@@ -9,8 +9,10 @@ To be interrupted and resumed, with settings in every PNG: ``mmdecode generate-i
 """
 
 import argparse
+import io
 from pathlib import Path
 
+from mmdecode.files import refuse_foreign, write_file
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.modes import MODES
 
@@ -25,6 +27,7 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
+    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     return parser.parse_args()
 
 
@@ -34,14 +37,17 @@ def main():
     generator = ImageGenerator.from_pretrained(
         args.model, mode=args.mode, seed=args.seed, batch=args.batch_size, device=args.device
     )
-    args.folder.mkdir(parents=True, exist_ok=True)
+    requests = generator.requests(wanted, args.count)
+    paths = [args.folder / f"{number:04d}.png" for number in range(len(requests))]
+    refuse_foreign(paths, args.overwrite)
     failed = []
-    for image in generator.images(generator.requests(wanted, args.count)):
+    for image in generator.images(requests):
         if image.error:
             failed.append(image)
             continue
-        path = args.folder / f"{image.index:04d}.png"
-        image.image.save(path)
+        path, data = paths[image.index], io.BytesIO()
+        image.image.save(data, "PNG")
+        write_file(path, data.getvalue(), args.overwrite)
         print(
             f"{path}: {image.label or image.condition}, {image.passes} passes for "
             f"{len(image.tokens)} tokens, law: {image.law}"

@@ -8,10 +8,12 @@ last is locally constrained: a code is not told of what was kept further on.
 """
 
 import argparse
+import io
 from pathlib import Path
 
 import torch
 
+from mmdecode.files import refuse_foreign, write_file
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.modes import MODES
 
@@ -25,11 +27,14 @@ def parse_args():
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
+    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
+    names = ("drawn", "continued", "otherwise", "filled")
+    refuse_foreign([args.out / f"{name}.png" for name in names], args.overwrite)
     generator = ImageGenerator.from_pretrained(
         args.model, mode=args.mode, seed=args.seed, device=args.device
     )
@@ -41,11 +46,10 @@ def main():
     back = generator(args.first, start=drawn.codes, known=half)
     other = generator(args.second, start=drawn.codes, known=half)
     filled = generator(args.second, start=drawn.codes, known=hole)
-    args.out.mkdir(parents=True, exist_ok=True)
-    pictures = {"drawn": drawn, "continued": back, "otherwise": other, "filled": filled}
-    for name, picture in pictures.items():
-        path = args.out / f"{name}.png"
-        picture.image.save(path)
+    for name, picture in zip(names, (drawn, back, other, filled), strict=True):
+        path, data = args.out / f"{name}.png", io.BytesIO()
+        picture.image.save(data, "PNG")
+        write_file(path, data.getvalue(), args.overwrite)
         given = int((picture.commits < 0).sum())
         told = f", {given} codes given, {picture.completion}" if given else ""
         print(f"{path}: {picture.passes} passes{told}")

@@ -95,6 +95,41 @@ def write_files(
     return paths
 
 
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replaces what a page of somebody's holds between two marks, which say that the part is ours.
+
+    Raises:
+        OptionError: The page cannot be read, or does not have the marks.
+    """
+    before = page_with(page, begin, end)
+    shown = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
+    temporary = page.with_name(_temporary())
+    try:
+        changed = shown.sub(lambda _: f"{begin}\n{text}\n{end}", before)
+        temporary.write_text(changed, encoding="utf-8")
+        temporary.replace(page)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page_with(page: Path, begin: str, end: str) -> str:
+    """A page that has both marks.
+
+    Raises:
+        OptionError: It cannot be read, or does not have them.
+    """
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{page} cannot be read as a page: {error}") from error
+    if begin not in text or end not in text.partition(begin)[2]:
+        raise OptionError(
+            f"{page} has no place for the tables; write {begin} and below it {end} where they "
+            "should stand"
+        )
+    return text
+
+
 def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
     """Opens a file to append to, under the rule of `write_file`.
 

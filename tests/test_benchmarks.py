@@ -1,5 +1,6 @@
 """Benchmarks are tried on toys or on a clip; pages show what their result files hold."""
 
+import argparse
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.files import is_own
 from mmdecode.zoo.speech import speech_test
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +102,59 @@ def page_and_result(page, tables):
 def test_a_page_shows_its_result_file(page, module, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     page_and_result(page, importlib.import_module(module).tables)
+
+
+MARKED = {
+    "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
+    "hallucination.md": "tables", "image_speed.md": "tables", "streaming.md": "tables",
+    "vlm_speed.md": "tables", "../README.md": "image tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", MARKED)
+def test_a_page_is_filled_twice_and_its_own_text_stays(page, benchmarks, tmp_path):
+    pages = importlib.import_module("pages")
+    own = tmp_path / "page.md"
+    own.write_text((ROOT / "docs" / page).read_text())
+    for tables in ("| first |", "| second |"):
+        pages.write_page(own, tables, MARKED[page])
+    begin, end = pages.marks(MARKED[page])
+    cut = re.compile(f"{begin}.*{end}", re.DOTALL)
+    assert own.read_text() == cut.sub(
+        f"{begin}\n| second |\n{end}", (ROOT / "docs" / page).read_text()
+    )
+    assert not is_own(own), "the rest of the page is not ours"
+
+
+def test_a_benchmark_refuses_before_it_measures_and_replaces_its_own(benchmarks, tmp_path, capsys):
+    pages = importlib.import_module("pages")
+
+    def parsed(*words, **more):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--out", type=Path)
+        parser.add_argument("--page", type=Path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["x.py", "--out", str(tmp_path), *map(str, words)])
+            return pages.parsed(parser, **more)
+
+    for number in range(2):
+        parsed()
+        pages.write_result(tmp_path / "made.json", {"number": number})
+    assert json.loads((tmp_path / "made.json").read_text())["number"] == 1
+    (tmp_path / "page.md").write_text("a page without marks")
+    with pytest.raises(SystemExit):
+        parsed("--page", tmp_path / "page.md")
+    assert "no place for the tables" in capsys.readouterr().err
+    (tmp_path / "notes.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        parsed()
+    assert "notes.json: there already" in capsys.readouterr().err
+
+
+def test_committed_results_are_known_as_ours():
+    results = [*(ROOT / "benchmarks" / "results").rglob("*.json")]
+    assert len(results) > 20
+    assert not [str(path) for path in results if not is_own(path)]
 
 
 def test_streams_are_measured_on_a_clip(tmp_path):

@@ -18,6 +18,8 @@ import argparse
 from pathlib import Path
 
 from mmdecode.evaluation import YesNoReport
+from mmdecode.evaluation.items import ITEMS
+from mmdecode.evaluation.journal import refuse_taken
 from mmdecode.evaluation.vlm_data import ZOO, read_questions
 from mmdecode.evaluation.vlm_runs import Recorder, comparisons_of, modes_of
 from mmdecode.vlm.answerer import load
@@ -36,6 +38,7 @@ def parse_args():
     parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     args = parser.parse_args()
     if args.zoo == bool(args.questions and args.images):
         parser.error("give the folders of questions and of images, or --zoo")
@@ -44,6 +47,8 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.out:
+        refuse_taken(args.out, ITEMS, resume=False, overwrite=args.overwrite, resumable=False)
     source = (ZOO,) if args.zoo else (args.questions,)
     data = read_questions("pope", source, images=args.images, prefix=args.prefix)
     data = data.limited(args.limit)
@@ -63,7 +68,7 @@ def main():
     for found in report.comparisons:
         print(found)
     if args.out:
-        for path in report.save(args.out):
+        for path in report.save(args.out, args.overwrite):
             print(path)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import soundfile
 
+from mmdecode.files import append_line, open_append, refuse_foreign, write_file
+
 TEXT = ("text", "transcription", "transcript", "sentence", "norm_text")
 SUFFIXES = {"WAV": ".wav", "FLAC": ".flac", "OGG": ".ogg", "MP3": ".mp3"}
 
@@ -41,7 +43,7 @@ def write(row: dict[str, Any], number: int, arguments: argparse.Namespace) -> di
     if kind not in SUFFIXES:
         raise SystemExit(f"row {number} is {kind} audio; expected {', '.join(SUFFIXES)}")
     name = f"{number:06d}{SUFFIXES[kind]}"
-    (arguments.out / "audio" / name).write_bytes(data)
+    write_file(arguments.out / "audio" / name, data, arguments.overwrite)
     text = next((row[column] for column in TEXT if column in row), None)
     if text is None:
         raise SystemExit(f"row {number} has no text; expected one of {', '.join(TEXT)}")
@@ -64,15 +66,18 @@ def main() -> None:
     parser.add_argument("--audio", default="audio", help="column")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="only the first so many; a smoke test")
+    parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
     arguments = parser.parse_args()
-    (arguments.out / "audio").mkdir(parents=True, exist_ok=True)
+    table = arguments.out / "manifest.jsonl"
+    refuse_foreign([table, *(arguments.out / "audio").glob("*")], arguments.overwrite)
     hours, count = 0.0, 0
-    with (arguments.out / "manifest.jsonl").open("w", encoding="utf-8") as manifest:
+    write_file(table, "", arguments.overwrite)
+    with open_append(table) as manifest:
         for count, row in enumerate(rows(arguments), 1):
             line = write(row, count, arguments)
             hours += line["duration"] / 3600
-            manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
-    print(f"{count} recordings, {hours:.2f} h: {arguments.out / 'manifest.jsonl'}")
+            append_line(manifest, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    print(f"{count} recordings, {hours:.2f} h: {table}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 
 from mmdecode.asr.audio import blocks
 from mmdecode.asr.manifest import Entry, opened, read_manifest
+from mmdecode.files import append_line, open_append, refuse_foreign, write_file
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 RATE = 16_000
@@ -175,11 +176,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--compute-type", help="faster-whisper's own, such as int8_float16")
     parser.add_argument("--limit", type=int, help="only the first so many; a smoke test")
+    parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
     arguments = parser.parse_args()
     if arguments.assistant and (arguments.package != "transformers" or arguments.batch_size > 1):
         parser.error("--assistant is for transformers, with --batch-size 1")
     if arguments.package == "openai-whisper" and arguments.batch_size > 1:
         parser.error("openai-whisper takes one recording at a time; leave --batch-size out")
+    refuse_foreign([arguments.out], arguments.overwrite)
     entries = read_manifest(arguments.data, arguments.limit)
     size = arguments.batch_size if arguments.package == "transformers" else 1
     groups = batches(entries, size)
@@ -188,7 +191,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise SystemExit(f"{arguments.package} is not installed ({error})") from error
     transcribe(read(groups[0]))
-    with arguments.out.open("w", encoding="utf-8") as out:
+    write_file(arguments.out, "", arguments.overwrite)
+    with open_append(arguments.out) as out:
         for group in groups:
             waves = read(group)
             began = time.perf_counter()
@@ -198,8 +202,7 @@ def main() -> None:
                 line = {"id": entry.id, "pred_text": text.strip(), "time": round(seconds, 4)}
                 if entry.duration_s is not None:
                     line["duration"] = entry.duration_s
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            out.flush()
+                append_line(out, json.dumps(line, ensure_ascii=False).encode() + b"\n")
     print(f"{len(entries)} recordings: {arguments.out}")
 
 

@@ -152,7 +152,6 @@ class ResultFolder:
             part = folder / RESULTS
             if rank is not None:
                 part = folder / PARTS / f"rank-{rank}.jsonl"
-                part.parent.mkdir(exist_ok=True)
             self._file = open_append(part)
             lock(self._file.fileno(), folder)
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,12 +12,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from mmdecode.cli.flags import Device, Dtype, model_help
+from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.cli.shared import Group
 from mmdecode.errors import OptionError
-from mmdecode.files import explained, write_file
+from mmdecode.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.draft_speed import Speed
@@ -73,6 +72,7 @@ def vlm(
         Path | None,
         typer.Option("--out", help="Folder for results.json, all numbers; after each setting."),
     ] = None,
+    overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Of the noise that sampling uses.")] = 0,
@@ -101,6 +101,8 @@ def vlm(
     from mmdecode.evaluation.stopwatch import load, machine
     from mmdecode.vlm import Answerer
 
+    if out_dir is not None:
+        refuse_foreign([out_dir / RESULTS], overwrite)
     only_our_output()
     answerer = Answerer.from_pretrained(model, device=device, dtype=dtype)
     at_hand = {"target": answerer.model, "model_id": model}
@@ -155,8 +157,8 @@ def vlm(
             facts["load_at_end"] = load()
             if out_dir is not None:
                 with explained(out_dir):
-                    found_so_far = json_module.dumps({"machine": facts, "cases": cases})
-                    write_file(out_dir / RESULTS, found_so_far + "\n")
+                    told = {"machine": facts, "cases": cases}
+                    write_file(out_dir / RESULTS, marked_json(told, None), overwrite)
     if out_dir is not None and not json:
         print_line(str(out_dir / RESULTS))
     if json:

@@ -526,7 +526,6 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
         | {"mmdecode": mmdecode.__version__}
     )
     with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         # names of files need not be UTF-8
         write_file(path, page.encode("utf-8", "backslashreplace"))
 

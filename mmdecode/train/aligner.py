@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.asr.letters import FILE, SYMBOLS, LetterHead
-from mmdecode.files import refuse_foreign
+from mmdecode.files import refuse_foreign, write_folder
 from mmdecode.zoo import synthesis
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words
 
@@ -113,5 +113,5 @@ def run(model_folder: str, out: Path, options: AlignerOptions) -> LetterHead:
     extractor = WhisperFeatureExtractor.from_pretrained(model_folder, trust_remote_code=False)
     data = draw_joined_words(options.sentences, options.seed, "train", extractor.chunk_length)
     head = train_aligner(extractor, data, options)
-    head.save_pretrained(out)
+    write_folder(out, head.save_pretrained)
     return head

@@ -37,6 +37,7 @@ from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.vispec import ViSpec as ViSpecDraft
 from mmdecode.engine.contracts import Draft
 from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.files import write_folder
 from mmdecode.models.dream import Dream
 from mmdecode.models.eagle import Eagle, Eagle3
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
@@ -283,7 +284,7 @@ class FeatureRecipe(Recipe):
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
         """In the published layout."""
-        module.save_pretrained(out)
+        write_folder(out, module.save_pretrained)
 
 
 class EagleRecipe(FeatureRecipe):
@@ -498,7 +499,8 @@ class MedusaRecipe(Recipe):
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
         """In our layout."""
-        Medusa(module).save_pretrained(out, {"model_type": adapter.model.config.model_type})
+        config = {"model_type": adapter.model.config.model_type}
+        write_folder(out, lambda into: Medusa(module).save_pretrained(into, config))
 
 
 class HydraRecipe(Recipe):
@@ -541,7 +543,7 @@ class HydraRecipe(Recipe):
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
         """With the published keys."""
-        module.save_pretrained(out)
+        write_folder(out, module.save_pretrained)
 
 
 class KangarooRecipe(FeatureRecipe):

@@ -413,7 +413,7 @@ def train_from_manifest(
     samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
     state = out / "state"
     draft, report = train_heads(model, samples, options, state / f"{options.kind}.pt")
-    draft.save_pretrained(out, target_config(model))
+    write_folder(out, lambda into: draft.save_pretrained(into, target_config(model)))
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
     write_file(out / "report.json", marked_json(report))
     for file in (*state.glob("*.pt"), state / LISTING):

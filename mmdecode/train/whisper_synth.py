@@ -353,6 +353,11 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     return {"folder": str(out)} | json.loads(last)
 
 
+def save_heads(draft: Any, target_config: dict[str, Any], out: Path) -> None:
+    """Medusa heads in a folder."""
+    write_folder(out, lambda into: draft.save_pretrained(into, target_config))
+
+
 def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, Any]:
     """Both kinds of heads for a model of this recipe, on windows of its corpus."""
     from mmdecode.engine.decoder import Decoder
@@ -379,6 +384,6 @@ def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, 
         options = medusa.MedusaOptions(kind=kind)
         draft, reports[kind] = medusa.train_heads(model, samples, options, work / f"{kind}.pt")
         draft.cpu_nodes = 5  # measured: 12 nodes give more tokens a pass and take more time
-        draft.save_pretrained(out / kind, medusa.target_config(model))
+        save_heads(draft, medusa.target_config(model), out / kind)
         write_file(out / kind / "report.json", marked_json(reports[kind]))
     return {"folder": str(out)} | reports

@@ -61,7 +61,6 @@ class AnswerFile:
         self.path, self._requests = path, requests
         self.done: set[str] = set()
         with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_append(path)
             try:
                 lock(self._file.fileno(), path)
