@@ -206,13 +206,17 @@ class LongForm:
 
     @torch.no_grad()
     def run(
-        self, sources: Sequence[Source], progress: Callable[[float], None] | None = None
+        self,
+        sources: Sequence[Source],
+        progress: Callable[[float], None] | None = None,
+        steps: bool = False,
     ) -> Iterator[Job | tuple[int, MMDecodeError]]:
         """Yields each recording as it ends, and the error of each that cannot be read.
 
         Args:
             sources: The recordings; as many are open at a time as the batch holds.
             progress: Called with the seconds of audio each step has transcribed.
+            steps: Whether open recordings are yielded after each step too.
         """
         waiting = iter(enumerate(sources))
         jobs: list[Job] = []
@@ -239,6 +243,8 @@ class LongForm:
                 self._step(windows, torch.stack(features))
             if progress is not None:
                 progress(sum(job.done_s - before[job.index] for job in jobs))
+            if steps:
+                yield from jobs
             ended = [job for job in jobs if job.seek >= job.frames]
             jobs = [job for job in jobs if job.seek < job.frames]
             yield from ended

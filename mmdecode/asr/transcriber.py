@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from mmdecode import registry
 from mmdecode.asr.audio import Source, source_of
 from mmdecode.asr.cuts import text_tokens
-from mmdecode.asr.long_form import Job, LongForm
+from mmdecode.asr.long_form import Job, LongForm, Piece
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, around_words, in_order, timed_words
@@ -289,25 +290,53 @@ class Transcriber:
                     kind=type(problem).__name__,
                 )
 
+    def stream_segments(self, recording: Any) -> Iterator[Segment]:
+        """Yields the segments of one recording as its windows end: those that a call gives.
+
+        A segment is held until it is known where the next word begins. Neither text nor audio that
+        was passed on is kept, so memory does not grow with the recording.
+
+        Args:
+            recording: One, as for a call.
+
+        Raises:
+            OptionError: Several are given; or the mode is ``chunked``, or texts are corrected: then
+                segments are known at the end alone.
+            InputError: It cannot be read.
+        """
+        if not is_single(recording):
+            raise OptionError(
+                "stream_segments takes one recording; call it for each, or use stream"
+            )
+        if self.options.mode != "sequential" or self._corrector is not None:
+            raise OptionError(
+                "stream_segments needs mode='sequential' and no correction: else segments are "
+                "known at the end alone; use a call"
+            )
+        return self._by_window(source_of(recording, self.sampling_rate))
+
+    def _by_window(self, source: Source) -> Iterator[Segment]:
+        building: _Segments | None = None
+        for done in self._loop.run([source], steps=True):
+            if not isinstance(done, Job):
+                raise done[1]
+            building = building or _Segments(self, done)
+            pieces, done.pieces = done.pieces, []
+            done.results.clear()
+            yield from building.take(pieces)
+        if building is not None:
+            yield from building.take([], last=True)
+
     def _transcript(self, job: Job, index: int) -> Transcript:
         tokens = [int(token) for piece in job.pieces for token in piece.tokens]
-        words = self._words(job)
-        spans = self._spans(job, words)
-        segments = [
-            Segment(
-                start_s=round(start, 6),
-                end_s=round(end, 6),
-                text=self._text(piece.tokens),
-                tokens=[int(token) for token in piece.tokens],
-                temperature=piece.result.temperature,
-                avg_logprob=piece.result.avg_logprob,
-                no_speech_prob=piece.result.no_speech_prob,
-                looped=piece.result.looped,
-                window_s=round(job.timeline.at(piece.window), 6),
-                words=said,
-            )
-            for piece, (start, end), said in zip(job.pieces, spans, words, strict=True)
-        ]
+        building = _Segments(self, job)
+        segments: list[Segment] = []
+        if self.options.mode == "sequential":  # a result is that of one window
+            for _, pieces in itertools.groupby(job.pieces, key=lambda piece: id(piece.result)):
+                segments += building.take(list(pieces))
+        else:
+            building.hold(job.pieces)
+        segments += building.take([], last=True)
         return Transcript(
             source=job.name,
             index=index,
@@ -346,26 +375,6 @@ class Transcriber:
             method = correct
         return WindowCorrector(method, self._loop, self.processor)
 
-    def _words(self, job: Job) -> Sequence[list[Word] | None]:
-        """By segment."""
-        if not self.options.word_timestamps:
-            return [None] * len(job.pieces)
-        return timed_words(
-            [self._said(piece.tokens) for piece in job.pieces],
-            self.processor.tokenizer,
-            self._loop.prompts.code_of(job.language),
-            job.timeline.span,
-            job.timeline.duration_s,
-        )
-
-    def _spans(self, job: Job, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
-        """Start and end of each segment."""
-        spans = [job.timeline.span(piece.start, piece.end) for piece in job.pieces]
-        if self.options.mode != "sequential":
-            # of a segment that two windows made neither knows both ends
-            spans = in_order(spans, job.timeline.duration_s)
-        return around_words(spans, words)
-
     def _said(self, tokens: list[int]) -> list[Any]:
         """Those that are text."""
         return text_tokens(tokens, self._loop.prompts.timestamp_begin, self._special)
@@ -373,6 +382,87 @@ class Transcriber:
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode
         return decode(self._said(tokens), clean_up_tokenization_spaces=False).strip()
+
+
+class _Segments:
+    """The segments of one recording, window by window.
+
+    What is given out never changes, and does not depend on windows that were not seen: a segment
+    with words is held until the next one, whose first word may shorten its last.
+
+    Args:
+        transcriber: Whose recording it is.
+        job: The recording.
+    """
+
+    def __init__(self, transcriber: Transcriber, job: Job) -> None:
+        self._transcriber, self._job = transcriber, job
+        self._held: list[Piece] = []
+        self._said_s = 0.0  # where the last word ended that was given out
+
+    def hold(self, pieces: Sequence[Piece]) -> None:
+        """Takes segments in, and gives none out yet."""
+        self._held += pieces
+
+    def take(self, pieces: Sequence[Piece], last: bool = False) -> list[Segment]:
+        """Segments that are known for good.
+
+        Args:
+            pieces: Of the next window.
+            last: Whether no window follows.
+        """
+        self.hold(pieces)
+        words = self._words()
+        count = len(self._held)
+        if self._transcriber.options.word_timestamps and not last:
+            count = max((number for number, own in enumerate(words) if own), default=0)
+        spans = self._spans(words)
+        found = [
+            self._segment(*one)
+            for one in zip(self._held[:count], spans[:count], words[:count], strict=True)
+        ]
+        del self._held[:count]
+        self._said_s = max((s.words[-1].end_s for s in found if s.words), default=self._said_s)
+        return found
+
+    def _words(self) -> Sequence[list[Word] | None]:
+        """Of each segment that is held."""
+        ours, job = self._transcriber, self._job
+        if not ours.options.word_timestamps:
+            return [None] * len(self._held)
+        return timed_words(
+            [ours._said(piece.tokens) for piece in self._held],
+            ours.processor.tokenizer,
+            ours._loop.prompts.code_of(job.language),
+            job.timeline.span,
+            job.timeline.duration_s,
+            self._said_s,
+        )
+
+    def _spans(self, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
+        """Start and end of each segment that is held."""
+        timeline = self._job.timeline
+        spans = [timeline.span(piece.start, piece.end) for piece in self._held]
+        if self._transcriber.options.mode != "sequential":
+            # of a segment that two windows made neither knows both ends
+            spans = in_order(spans, timeline.duration_s)
+        return around_words(spans, words, self._said_s)
+
+    def _segment(
+        self, piece: Piece, span: tuple[float, float], words: list[Word] | None
+    ) -> Segment:
+        return Segment(
+            start_s=round(span[0], 6),
+            end_s=round(span[1], 6),
+            text=self._transcriber._text(piece.tokens),
+            tokens=[int(token) for token in piece.tokens],
+            temperature=piece.result.temperature,
+            avg_logprob=piece.result.avg_logprob,
+            no_speech_prob=piece.result.no_speech_prob,
+            looped=piece.result.looped,
+            window_s=round(self._job.timeline.at(piece.window), 6),
+            words=words,
+        )
 
 
 def is_single(inputs: Any) -> bool:

@@ -161,6 +161,7 @@ def timed_words(
     language: str | None,
     place: Callable[[float, float], tuple[float, float]],
     duration_s: float,
+    begin_s: float = 0.0,
 ) -> list[list[Word]]:
     """The words of a recording: in order, none inside another, all inside the recording.
 
@@ -170,6 +171,7 @@ def timed_words(
         language: Code of the language.
         place: Where in the recording a span of what the model heard is.
         duration_s: Length of the recording.
+        begin_s: Where the words before these ended.
     """
     found: list[list[Word]] = []
     for tokens in segments:
@@ -182,7 +184,7 @@ def timed_words(
             confidence = round(sum(token.probability for token in own) / count, 4)
             found[-1].append(Word(text=text, start_s=start_s, end_s=end_s, confidence=confidence))
     flat = [word for words in found for word in words]
-    spans = in_order([(word.start_s, word.end_s) for word in flat], duration_s)
+    spans = in_order([(word.start_s, word.end_s) for word in flat], duration_s, begin=begin_s)
     fitted = iter(
         replace(word, start_s=round(start, 6), end_s=round(end, 6))
         for word, (start, end) in zip(flat, spans, strict=True)
@@ -191,7 +193,10 @@ def timed_words(
 
 
 def in_order(
-    spans: Sequence[tuple[float, float]], limit: float, shortest: float = _SHORTEST_S
+    spans: Sequence[tuple[float, float]],
+    limit: float,
+    shortest: float = _SHORTEST_S,
+    begin: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Moves times as little as keeps them in order, not overlapping, and none too short.
 
@@ -199,10 +204,11 @@ def in_order(
         spans: Starts and ends.
         limit: Nothing may end behind it.
         shortest: What each gets at least, where all of them fit in.
+        begin: Nothing may start before it.
     """
-    shortest = min(shortest, limit / max(len(spans), 1))
+    shortest = min(shortest, (limit - begin) / max(len(spans), 1))
     fitted: list[tuple[float, float]] = []
-    free = 0.0  # where the last one ended
+    free = begin  # where the last one ended
     for number, (start, end) in enumerate(spans):
         latest = limit - (len(spans) - 1 - number) * shortest  # room for those behind
         start = max(free, min(start, latest - shortest))
@@ -214,7 +220,9 @@ def in_order(
 
 
 def around_words(
-    spans: Sequence[tuple[float, float]], words: Sequence[Sequence[Word] | None]
+    spans: Sequence[tuple[float, float]],
+    words: Sequence[Sequence[Word] | None],
+    begin_s: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Times of segments that agree with those of their words.
 
@@ -224,12 +232,13 @@ def around_words(
     Args:
         spans: Starts and ends of segments.
         words: Of each segment, in order of time.
+        begin_s: Where the words before these ended.
     """
     latest = [math.inf]  # where the next segment with words begins, from the last one on
     for own in reversed(words):
         latest.append(own[0].start_s if own else latest[-1])
     found: list[tuple[float, float]] = []
-    earliest = 0.0
+    earliest = begin_s
     for (start, end), own, limit in zip(spans, words, latest[-2::-1], strict=True):
         if own:
             earliest = own[-1].end_s

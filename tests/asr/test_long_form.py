@@ -17,6 +17,7 @@ from mmdecode.asr.long_form import LongForm
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
+from mmdecode.errors import InputError, OptionError
 
 LENGTHS = (2.5, 7.32)  # seconds; all longer than one window of the tiny model
 
@@ -300,3 +301,52 @@ def test_the_mean_log_probability_is_that_before_the_temperature():
     expected = logits.log_softmax(-1)[[0, 1], tokens].mean()
     assert avg_logprob(logits, tokens, 0.0) == pytest.approx(float(expected))
     assert avg_logprob(logits / 0.5, tokens, 0.5) == pytest.approx(float(expected))
+
+
+# Segment by segment
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"word_timestamps": "attention"},
+        {"timestamps": False},
+        {"condition_on_prev_tokens": True, "temperatures": (0.0, 0.6), "logprob_threshold": -1.0},
+        {"word_timestamps": "attention", "hallucination_silence_threshold": 0.1},
+    ],
+    ids=str,
+)
+def test_segments_come_while_a_recording_is_read_and_are_those_of_a_call(kit, processor, options):
+    model = kit.build_model(processor, scale=3.0)
+    model.generation_config.alignment_heads = [[0, 1], [1, 0], [1, 1]]
+    ours = transcriber(model, processor, **options)
+    step, begun = ours._loop._step, []
+    ours._loop._step = lambda *given: (begun.append(1), step(*given))[1]
+    for seconds, seed in ((9.3, 1), (0.4, 2), (4.0, 3)):
+        begun.clear()
+        came = [(segment, len(begun)) for segment in ours.stream_segments(kit.noise(seconds, seed))]
+        whole = ours(kit.noise(seconds, seed))
+        assert [segment for segment, _ in came] == whole.segments
+        if seconds > 9:
+            assert came[0][1] < came[-1][1] == whole.stats["windows"]
+
+
+def test_a_stream_of_segments_keeps_nothing_that_it_gave_out(kit, processor, model, monkeypatch):
+    ours = transcriber(model, processor, max_new_tokens=6)
+    opened, seen = ours._loop._open, []
+    monkeypatch.setattr(ours._loop, "_open", lambda *given: seen.append(opened(*given)) or seen[-1])
+    for _ in ours.stream_segments(kit.noise(12.0)):
+        [job] = seen
+        assert not job.pieces and not job.results
+    assert job.windows > 5 and len(job.shown) <= ours._loop.most_shown
+
+
+def test_a_stream_of_segments_raises_what_a_call_raises(kit, processor, model, tmp_path):
+    ours = transcriber(model, processor)
+    with pytest.raises(InputError, match=r"none\.wav: does not exist"):
+        next(ours.stream_segments(tmp_path / "none.wav"))
+    with pytest.raises(OptionError, match="takes one recording"):
+        ours.stream_segments([kit.noise(1.0)])
+    with pytest.raises(OptionError, match="mode='sequential'"):
+        transcriber(model, processor, mode="chunked").stream_segments(kit.noise(1.0))

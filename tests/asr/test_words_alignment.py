@@ -387,9 +387,9 @@ def times_by_format(transcript):
             for n in numbers
         ]
 
-    def told(segments):
+    def told(segments, start="start_s", end="end_s"):
         spoken = (s for s in segments if clean(s["text"]))
-        return [(round(1000 * s["start_s"]), round(1000 * s["end_s"])) for s in spoken]
+        return [(round(1000 * s[start]), round(1000 * s[end])) for s in spoken]
 
     rows = [line.split("\t") for line in written["tsv"].splitlines()[1:]]
     return {
@@ -398,6 +398,7 @@ def times_by_format(transcript):
         "tsv": [(int(start), int(end)) for start, end, _ in rows],
         "json": told(json.loads(written["json"])["segments"]),
         "jsonl": told(map(json.loads, written["jsonl"].splitlines())),
+        "whisper-json": told(json.loads(written["whisper-json"])["segments"], "start", "end"),
     }
 
 
@@ -437,7 +438,7 @@ def test_zoo_words_are_where_they_were_spoken(trained, clips):
     ids=str,
 )
 def test_random_text_over_many_windows_is_timed_in_order(kit, processor, aligned, options):
-    settings = TranscribeOptions(word_timestamps="attention", **options)
+    settings = TranscribeOptions(word_timestamps="attention", scores=True, **options)
     transcriber = Transcriber(aligned, processor, Decoder(seed=0), settings)
     for transcript in transcriber([kit.noise(7.3, 1), kit.noise(0.05, 2), np.zeros(100)]):
         check(transcript)
