@@ -278,13 +278,24 @@ def is_own(path: Path) -> bool:
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """Makes a folder; where what follows fails, what was made and is still empty goes again."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = _missing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
         remove_empty(missing)
         raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
+def _is_note(path: Path) -> bool:
+    """Whether a file is no result: empty, or about the run; of a folder, all in it."""
+    if path.is_dir():
+        return all(map(_is_note, path.iterdir()))
+    return path.name[0] == "." or path.name.endswith(RUN) or path.stat().st_size == 0
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
@@ -395,19 +406,29 @@ def _plain(value: Any, exact: bool = False) -> Any:
 def claimed(folder: Path) -> Iterator[None]:
     """Keeps a second run out of a folder; the operating system ends the claim with the process.
 
-    The folder is made; where the run then fails and has written nothing, it goes again.
+    The folder is made. A run that ends without a result, since it was refused or failed before it
+    had one, takes with it what it made: the folder, its settings, and files that are still empty.
 
     Raises:
         OptionError: Another run writes there.
         InputError: The folder cannot be made.
     """
+    missing = _missing(folder)
     with contextlib.ExitStack() as stack:
         with explained(folder):
-            stack.enter_context(_made(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(remove_empty, missing)
             handle = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, handle)
         lock(handle, folder)
-        yield
+        before = set(folder.iterdir())
+        try:
+            yield
+        finally:
+            made = [path for path in folder.iterdir() if path not in before]
+            if all(map(_is_note, made)):
+                for path in made:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def lock(handle: int, place: Path) -> None:

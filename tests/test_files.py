@@ -14,6 +14,7 @@ from mmdecode.files import (
     MAKER,
     claimed,
     is_own,
+    note_settings,
     open_append,
     refuse_foreign,
     refuse_foreign_in,
@@ -247,3 +248,27 @@ def test_a_file_written_ten_thousand_times_is_read_from_the_end_of_its_listing(t
     assert known[0].size >= len(lines)
     (tmp_path / LISTING).write_text("")
     assert not is_own(tmp_path / "a.txt")
+
+
+def test_a_run_without_a_result_takes_with_it_what_it_made_and_nothing_else(tmp_path):
+    out = tmp_path / "a" / "out"
+
+    def fails(write):
+        with pytest.raises(ZeroDivisionError), claimed(out):
+            note_settings(out, {"seed": 0})
+            with open_append(out / "results.jsonl") as file:
+                file.write(write)
+            raise ZeroDivisionError
+
+    fails(b"")
+    assert not list(tmp_path.iterdir())
+    out.mkdir(parents=True)
+    (out / "theirs").touch()
+    (out / ".theirs").touch()
+    fails(b"")
+    assert {path.name for path in out.iterdir()} == {"theirs", ".theirs"}
+    fails(b"a result\n")
+    kept = {path.name for path in out.iterdir()}
+    assert kept == {"theirs", ".theirs", "run.json", "results.jsonl", LISTING}
+    fails(b"")
+    assert {path.name for path in out.iterdir()} == kept

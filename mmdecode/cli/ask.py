@@ -169,8 +169,10 @@ def command(
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         if output is not None:  # refused before a model is loaded
+            from mmdecode.files import claimed
             from mmdecode.vlm.jobs import RESULTS, AnswerFile
 
+            stack.enter_context(claimed(output))
             file = stack.enter_context(
                 contextlib.closing(AnswerFile(output / RESULTS, settings, resume, requests))
             )

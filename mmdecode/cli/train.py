@@ -60,9 +60,10 @@ def medusa(
     On other models this is 'mmdecode train drafter --kind medusa', which has options of its own.
     """
     from mmdecode.checkpoints import config_of, loading, local_path
-    from mmdecode.files import overwriting
+    from mmdecode.files import overwriting, refuse_foreign_in
     from mmdecode.train.medusa import MedusaOptions, train_from_manifest
 
+    refuse_foreign_in(out, overwrite, but=["README.md"])
     with loading(model):
         hears = config_of(local_path(model)).model_type == "whisper"
     if not hears:

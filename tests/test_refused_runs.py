@@ -1,0 +1,126 @@
+"""A command that is refused leaves every file and folder as it was, and is refused first."""
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mmdecode.cli.app import COMMANDS, _load, app
+from mmdecode.errors import MMDecodeError, OptionError
+from mmdecode.files import write_file
+
+NO_MODEL = ["--model", "./nowhere"]
+OUT = ["--out", "out"]
+ASKED = ["--data", "questions.jsonl", *NO_MODEL, *OUT]
+COMMAND_LINES = {
+    "demo": ["speech", *NO_MODEL, *OUT],
+    "demo vlm": [*NO_MODEL, *OUT],
+    "demo image": [*NO_MODEL, *OUT],
+    "transcribe": ["speech.wav", *NO_MODEL, *OUT],
+    "ask": ASKED,
+    "generate-image": ["--class-id", "1", *NO_MODEL, *OUT],
+    "evaluate wer": ["--data", "texts.jsonl", *NO_MODEL, *OUT],
+    "evaluate silence": [*NO_MODEL, *OUT],
+    "evaluate nbest": ["--data", "nowhere.jsonl", *OUT],
+    "evaluate pope": ["--data", "zoo", *NO_MODEL, *OUT],
+    "evaluate chair": ["--data", "zoo", *NO_MODEL, *OUT],
+    "evaluate mme": ["--data", "zoo", *NO_MODEL, *OUT],
+    "evaluate amber": ["--data", "nowhere", *NO_MODEL, *OUT],
+    "evaluate spatial": ["--data", "zoo", *NO_MODEL, *OUT],
+    "evaluate images": [*NO_MODEL, *OUT],
+    "train medusa": ["--data", "texts.jsonl", *NO_MODEL, *OUT],
+    "train drafter": ASKED,
+    "train alignment-heads": ["--data", "texts.jsonl", *NO_MODEL, *OUT],
+    "train corrector": ["--data", "lists.jsonl", *NO_MODEL, *OUT],
+    "train zoo": ["nothing", "--work", "work", *OUT],
+    "bench vlm": ASKED,
+}
+REPLACED = {
+    "demo": "report.html",
+    "demo vlm": "report.html",
+    "demo image": "report.html",
+    "evaluate wer": "summary.json",
+    "evaluate silence": "summary.json",
+    "evaluate nbest": "table.csv",
+    "evaluate pope": "table.csv",
+    "evaluate chair": "items.jsonl",
+    "evaluate mme": "report.html",
+    "evaluate amber": "run.json",
+    "evaluate spatial": "auroc.png",
+    "evaluate images": "summary.json",
+    "train medusa": "model.safetensors",
+    "train drafter": "card.json",
+    "train alignment-heads": "generation_config.json",
+    "train corrector": "tokenizer.json",
+    "bench vlm": "results.json",
+}
+"""A file of each command's results; the other commands ask about theirs in tests of their own."""
+
+
+def leaves(name: str, command: Any) -> Any:
+    if hasattr(command, "commands"):
+        for inner, sub in command.commands.items():
+            yield from leaves(f"{name} {inner}", sub)
+    else:
+        yield name, command
+
+
+def refused(name):
+    """The error of a command line."""
+    done = CliRunner().invoke(app, [*name.split(), *COMMAND_LINES[name]])
+    assert isinstance(done.exception, MMDecodeError), (done.output, done.exception)
+    return done.exception
+
+
+def tree(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "speech.wav").write_bytes(b"RIFF")
+    (tmp_path / "texts.jsonl").write_text('{"audio": "speech.wav", "text": "hello"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"id": "a", "question": "what?"}\n')
+    rows = ['{"input": ["a b", "a c"], "output": "a b"}'] * 5
+    (tmp_path / "lists.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def test_each_command_that_writes_is_tried_here():
+    found = dict(pair for name in COMMANDS for pair in leaves(name, _load(name)))
+    writing = {n for n, c in found.items() if any("--out" in p.opts for p in c.params)}
+    assert writing <= set(COMMAND_LINES)
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_a_refused_command_leaves_everything_as_it_was(name, inputs):
+    before = tree(inputs)
+    refused(name)
+    assert tree(inputs) == before
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_file_of_somebody_else_is_named_before_a_model_is_looked_for(name, inputs):
+    (inputs / "out").mkdir()
+    theirs = inputs / "out" / REPLACED[name]
+    theirs.write_text("theirs")
+    before = tree(inputs)
+    error = refused(name)
+    assert isinstance(error, OptionError) and f"{REPLACED[name]}: there already" in str(error)
+    assert "--overwrite" in str(error)
+    assert tree(inputs) == before
+    COMMAND_LINES[name].append("--overwrite")
+    try:  # refused by something else then, the model that is nowhere
+        assert "there already" not in str(refused(name))
+    finally:
+        COMMAND_LINES[name].remove("--overwrite")
+    assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_file_of_ours_is_no_reason_to_refuse_a_file_of_that_name(name, inputs):
+    if name == "evaluate amber":  # its run.json is what a report is known by
+        return
+    write_file(inputs / "out" / REPLACED[name], "ours")
+    assert "there already" not in str(refused(name))
