@@ -376,7 +376,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(OptionError, match="draft_vocabulary=99"):
         options = replace(SMALL, kind="eagle3", draft_vocabulary=99)
         train(Texts(target, build), requests(9), options, tmp_path / "a", tmp_path)
+    with pytest.raises(OptionError, match="exit_layer=9"):
+        options = replace(SMALL, kind="kangaroo", exit_layer=9)
+        train(Texts(target, build), requests(9), options, tmp_path / "a", tmp_path)
+    with pytest.raises(InputError, match=r"\./nowhere"):
+        train(Texts(target, build), requests(9), SMALL, tmp_path / "a", tmp_path, start="./nowhere")
     assert all(parameter.requires_grad for parameter in target.parameters())
+    assert not list(tmp_path.iterdir()), "what is refused leaves nothing"
 
 
 def test_the_command_trains_for_the_zoo(tmp_path):
