@@ -129,8 +129,8 @@ def _of_config(model: Any, kwargs: dict[str, Any]) -> str | list[str] | None:
     config = kwargs.get("generation_config")
     strings: str | list[str] | None = getattr(config, "stop_strings", None)
     if strings is not None:
-        config = kwargs["generation_config"] = copy.deepcopy(config)
-        config.stop_strings = None
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].stop_strings = None
     return strings
 
 

@@ -248,9 +248,9 @@ def refuse_training(model: Any) -> None:
         return
     keeps_no_cache = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     parts = (m.p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training)
-    config = getattr(model, "config", None)
-    said = config.to_dict() if config is not None else {}
-    rates = [value for name, value in said.items() if "drop" in name and isinstance(value, float)]
+    configs = {id(m.config): vars(m.config) for m in model.modules() if hasattr(m, "config")}
+    said = [(name, value) for config in configs.values() for name, value in config.items()]
+    rates = [value for name, value in said if "drop" in name and isinstance(value, float)]
     if keeps_no_cache or any(rate > 0 for rate in (*parts, *rates)):
         raise IncompatibleError(
             f"{type(model).__name__} is in training mode, where "

@@ -136,7 +136,7 @@ def _of_groups(root: Path) -> Iterator[int]:
             most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
             if most.isdigit() and used.isdigit():
                 stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.M))
-                files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                files = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
                 yield max(int(most) - int(used) + files, 0)
 
 

@@ -1,5 +1,7 @@
 """Prompts of great length: what reading them makes, and which are refused before anything runs."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -108,6 +110,48 @@ def test_masks_allow_what_a_loop_over_tokens_and_slots_allows(window, tree):
                 seen &= slot >= int(pads[row])
                 seen &= window is None or int(depths[0, query]) - place < window
                 assert (found[row, 0, query, slot] == 0) == (seen or node == query)
+
+
+ADDED = """
+import resource, sys, time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from mmdecode.engine.decoder import Decoder
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+    )
+).eval()
+decoder = Decoder() if sys.argv[1] == "ours" else None
+
+def read(width):
+    ids = torch.randint(1, 500, (1, width), generator=torch.Generator().manual_seed(1))
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    model.generate(ids, custom_generate=decoder, **call)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+before, start = read(64), time.perf_counter()
+print(read(16384) - before, time.perf_counter() - start)
+"""
+
+
+@pytest.mark.slow
+def test_a_prompt_of_16384_tokens_adds_memory_and_time_like_plain_generate():
+    added = {}
+    for kind in ("plain", "ours"):
+        done = subprocess.run([sys.executable, "-c", ADDED, kind], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        added[kind] = [float(number) for number in done.stdout.split()]
+    megabytes, seconds = zip(added["ours"], added["plain"], strict=True)
+    assert megabytes[0] < 1.5 * megabytes[1] + 40, added
+    assert seconds[0] < 3 * seconds[1] + 1, added
 
 
 SHAPE = {
