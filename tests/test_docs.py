@@ -3,20 +3,16 @@
 import contextlib
 import inspect
 import io
+import json
 import re
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from PIL import Image
-from typer.testing import CliRunner
 
+import mmdecode as mm
 from mmdecode import registry
-from mmdecode.cli.app import app
-from mmdecode.zoo.scenes import draw_scene, render
-from mmdecode.zoo.speech import speech_test
+from tests.support.hub import publish_named
+from tests.support.workplace import commands_of, lay_out, run_line, run_python
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -39,43 +35,60 @@ def test_an_example_prints_what_the_page_shows(code, shown):
     assert shown, "an example that shows nothing proves nothing"
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(code, "example", "exec"), {"__name__": "example"})
+        run_python(code)
     assert out.getvalue() == shown
 
 
-def test_the_commands_on_transcribing_run_as_they_stand(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    clips = [clip.path for clip in speech_test()]
-    Path("recordings/sub").mkdir(parents=True)
-    for clip, name in zip((3, 5, 4), ("recordings/a", "recordings/sub/a", "talk"), strict=True):
-        shutil.copy(clips[clip], f"{name}.ogg")
-    blocks = FENCE.findall((DOCS / "transcribe.md").read_text(encoding="utf-8"))
-    [manifest] = [text for kind, text in blocks if kind == "json"]
-    Path("calls.jsonl").write_text(manifest)
-    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(commands) > 15
-    for command in commands:
-        before, _, words = command.partition("mmdecode ")  # alone where accelerate starts several
-        stdin = b""
-        if before.endswith("| "):
-            stdin = subprocess.run(before[:-2], shell=True, check=True, capture_output=True).stdout
-        done = CliRunner().invoke(app, shlex.split(words), input=stdin)
-        assert done.exit_code == 0, (command, done.output, done.exception)
+TABLES = {"transcribe": "calls.jsonl", "ask": "questions.jsonl"}
+"""Files that a page's block of JSON shows."""
+
+LONG = {"generate_image", "lossless"}
+"""Pages whose commands take a minute and more together."""
 
 
-def test_the_commands_on_asking_run_as_they_stand(tmp_path, monkeypatch):
+def commands_on(page):
+    """What the shell blocks of a page give to ``mmdecode``; benchmarks are not run here."""
+    blocks = FENCE.findall(page.read_text(encoding="utf-8"))
+    lines = [line for kind, text in blocks if kind in ("sh", "bash") for line in commands_of(text)]
+    return [line for line in lines if "mmdecode " in line and not line.startswith("python ")]
+
+
+def foreign_tokens():
+    """What a server would have answered with ``my-llama``, as lists of ids."""
+    model, tokenizer = mm.load("my-llama", "cpu")
+    for line in Path("prompts.txt").read_text(encoding="utf-8").splitlines():
+        inputs = tokenizer(line, return_tensors="pt")
+        found = model.generate(**inputs, do_sample=False, max_new_tokens=64)
+        yield found[0, inputs.input_ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in LONG else ())
+        for page in PAGES
+        if commands_on(page)
+    ],
+)
+def test_the_commands_of_a_page_run_as_they_stand(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("scenes").mkdir()
-    for seed, name in enumerate(("scene", "scenes/1", "scenes/2")):
-        Image.fromarray(render(draw_scene(seed))).save(f"{name}.png")
-    blocks = FENCE.findall((DOCS / "ask.md").read_text(encoding="utf-8"))
-    [table] = [text for kind, text in blocks if kind == "json"]
-    Path("questions.jsonl").write_text(table)
-    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(commands) == 11
-    for command in commands:
-        done = CliRunner().invoke(app, shlex.split(command)[1:])
-        assert done.exit_code == 0, (command, done.output, done.exception)
+    lay_out(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    publish_named(text)
+    if page.stem in TABLES:
+        [table] = [block for kind, block in FENCE.findall(text) if kind == "json"]
+        Path(TABLES[page.stem]).write_text(table, encoding="utf-8")
+    if page.stem == "lossless":
+        rows = [json.dumps(row) for row in foreign_tokens()]
+        Path("from_my_server.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    for line in commands_on(page):
+        run_line(line)
+
+
+def test_commands_are_found_where_they_stand():
+    found = {page.stem: len(commands_on(page)) for page in PAGES}
+    assert found["transcribe"] > 15 and found["ask"] > 10 and found["generate_image"] > 10
+    assert found["lossless"] == 3 and found["drafters"] == 0
 
 
 def settings_of(name):

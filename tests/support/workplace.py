@@ -67,6 +67,10 @@ def lay_out(folder: Path) -> None:
     lists = [{"id": str(number), **texts} for number in range(9)]
     for name, rows in (("questions", asked), ("others", asked), ("lists", lists)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "wanted.txt").write_text("star\n2\n")
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (16, 16, 40, 40))
+    mask.save(folder / "mask.png")
     (folder / "prompts.txt").write_text("a word\nanother word\n")
     for name, stands in FOLDERS.items():
         shutil.copytree(ZOO / stands, folder / name)
