@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -117,8 +117,6 @@ def vlm(
         batches = prompts_of(answerer, data, limit, size)
         asked = PEERS if peers and guide is None else {}
         others, failed = working(answerer.model, batches[0], asked)
-        for name, why in failed.items():
-            console.print(f"left out: {name} at batch {size}: {why}", highlight=False, markup=False)
         for heat in temperature or [0.0]:
             setting = Setting(
                 max_new_tokens=max_new_tokens, temperature=heat, seed=seed, repeats=repeats
@@ -153,7 +151,7 @@ def vlm(
                 }
             )
             if not json:
-                out.print(table_of(found, f"{title}; {sure.entropy_bits:.2f} bits a token"))
+                out.print(table_of(found, f"{title}; {sure.entropy_bits:.2f} bits a token", failed))
             facts["load_at_end"] = load()
             if out_dir is not None:
                 with explained(out_dir):
@@ -181,8 +179,8 @@ def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str
     return [answerer.prompts.read(requests[at : at + size]) for at in starts]
 
 
-def table_of(found: Sequence[Speed], title: str) -> Table:
-    """For a terminal."""
+def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> Table:
+    """For a terminal; ways that could not be timed are rows that say why."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("way", overflow="fold")
     for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):
@@ -201,4 +199,6 @@ def table_of(found: Sequence[Speed], title: str) -> Table:
             f"x{row.end_to_end[0]:.2f}",
             "" if row.identical is None else f"{row.identical:.0%}",
         )
+    for name, why in failed.items():
+        table.add_row(f"{name}: not timed. {why[0].upper()}{why[1:]}")
     return table

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 READING = ".reading"  # the image that is being read, see mmdecode.crashes
 SHOWN = 5  # failures listed one by one
-COMPARED = 12  # comparisons shown, the surest
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
     "batch_size max_new_tokens warmup resume device dtype".split()
@@ -607,6 +606,7 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
 
     task = run.settings["task"]
     basis |= {
+        "controls": [mode.name for mode in run.modes if mode.control or mode.guide == NONE],
         "conditions": run.conditions,
         "against": comparisons_of(run.modes),
         "images": run.images,
@@ -616,20 +616,18 @@ def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[
     basis["baseline_controls"] = run.settings["controls"]
     if task == "chair":
         return CaptionReport(run.rows, vocabulary=vocabulary_of(run.settings["synonyms"]), **basis)
-    controls = [mode.name for mode in run.modes if mode.control or mode.guide == NONE]
-    return YesNoReport(run.rows, task=task, parser=parser or "leading", controls=controls, **basis)
+    return YesNoReport(run.rows, task=task, parser=parser or "leading", **basis)
 
 
 def _show(report: ItemReport[Any], files: list[Path]) -> None:
-    """Tables and the surest comparisons; Markdown where there is no terminal to lay them out."""
-    show_tables(report.tables())
+    """The verdict, the short table and what it means; where the rest is."""
+    for line in report.verdict():
+        print_line(line)
+    show_tables([report.brief()])
     print_line(report.about())
-    compared = sorted(report.comparisons, key=lambda found: found.p_holm or found.p)
-    for found in compared[:COMPARED]:
-        print_line(str(found))
-    if len(compared) > COMPARED:
-        where = f"in {files[1]}" if files else "printed with --json"
-        print_line(f"the other {len(compared) - COMPARED} comparisons are {where}")
+    where = f"in {files[1]}" if files else "printed with --json, and written with --out"
+    compared = len(report.comparisons)
+    print_line(f"all columns{f' and {compared} comparisons' if compared else ''} are {where}")
 
 
 def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:

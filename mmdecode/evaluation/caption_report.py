@@ -27,7 +27,7 @@ from mmdecode.evaluation.item_comparison import ItemComparison, corrected, diffe
 from mmdecode.evaluation.item_page import Shown
 from mmdecode.evaluation.item_report import ItemReport
 from mmdecode.evaluation.items import CaptionItem
-from mmdecode.evaluation.layout import number, percent, without_empty
+from mmdecode.evaluation.layout import Rows, number, percent, without_empty
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +47,7 @@ class CaptionReport(ItemReport[CaptionItem]):
     """
 
     title = "Hallucinated objects in captions"
+    gain = -1
 
     def __init__(
         self,
@@ -183,6 +184,30 @@ class CaptionReport(ItemReport[CaptionItem]):
             ),
             flips=None,
         )
+
+    def told(self, mode: str, within: str) -> str:
+        """Both shares of what is made up, recall and length."""
+        score = self.summary["modes"][mode]
+        shares = ", ".join(
+            f"{name} {percent(score[key], '.1f')} %"
+            for name, key in (("CHAIR_i", "chair_i"), ("CHAIR_s", "chair_s"), ("recall", "recall"))
+        )
+        return f"{shares}, {score['length']:.1f} words"
+
+    def level(self, mode: str, within: str) -> float:
+        """Share of the mentions that are there."""
+        return 1 - float(self.summary["modes"][mode]["chair_i"])
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Its recorded controls, and the baseline at equal length."""
+        alike = [pair for pair in self._alike if self._cut.get(mode) in pair and mode in pair]
+        own = [pair for pair in self._alike if pair[1] == self._cut.get(mode)]
+        return super().rivals(mode) + (alike or own)
+
+    def brief(self) -> Rows:
+        """Objects made up and found, and length."""
+        names = ("mode", "CHAIR_i %", "CHAIR_s %", "recall %", "words")
+        return [{name: row[name] for name in names} for row in self.rows()]
 
     def rows(self) -> list[dict[str, str]]:
         """One row of text per mode; columns without a value are left out."""

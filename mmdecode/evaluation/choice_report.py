@@ -14,7 +14,7 @@ from mmdecode.evaluation.item_comparison import ItemComparison, corrected, diffe
 from mmdecode.evaluation.item_page import Shown
 from mmdecode.evaluation.item_report import ItemReport
 from mmdecode.evaluation.items import ChoiceItem, places_by_set
-from mmdecode.evaluation.layout import number, percent, without_empty
+from mmdecode.evaluation.layout import Rows, number, percent, without_empty
 from mmdecode.evaluation.spatial import count_choices, rates, summed, unit_of
 
 if TYPE_CHECKING:
@@ -106,6 +106,27 @@ class ChoiceReport(ItemReport[ChoiceItem]):
             ),
             flips=flipped,
         )
+
+    def told(self, mode: str, within: str) -> str:
+        """Right answers beside chance."""
+        score = self.summary["modes"][mode]["sets"][within]
+        chance = percent(score["chance"], ".1f")
+        return f"{percent(score['individual'], '.1f')} % right, by chance {chance} %"
+
+    def level(self, mode: str, within: str) -> float:
+        """Share of right answers beyond chance."""
+        score = self.summary["modes"][mode]["sets"][within]
+        return float(score["individual"] - score["chance"])
+
+    def brief(self) -> Rows:
+        """A row for each mode: right answers by set, and those that name no single option."""
+        rows = []
+        for mode, found in self.summary["modes"].items():
+            scores = found["sets"]
+            unparsed = float(np.mean([one["unparsed"] for one in scores.values()]))
+            shares = {f"{n} %": percent(one["individual"], ".1f") for n, one in scores.items()}
+            rows.append({"mode": mode} | shares | {"unparsed %": percent(unparsed, ".1f")})
+        return rows
 
     def rows(self) -> list[dict[str, str]]:
         """One row of text per mode and set; columns without a value are left out."""

@@ -36,6 +36,15 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
     "generate, lookup": {"prompt_lookup_num_tokens": 4},
 }
 """Transformers' own loop, and with its own draft."""
+REASONS = {
+    "Image features and image tokens do not match": "transformers' assisted generation shows the "
+    "image again in each pass, which this model refuses",
+    "only supported for batch_size": "transformers' assisted generation decodes one prompt at a "
+    "time; it is timed with --batch-size 1",
+    "is not supported with stateful models": "transformers' assisted generation needs a cache that "
+    "can be cut, and this model's cannot",
+}
+"""Why transformers' own draft does not run, by a part of what it raises."""
 _CLOCKED = 4  # batches on which a draft's own time is taken
 
 
@@ -191,17 +200,24 @@ def measure(
 def working(
     model: Any, inputs: Inputs, peers: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-    """Those of transformers' ways that get through a few tokens, and what the others say."""
+    """Those of transformers' ways that get through a few tokens, and why the others do not."""
     found: dict[str, Mapping[str, Any]] = {}
     failed = {}
     for name, options in peers.items():
         try:
             model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
         except Exception as problem:  # whatever it is, it is not ours
-            failed[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
+            failed[name] = _why(problem)
         else:
             found[name] = options
     return found, failed
+
+
+def _why(problem: Exception) -> str:
+    """Why transformers' own generate cannot decode something, in words."""
+    text = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
+    known = (reason for part, reason in REASONS.items() if part in text)
+    return next(known, f"transformers' generate fails on this model: {text}")
 
 
 def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -15,6 +15,7 @@ from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.item_comparison import ItemComparison
 from mmdecode.evaluation.item_page import ImageSource, Shown, overview, page_of
+from mmdecode.evaluation.item_verdict import verdict_of
 from mmdecode.evaluation.items import ITEMS, Some
 from mmdecode.evaluation.layout import Rows, csv_text, markdown, markdown_page
 from mmdecode.evaluation.statistics import RESAMPLES
@@ -39,6 +40,7 @@ class ItemReport(abc.ABC, Generic[Some]):
         against: Names of the modes that a mode is compared with, by its own; the first of them is
             what its computed controls are made of. ``None``, or a mode that is missing: the
             baseline.
+        controls: Modes that are controls themselves: no verdict is given on them.
         images: Folder of the images, or a function from an image's name to its bytes, for
             `worst`; ``None``: images are not shown.
 
@@ -53,6 +55,8 @@ class ItemReport(abc.ABC, Generic[Some]):
     title = "Answers"
     unit = "image"
     """What intervals draw."""
+    gain = 1
+    """Sign of a difference that is a gain, of the number that is compared first."""
 
     def __init__(
         self,
@@ -62,11 +66,13 @@ class ItemReport(abc.ABC, Generic[Some]):
         seed: int = 0,
         conditions: Mapping[str, Any] | None = None,
         against: Mapping[str, Sequence[str]] | None = None,
+        controls: Collection[str] = (),
         images: ImageSource = None,
     ) -> None:
         self.resamples, self.seed, self.images = resamples, seed, images
         self.conditions = dict(conditions or {})
         self._against = dict(against or {})
+        self.controls = frozenset(controls)
         self.recorded = list(items)
         self._of: dict[str, dict[int | None, dict[str, Some]]] = {}
         if not items:
@@ -199,9 +205,31 @@ class ItemReport(abc.ABC, Generic[Some]):
         """All tables, the main one first."""
         return [self.rows()]
 
+    def brief(self) -> Rows:
+        """The table that people read first: a row for each mode, and what matters most."""
+        return self.rows()
+
+    @abc.abstractmethod
+    def told(self, mode: str, within: str) -> str:
+        """The scores of a mode in a set that decide, in a few words."""
+
+    @abc.abstractmethod
+    def level(self, mode: str, within: str) -> float:
+        """The number that is compared first, the more the better."""
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Comparisons by which a gain of a mode is held against controls, first and second."""
+        return [(control, mode) for control in self.against(mode)[1:]]
+
+    def verdict(self) -> list[str]:
+        """What the comparisons show, in a sentence on all methods and one or two on each."""
+        judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
+        return verdict_of(self, judged)
+
     def table(self) -> str:
-        """The scores as Markdown, with what they mean below."""
-        return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
+        """The verdict and the scores as Markdown, with what they mean below."""
+        verdict = "".join(f"- {line}\n" for line in self.verdict())
+        return "\n".join([verdict, *map(markdown, self.tables()), f"{self.about()}\n"])
 
     def to_pandas(self) -> Any:
         """Every answer, as a pandas frame.

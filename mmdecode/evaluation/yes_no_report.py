@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
 ALWAYS = "always yes"
+COLUMNS = 4
+"""Sets that have a column each in the short table."""
+TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
+"""Scores of a task's own tool that the short table has."""
 UNPARSED = 0.01
 """A larger share of unparsed answers means that the prompt or the stop is at fault."""
 
@@ -59,8 +63,8 @@ class YesNoReport(ItemReport[YesNoItem]):
         items: See `ItemReport`.
         task: Of `TASKS`; MME, AMBER and HallusionBench add their own scores.
         parser: Of `mmdecode.evaluation.answers.PARSERS`.
-        baseline_controls: Whether to add the shifted baselines and the row that always says yes.
-        controls: Modes that are controls themselves and get no shifted baseline.
+        baseline_controls: Whether to add the shifted baselines, but for modes that are controls
+            themselves, and the row that always says yes.
         **basis: See `ItemReport`.
 
     Raises:
@@ -75,7 +79,6 @@ class YesNoReport(ItemReport[YesNoItem]):
         task: str = "yes_no",
         parser: str = "leading",
         baseline_controls: bool = True,
-        controls: Collection[str] = (),
         **basis: Any,
     ) -> None:
         if task not in TASKS:
@@ -86,9 +89,9 @@ class YesNoReport(ItemReport[YesNoItem]):
         self._unshifted = 0
         self._drawn: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
         if baseline_controls:
-            self._add_controls(controls)
+            self._add_controls()
 
-    def _add_controls(self, controls: Collection[str]) -> None:
+    def _add_controls(self) -> None:
         baseline, *others = self._recorded_modes
         plain = self.answers(baseline)[0]
         known = [item for item in plain if item.margin is not None]
@@ -101,7 +104,7 @@ class YesNoReport(ItemReport[YesNoItem]):
             )
         if len({item.image or item.id for item in known}) > 1:
             for mode in others:
-                if mode not in controls:
+                if mode not in self.controls:
                     said = np.mean([self._says_yes(answers) for answers in self.answers(mode)], 0)
                     name = f"{baseline} shifted to {mode}"
                     self.add(shifted(plain, said, name, self.seed), beside=mode)
@@ -344,6 +347,48 @@ class YesNoReport(ItemReport[YesNoItem]):
             draws = [margins_of.auroc_draws(m, positive, images, seed=self.seed) for m in distinct]
             self._drawn[key] = float(np.mean(values)), np.mean(draws, 0)
         return self._drawn[key]
+
+    def told(self, mode: str, within: str) -> str:
+        """Accuracy, F1 and the share of yes."""
+        score = self.summary["modes"][mode]["sets"][within]
+        return (
+            f"accuracy {percent(score['accuracy'], '.1f')} %, F1 {percent(score['f1'], '.1f')} %, "
+            f"yes {percent(score['yes_ratio'], '.0f')} %"
+        )
+
+    def level(self, mode: str, within: str) -> float:
+        """Accuracy."""
+        return float(self.summary["modes"][mode]["sets"][within]["accuracy"])
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Its recorded controls, and the baseline that says yes as often."""
+        return super().rivals(mode) + [
+            (control, mode) for control in [self._shifted.get(mode)] if control
+        ]
+
+    def brief(self) -> Rows:
+        """A row for each mode: accuracy by set, the rest on average over the sets."""
+        own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
+        rows = []
+        for mode, found in self.summary["modes"].items():
+            scores = found["sets"]
+
+            def mean(name: str, form: str, scores: dict[str, Any] = scores) -> str:
+                return percent(float(np.mean([one[name] for one in scores.values()])), form)
+
+            of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
+            margins = [(one["margin"] or {}).get("auroc") for one in scores.values()]
+            ranked = None if None in margins else float(np.mean(margins))
+            totals = {k: v for k, v in own[mode].items() if k in TOTALS}
+            rows.append(
+                {"mode": mode}
+                | (of_sets if 1 < len(scores) <= COLUMNS else {})
+                | {"accuracy %": mean("accuracy", ".1f"), "F1 %": mean("f1", ".1f")}
+                | {"yes %": mean("yes_ratio", ".0f"), "unparsed %": mean("unparsed", ".1f")}
+                | {"AUROC": number(ranked, ".3f")}
+                | {k: number(v, ".2f") for k, v in totals.items()}
+            )
+        return without_empty(rows)
 
     def rows(self) -> list[dict[str, str]]:
         """One row of text per mode and set; columns without a value are left out."""

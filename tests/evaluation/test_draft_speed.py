@@ -6,8 +6,10 @@ from functools import partialmethod
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+from mmdecode.cli import bench
 from mmdecode.cli.app import app
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
@@ -17,6 +19,7 @@ from mmdecode.evaluation import draft_speed
 from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
 from mmdecode.evaluation.stopwatch import Cost
 from mmdecode.frontdoor import generate
+from mmdecode.vlm import Answerer
 from tests.asr.correctors import model
 
 SETTING = Setting(max_new_tokens=12)
@@ -168,7 +171,23 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
                 raise ValueError("no\nmore")
 
     found, failed = draft_speed.working(Fails(), {}, {"good": {}, "bad": {"wrong": True}})
-    assert found == {"good": {}} and failed == {"bad": "ValueError: no"}
+    assert found == {"good": {}}
+    assert failed == {"bad": "transformers' generate fails on this model: ValueError: no"}
+
+
+def test_what_transformers_own_draft_cannot_do_is_a_row_that_says_why(capsys):
+    """Its lookup beside images, and in batches, on the model that ships."""
+    answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
+    reasons = []
+    for size in (1, 2):
+        (batch,) = bench.prompts_of(answerer, bench.SCENES, 2, size)[:1]
+        works, failed = draft_speed.working(answerer.model, batch, draft_speed.PEERS)
+        assert list(works) == ["generate"] and "Error" not in failed["generate, lookup"]
+        reasons += failed.values()
+    assert "shows the image again" in reasons[0] and "one prompt at a time" in reasons[1]
+    Console(width=100).print(bench.table_of([], "t", failed))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "generate, lookup: not timed. Transformers' assisted" in shown
 
 
 def test_the_command_measures_the_shipped_model(tmp_path):
