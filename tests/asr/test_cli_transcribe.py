@@ -352,7 +352,13 @@ def test_results_mirror_the_folders_of_their_recordings(run, audio, tmp_path):
     assert done.exit_code == 0, done.output
     done = run(*words[:-1], "--out", tmp_path / "out", "--resume")
     assert "keep_tree was True, is False" in str(done.exception)
+    assert run(*words[:-1], "--keep-tree", "--out", tmp_path / "out", "--resume").exit_code == 0
     run(*words, "--out", tmp_path / "whole")
+    folders = [tmp_path / name for name in ("out", "whole")]
+    resumed, whole = (
+        {str(p.relative_to(f)): p.read_text() for p in f.rglob("*.json*")} for f in folders
+    )
+    assert resumed == whole
     stems = {"x", "y", "b", "b/x", "b/c/x", "b.txt_/x", "parts_/x", "results_/x"}
     assert {entry["name"] for entry in lines(tmp_path / "whole")} == stems
     written = (tmp_path / "whole").rglob("*.txt")
