@@ -111,16 +111,29 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line; errors of ours become one line on stderr and exit code 2."""
+    """Runs the command line; an error becomes one line on stderr and exit code 2."""
     try:
         app(prog_name="mmdecode")
-    except MMDecodeError as error:
+    except Exception as error:
         if os.environ.get("MMDECODE_DEBUG") == "1":
             raise
         if console.tells_all:
             traceback.print_exc()
-        print_line(f"error: {error}", console, "red")
+        print_line(f"error: {_said(error)}", console, "red")
         sys.exit(2)
+
+
+def _said(error: Exception) -> str:
+    """What is shown of an error; of one that nobody foresaw, that it is one."""
+    said = " ".join(str(error).split())
+    if isinstance(error, MMDecodeError):
+        return said
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another"
+    return (
+        f"unexpected {type(error).__name__}: {said[:300]}; run the command with --verbose to see "
+        "where, and report it"
+    )
 
 
 if __name__ == "__main__":

@@ -164,7 +164,11 @@ class Decoder:
         compile: bool = False,
     ) -> None:
         self.draft: Draft = (
-            registry.create("draft", draft) if isinstance(draft, str) else draft or NoDraft()
+            registry.create("draft", draft)
+            if isinstance(draft, str)
+            else NoDraft()
+            if draft is None
+            else draft
         )
         self.guide: Guide | None = (
             registry.create("guide", guide) if isinstance(guide, str) else guide
@@ -174,8 +178,12 @@ class Decoder:
             if isinstance(accept, str) and accept not in MODES
             else accept
         )
+        for part, given in (("draft", self.draft), ("guide", self.guide), ("accept", self.accept)):
+            _refuse_no_part(part, given)
         if not isinstance(self.accept, str):
             self._kind(self.accept)
+        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
+            raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
         looks = getattr(self.guide, "looks", ())
         if looks:
             raise IncompatibleError.between(
@@ -384,6 +392,33 @@ class Decoder:
             f"the rule takes proposals of kind {', '.join(rule.kinds)}, the draft makes "
             f"{', '.join(self.draft.kinds)}",
             f"use accept='auto', or {getattr(self.draft, 'advice', 'another draft')}",
+        )
+
+
+_MEMBERS = {
+    "draft": ("kinds", "needs", "begin", "propose", "observe"),
+    "guide": ("needs", "branches", "begin", "apply"),
+    "accept": ("law", "kinds", "modes", "__call__"),
+}
+"""What a part of a decoder has at least."""
+
+
+def _refuse_no_part(part: str, given: Any) -> None:
+    """Refuses what is no part of a decoder; nothing, and names of rules, are.
+
+    Raises:
+        OptionError: It lacks what such a part has.
+    """
+    if given is None and part == "guide":
+        return
+    if isinstance(given, str) and part == "accept":
+        return
+    missing = [name for name in _MEMBERS[part] if not hasattr(given, name)]
+    if missing or isinstance(given, type):
+        why = "it is a class; make one" if isinstance(given, type) else f"no {missing[0]}"
+        raise OptionError(
+            f"{part}={given!r} is no {part} ({why}); give a name as 'mmdecode methods {part}' "
+            "lists them, with options as name:key=value, or an object"
         )
 
 
