@@ -22,6 +22,7 @@ from pathlib import Path
 from mmdecode.asr import Correction, Corrector, EditGuard
 from mmdecode.asr.n_best_lists import read_lists
 from mmdecode.cli.progress import progress_bar
+from mmdecode.errors import run_script
 from mmdecode.evaluation.journal import Journal
 from mmdecode.files import claimed, complete_lines
 
@@ -88,4 +89,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

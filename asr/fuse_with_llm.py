@@ -31,6 +31,7 @@ from mmdecode.asr.fusion import Recogniser
 from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.asr.n_best_lists import lists_of
 from mmdecode.asr.prompts import Prompts
+from mmdecode.errors import run_script
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.files import (
     append_line,
@@ -131,4 +132,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mmdecode.asr import FALLBACK, Failure, Transcriber
 from mmdecode.asr.audio import SUFFIXES
+from mmdecode.errors import run_script
 
 
 def parse_args():
@@ -71,4 +72,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

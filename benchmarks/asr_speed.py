@@ -40,6 +40,7 @@ from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 
 from mmdecode.cli.progress import only_our_output
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import interleaved, load, machine
 
 HERE = Path(__file__).parent
@@ -291,4 +292,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

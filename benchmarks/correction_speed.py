@@ -23,6 +23,7 @@ from pages import parsed, warn_if_busy, write_result
 from mmdecode.asr.correction import Corrector
 from mmdecode.asr.n_best_lists import read_lists, split
 from mmdecode.cli.progress import only_our_output
+from mmdecode.errors import run_script
 from mmdecode.evaluation.n_best import SHIPPED
 from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
 from mmdecode.train.corrector import JUDGED
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -36,6 +36,7 @@ from mmdecode.cli.progress import only_our_output
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
 from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
 from mmdecode.testing.drafts import Siblings
 from mmdecode.train.medusa import MedusaOptions, collect, ranks, whisper_prompt
@@ -560,4 +561,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from mmdecode.asr.n_best_lists import NBestList, lists_of
 from mmdecode.asr.prompts import Prompts
 from mmdecode.asr.selection import TextScorer, highest, joined_scores
 from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.errors import run_script
 from mmdecode.evaluation.n_best import Aligner, count_lists
 from mmdecode.evaluation.statistics import mapsswe, paired_bootstrap
 from mmdecode.evaluation.stopwatch import load
@@ -325,4 +326,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,6 +28,7 @@ import mmdecode
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
@@ -275,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -25,6 +25,7 @@ from pages import parsed, write_page, write_result
 from plot_hallucination import draw
 
 from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vlm_data import read_questions
 from mmdecode.evaluation.vlm_runs import INERT, Recorder, modes_of
@@ -176,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,6 +28,7 @@ from image_speed import Subject, Way
 from pages import parsed, table, write_page, write_result
 
 from mmdecode.cli.progress import only_our_output
+from mmdecode.errors import run_script
 from mmdecode.evaluation.image_means import equivalence, mean_of, welch
 from mmdecode.evaluation.image_runs import forced_logits
 from mmdecode.evaluation.image_samples import likelihood
@@ -187,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from mmdecode.checkpoints import paired
 from mmdecode.cli.progress import only_our_output
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio, timed
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.loading import RasterModel
@@ -413,4 +414,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 import soundfile
 import torch
 
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import machine
 from mmdecode.files import marked_json, refuse_foreign, write_file, write_folder
 from mmdecode.zoo.speech import speech_test
@@ -115,4 +116,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -19,6 +19,7 @@ import torch
 from step_speed import Shape, build, runner, shapes
 
 from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import run_script
 from mmdecode.evaluation.memory import row_bytes
 from mmdecode.testing.drafts import Random
 from mmdecode.testing.memory import LiveStorage
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,6 +22,8 @@ import torch
 from peers import Checkpoint, rows_of
 from speech import windows
 
+from mmdecode.errors import run_script
+
 STATUS = Path("/proc/self/status")
 
 
@@ -122,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmdecode.errors import run_script
 from mmdecode.evaluation.non_speech import RATE, write_flac
 from mmdecode.files import overwriting, refuse_foreign_in
 from mmdecode.tables import write_rows
@@ -66,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

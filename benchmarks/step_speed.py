@@ -38,6 +38,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.engine.contracts import Needs
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import machine, timed
 from mmdecode.testing.table import Table, decode
 
@@ -336,4 +337,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,6 +20,7 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode.asr import Stream, Transcriber
 from mmdecode.cli.progress import only_our_output
+from mmdecode.errors import run_script
 from mmdecode.evaluation.latency import StreamMeter, StreamReport
 from mmdecode.evaluation.stopwatch import load, machine
 from mmdecode.evaluation.wer import wer
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -26,7 +26,7 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.cli.progress import only_our_output
-from mmdecode.errors import MMDecodeError
+from mmdecode.errors import MMDecodeError, run_script
 from mmdecode.evaluation.draft_speed import PEERS, Setting, Speed, measure, sureness, working
 from mmdecode.evaluation.stopwatch import load, machine
 from mmdecode.testing.drafts import Random
@@ -241,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 from mmdecode.asr.alignment import Spoken, Timer
 from mmdecode.asr.transcriber import load
 from mmdecode.asr.words import timed_words
+from mmdecode.errors import run_script
 from mmdecode.train.medusa import whisper_prompt
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words, joined_words
 
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,6 +14,7 @@ from statistics import mean, stdev
 
 import torch
 
+from mmdecode.errors import run_script
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.modes import MODES, decoder_of
@@ -59,4 +60,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,6 +12,7 @@ import argparse
 import io
 from pathlib import Path
 
+from mmdecode.errors import run_script
 from mmdecode.files import refuse_foreign, write_file
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.modes import MODES
@@ -58,4 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

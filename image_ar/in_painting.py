@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mmdecode.errors import run_script
 from mmdecode.files import refuse_foreign, write_file
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.modes import MODES
@@ -57,4 +58,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -7,10 +7,12 @@ exception a caller would expect, so that ordinary ``except`` clauses work.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "IncompatibleError",
@@ -22,7 +24,9 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "did_you_mean",
+    "one_line",
     "refuse_unknown",
+    "run_script",
 ]
 
 
@@ -115,3 +119,27 @@ def refuse_unknown(options: Iterable[str], known: Sequence[str]) -> None:
             raise OptionError(
                 f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
             )
+
+
+def one_line(error: Exception) -> str:
+    """What is shown of an error; of one that nobody foresaw, that it is one."""
+    said = " ".join(str(error).split())
+    if isinstance(error, MMDecodeError):
+        return said
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another"
+    return (
+        f"unexpected {type(error).__name__}: {said[:300]}; set MMDECODE_DEBUG=1 to see where it "
+        "was raised, and report it"
+    )
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Runs the main function of a script; an error becomes one line on stderr and exit code 2."""
+    try:
+        main()
+    except Exception as error:
+        if os.environ.get("MMDECODE_DEBUG") == "1":
+            raise
+        sys.stderr.write(f"error: {one_line(error)}\n")
+        sys.exit(2)

@@ -6,6 +6,7 @@ to the loading of a model, which fails; the slow part runs numbers through to th
 """
 
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mmdecode.cli.output import console
 from mmdecode.zoo.speech import speech_test
 from tests.test_options import LEAVES
 
+ROOT = Path(__file__).parents[1]
 BASES = {
     "demo": "vlm --limit 1",
     "transcribe": "CLIP --max-new-tokens 2",
@@ -97,7 +99,7 @@ def refused(files, capfd, monkeypatch, tmp_path):
                 told = capfd.readouterr().err
         if "Traceback" in told and "--verbose" not in words:
             return f"a traceback: {told[-300:]}"
-        if "unexpected" in told:
+        if "error: unexpected" in told:
             return told[-300:]
         if code not in (0, None, 1, 2):
             return f"exit code {code}"
@@ -159,3 +161,56 @@ def test_no_bad_value_ends_in_a_traceback(name, refused, no_models):
     found = [f"{name} {words}: {why}" for words in every if (why := refused(name, [*base, *words]))]
     print(f"{name}: {len(every)} values of {len(LEAVES[name].params)} options")
     assert not found, "\n".join(re.sub(r"x{50,}", "x...", line) for line in found)
+
+
+# Recipes and benchmarks
+
+
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for room in ("asr", "vlm", "image_ar", "benchmarks")
+    for path in (ROOT / room).rglob("*.py")
+    if "run_script(main)" in path.read_text()
+)
+
+
+@pytest.fixture
+def script(monkeypatch, capfd, tmp_path, no_models):
+    """How a script ends, as its code and stderr; no model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+    def run(path: str, words: list[str]) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", [path, *words])
+        try:
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+        except SystemExit as error:
+            return error.code, capfd.readouterr().err
+        return 0, capfd.readouterr().err
+
+    return run
+
+
+def test_every_script_of_the_recipes_ends_in_a_line():
+    for room in ("asr", "vlm", "image_ar"):
+        own = {path.relative_to(ROOT).as_posix() for path in (ROOT / room).glob("*.py")}
+        assert own <= set(SCRIPTS)
+    assert len(SCRIPTS) > 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_no_script_ends_in_a_traceback(path, script):
+    words = re.findall(r'add_argument\(\s*"([^"]+)"([^\n]*)', (ROOT / path).read_text())
+    given = ["gone/gone.jsonl" for name, _ in words if not name.startswith("-")]
+    for name, how in words:
+        if "required=True" in how:
+            given += [name, "gone/gone.jsonl"]
+    for bad in (["--no-such-option"], ["--device", "gpu"], ["--result", "gone.json"]):
+        if bad[0] == "--no-such-option" or any(name == bad[0] for name, _ in words):
+            code, told = script(path, [*given, *bad])
+            assert code in (1, 2), (bad, code)
+            assert "Traceback" not in told and "error: unexpected" not in told, (bad, told)
+    for name, how in words:
+        if "type=int" in how or "type=float" in how:
+            assert script(path, [*given, name, "x"])[0] == 2

@@ -1,6 +1,7 @@
 """Options of the command line: one vocabulary over all commands."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from mmdecode.cli import transcribe
 from mmdecode.cli.app import COMMANDS, _load, app, main
 from mmdecode.cli.output import console
-from mmdecode.cli.shared import given_in
+from mmdecode.cli.shared import given_in, with_devices
 from mmdecode.errors import InputError, OptionError
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()
@@ -202,3 +203,15 @@ def test_the_completion_that_is_shown_is_the_one_that_is_answered(shell, monkeyp
     for name in LEAVES:
         options = [flag for p in LEAVES[name].params for flag in p.opts]
         assert "--install-completion" not in options and "--show-completion" not in options
+
+
+# Plain decoding by name
+
+
+def test_none_is_a_draft_and_a_guide_in_every_command(tmp_path):
+    seen = []
+    option = SimpleNamespace(name="device")
+    command = SimpleNamespace(params=[option], callback=lambda **given: seen.append(given))
+    told = {"device": "cpu", "draft": "none", "guide": ["none", "vcd"], "guides": ["none"]}
+    with_devices(command).callback(**told)
+    assert seen == [{"device": "cpu", "draft": None, "guide": ["vcd"], "guides": []}]

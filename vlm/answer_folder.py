@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mmdecode import registry
 from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import run_script
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import SUFFIXES
 
@@ -65,4 +66,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,6 +17,7 @@ from transformers import pipeline
 
 import mmdecode as mm
 from mmdecode import registry
+from mmdecode.errors import run_script
 from mmdecode.vlm.answerer import load
 
 
@@ -54,4 +55,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

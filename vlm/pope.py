@@ -17,6 +17,7 @@ seeds.
 import argparse
 from pathlib import Path
 
+from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.items import ITEMS
 from mmdecode.evaluation.journal import refuse_taken
@@ -73,4 +74,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

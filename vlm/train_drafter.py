@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mmdecode import registry
 from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import run_script
 from mmdecode.evaluation.draft_speed import Setting, measure
 from mmdecode.train.drafter import train
 from mmdecode.train.drafter_recipes import Options
@@ -112,4 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ from typing import Any
 
 import soundfile
 
+from mmdecode.errors import run_script
 from mmdecode.files import append_line, open_append, refuse_foreign, write_file
 
 TEXT = ("text", "transcription", "transcript", "sentence", "norm_text")
@@ -81,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -25,6 +25,7 @@ import numpy as np
 
 from mmdecode.asr.audio import blocks
 from mmdecode.asr.manifest import Entry, opened, read_manifest
+from mmdecode.errors import run_script
 from mmdecode.files import append_line, open_append, refuse_foreign, write_file
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -207,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,7 +30,7 @@ import mmdecode
 from mmdecode.cli.models import with_models
 from mmdecode.cli.output import console, print_line
 from mmdecode.cli.shared import Group, in_panels, with_devices, with_shared
-from mmdecode.errors import MMDecodeError
+from mmdecode.errors import one_line
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -119,21 +119,8 @@ def main() -> None:
             raise
         if console.tells_all:
             traceback.print_exc()
-        print_line(f"error: {_said(error)}", console, "red")
+        print_line(f"error: {one_line(error)}", console, "red")
         sys.exit(2)
-
-
-def _said(error: Exception) -> str:
-    """What is shown of an error; of one that nobody foresaw, that it is one."""
-    said = " ".join(str(error).split())
-    if isinstance(error, MMDecodeError):
-        return said
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another"
-    return (
-        f"unexpected {type(error).__name__}: {said[:300]}; run the command with --verbose to see "
-        "where, and report it"
-    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def vlm(
     only_our_output()
     answerer = Answerer.from_pretrained(model, device=device, dtype=dtype)
     at_hand = {"target": answerer.model, "model_id": model}
-    names = draft or ["lookup"]
+    names = ["lookup"] if draft is None else draft
     facts = machine(answerer.model.device, dtype)
     if facts["load_at_start"] > 0.7:
         console.print(

@@ -112,7 +112,7 @@ def command(
         elif name == "vlm":
             from mmdecode.cli import demo_vlm
 
-            found[name] = demo_vlm.run(loaded, guides or GUIDES, *shared)
+            found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
         else:
             from mmdecode.cli import demo_image
 

@@ -100,7 +100,7 @@ def silence(
     from mmdecode.evaluation.silence import SilenceReport
     from mmdecode.files import claimed
 
-    guides, sets = guide or ["whisper_cd"], speech or [ZOO]
+    guides, sets = ["whisper_cd"] if guide is None else guide, speech or [ZOO]
     if resume and out_dir is None:
         raise OptionError("--resume continues what a run wrote to --out; give that folder")
     only_our_output()

@@ -6,6 +6,7 @@
 * ``--quiet`` and ``--verbose`` say how much is written to stderr.
 * ``--out`` is a folder.
 * ``auto`` as device or dtype is decided before the command runs.
+* ``none`` is a draft and a guide: plain decoding, which comparisons have anyway.
 * A long help has parts: ``PANELS`` of the command's module.
 * A group without a command shows its help, and that is no mistake.
 """
@@ -32,6 +33,10 @@ __all__ = ["Group", "in_panels", "refuse_file", "with_devices", "with_shared"]
 
 PANEL = "Every command"
 """Title of the shared options in the help."""
+
+NONE = "none"
+PARTS = ("draft", "guide", "guides", "correct")
+"""Parameters for which `NONE` stands for plain decoding, alone or among those that are compared."""
 
 FILES = frozenset(
     ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
@@ -94,6 +99,11 @@ def _resolved(run: Any) -> Any:
     def resolved(*args: Any, **given: Any) -> Any:
         from mmdecode.checkpoints import device_of, dtype_of
 
+        for part in PARTS:
+            if given.get(part) == NONE:
+                given[part] = None
+            elif isinstance(given.get(part), list):
+                given[part] = [one for one in given[part] if one != NONE]
         named = [given.get("model"), *(given.get("corrector") or ())]
         model = next((full_name(name) for name in named if name), "")
         device = device_of(given["device"])
