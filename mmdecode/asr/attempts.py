@@ -36,6 +36,7 @@ class Result:
     Attributes:
         tokens: Without the end token.
         temperature: At which it was decoded.
+        attempts: How many there were at the window, this one included.
         avg_logprob: ``None``: nothing asked for it.
         no_speech_prob: ``None``: nothing asked for it.
         failed: Whether it is to be redone.
@@ -46,6 +47,7 @@ class Result:
 
     tokens: list[int]
     temperature: float
+    attempts: int = 1
     avg_logprob: float | None = None
     no_speech_prob: float | None = None
     failed: bool = False
@@ -98,7 +100,7 @@ class Attempts:
         if options.beams > 1 and not temperature:
             found = self.searched(prompt, audio, options.beams, 1)
             results = [
-                Result(ids, temperature, score, no_speech[row])
+                Result(ids, temperature, avg_logprob=score, no_speech_prob=no_speech[row])
                 for row, [(ids, score)] in enumerate(found)
             ]
             for result in results:

@@ -24,6 +24,7 @@ import torch
 from mmdecode.asr.attempts import Attempts
 from mmdecode.asr.correction import Correction, Corrector
 from mmdecode.asr.fusion import Recogniser, Route
+from mmdecode.asr.long_form import ADVICE
 from mmdecode.asr.n_best import hypotheses
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.asr.prompts import Prompts
@@ -31,6 +32,7 @@ from mmdecode.checkpoints import local_path
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
+from mmdecode.runs.items import Failed, each
 
 if TYPE_CHECKING:
     from mmdecode.asr.long_form import Job, LongForm, Piece
@@ -436,10 +438,18 @@ class WindowCorrector:
         waves = [tape.read(one.start, one.end) for one in heard]
         corrected: list[Corrected] = []
         size = self.loop.options.batch_size
-        for start in range(0, len(waves), size):
-            given = self._given(waves[start : start + size], prompt)
-            lists = self._lists(transcript, heard[start : start + size], given)
-            corrected += self.method(lists, given)
+
+        def correct(some: Sequence[tuple[Stretch, Any]]) -> list[Corrected]:
+            given = self._given([wave for _, wave in some], prompt)
+            return self.method(self._lists(transcript, [one for one, _ in some], given), given)
+
+        pairs = list(zip(heard, waves, strict=True))
+        for start in range(0, len(pairs), size):
+            # half of them may fit into memory where all do not
+            for _, found in each(pairs[start : start + size], correct, advice=ADVICE):
+                if isinstance(found, Failed):
+                    raise found.problem
+                corrected.append(found)
         segments = list(transcript.segments)
         for one, found in zip(heard, corrected, strict=True):
             first, last = one.segments

@@ -21,9 +21,11 @@ for a window that is redone, the attempt that failed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +43,8 @@ from mmdecode.asr.n_best import Alternatives
 from mmdecode.asr.voice import Timeline, VoiceActivity
 from mmdecode.asr.words import timed_words
 from mmdecode.engine.decoder import NoDraft
-from mmdecode.errors import MMDecodeError, OptionError, UnsupportedModelError
+from mmdecode.errors import OptionError, UnsupportedModelError
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +52,10 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.engine.decoder import Decoder
+
+
+ADVICE = "lower batch_size or n_best, or load the model in half precision"
+"""What to do where one recording needs more memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -209,38 +216,56 @@ class LongForm:
         self,
         sources: Sequence[Source],
         progress: Callable[[float], None] | None = None,
+        watch: Watch | None = None,
+        batch_size: int | None = None,
         steps: bool = False,
-    ) -> Iterator[Job | tuple[int, MMDecodeError]]:
-        """Yields each recording as it ends, and the error of each that cannot be read.
+    ) -> Iterator[Job | tuple[int, Failed]]:
+        """Yields each recording as it ends, and why one failed: whatever error it raised.
 
         Args:
             sources: The recordings; as many are open at a time as the batch holds.
             progress: Called with the seconds of audio each step has transcribed.
+            watch: Keeps a note of the recordings that are decoded.
+            batch_size: In the place of the options'.
             steps: Whether open recordings are yielded after each step too.
         """
+        size = batch_size or self.options.batch_size
         waiting = iter(enumerate(sources))
         jobs: list[Job] = []
         while True:
-            while len(jobs) < self.options.batch_size and (entry := next(waiting, None)):
-                try:
-                    jobs.append(self._open(*entry))
-                except MMDecodeError as error:
-                    yield entry[0], error
+            while len(jobs) < size and (entry := next(waiting, None)):
+                job = tried(partial(self._open, *entry), ADVICE)
+                if isinstance(job, Failed):
+                    yield entry[0], job
+                else:
+                    jobs.append(job)
             if not jobs:
                 return
             before = {job.index: job.done_s if job.seek else 0.0 for job in jobs}
-            windows: list[Window] = []
-            features: list[Tensor] = []
-            for job in list(jobs):
-                try:
-                    for window, mel in self._read(job, self.options.batch_size - len(windows)):
-                        windows.append(window)
-                        features.append(mel)
-                except MMDecodeError as error:  # changed or vanished since it was measured
-                    jobs.remove(job)
-                    yield job.index, error
-            if windows:
-                self._step(windows, torch.stack(features))
+            failed: dict[int, Failed] = {}
+            windows: list[tuple[Window, Tensor]] = []
+            for job in jobs:  # one may have changed or vanished since it was measured
+                read = tried(partial(self._windows, job, size - len(windows)), ADVICE)
+                if isinstance(read, Failed):
+                    failed[job.index] = read
+                else:
+                    windows += read
+            for (window, _), result in each(
+                windows,
+                self._step,
+                advice=ADVICE,
+                name=lambda one: one[0].job.name,
+                watch=watch,
+                attempt=self._attempt,
+            ):
+                if isinstance(result, Failed):
+                    failed.setdefault(window.job.index, result)
+                elif window.job.index not in failed:
+                    moved = tried(partial(self._advance, window, result), ADVICE)
+                    if isinstance(moved, Failed):
+                        failed[window.job.index] = moved
+            yield from failed.items()
+            jobs = [job for job in jobs if job.index not in failed]
             if progress is not None:
                 progress(sum(job.done_s - before[job.index] for job in jobs))
             if steps:
@@ -277,6 +302,14 @@ class LongForm:
         everywhere = self.options.prompt_condition_type == "all-segments"
         return [] if everywhere else list(self.prompts.prompt)
 
+    def _attempt(self) -> contextlib.AbstractContextManager[None]:
+        """What fails in here is not counted."""
+        decoder = self.attempts.decoder
+        return decoder.stats.attempt() if decoder is not None else contextlib.nullcontext()
+
+    def _windows(self, job: Job, room: int) -> list[tuple[Window, Tensor]]:
+        return list(self._read(job, room))
+
     def _read(self, job: Job, room: int) -> Iterator[tuple[Window, Tensor]]:
         """The windows of a recording that can be decoded now, at most ``room``."""
         chunked = self.options.mode == "chunked"
@@ -295,8 +328,10 @@ class LongForm:
                 job.seek = job.frames if last else job.seek + count - self.overlap
             yield window, mel
 
-    def _step(self, windows: list[Window], features: Tensor) -> None:
-        """Some windows: encode, decode, repeat where needed, cut into segments."""
+    def _step(self, read: Sequence[tuple[Window, Tensor]]) -> list[Result]:
+        """Some windows: encode, decode, repeat where needed."""
+        windows = [window for window, _ in read]
+        features = torch.stack([mel for _, mel in read])
         features = features.to(self.model.device, self.encoder.conv1.weight.dtype)
         audio = self.encoder(features).last_hidden_state
         self._detect_languages(windows, audio)
@@ -312,8 +347,7 @@ class LongForm:
                     results[row].n_best = tries
         if self.timer is not None:
             self._time(self.timer, windows, ids, results, audio, features)
-        for window, result in zip(windows, results, strict=True):
-            self._advance(window, result)
+        return results
 
     def _decode(
         self, windows: list[Window], ids: list[list[int]], audio: Tensor, features: Tensor
@@ -333,9 +367,8 @@ class LongForm:
                     [sources[row] for row in rows],
                     _heard(windows, rows),
                 )
-                results.update(zip(rows, found, strict=True))
-            for row in pending:
-                windows[row].job.attempts += 1
+                for row, result in zip(rows, found, strict=True):
+                    results[row] = replace(result, attempts=attempt + 1)
             pending = [row for row in pending if results[row].failed]
             for row in pending:
                 sources[row] = results[row].tokens
@@ -402,6 +435,7 @@ class LongForm:
         """Takes a window's segments over, and says where and how the next one begins."""
         job, count, begin = window.job, window.count, self.prompts.timestamp_begin
         job.results.append(result)
+        job.attempts += result.attempts
         job.conditioned = self.options.condition_on_prev_tokens and result.temperature < 0.5
         job.source = []
         sequential = self.options.mode == "sequential"

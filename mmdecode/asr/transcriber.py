@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -14,7 +15,7 @@ import torch
 from mmdecode import registry
 from mmdecode.asr.audio import Source, source_of
 from mmdecode.asr.cuts import text_tokens
-from mmdecode.asr.long_form import Job, LongForm, Piece
+from mmdecode.asr.long_form import ADVICE, Job, LongForm, Piece
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.words import Word, around_words, in_order, timed_words
@@ -31,6 +32,7 @@ from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refu
 from mmdecode.model_names import full_name
 from mmdecode.models.whisper_medusa import load_target
 from mmdecode.runs.failures import OnError, collected
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.correcting import DecidedWord, ListCorrection, WindowCorrector
@@ -260,35 +262,65 @@ class Transcriber:
         return collected(self.stream(inputs), is_single(inputs), on_error)
 
     def stream(
-        self, inputs: Any, progress: Callable[[float], None] | None = None
+        self,
+        inputs: Any,
+        progress: Callable[[float], None] | None = None,
+        *,
+        watch: Watch | None = None,
+        batch_size: int | None = None,
     ) -> Iterator[Transcript | Failure]:
         """Like a call, but yields each result as soon as its recording ends, and never raises.
+
+        Whatever an error of one recording is, that recording fails, and the others go on.
 
         Args:
             inputs: As for a call.
             progress: Called after each step with the seconds of audio it transcribed.
+            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+            batch_size: In the place of the options'.
+
+        Raises:
+            MMDecodeError: An error of the configuration: all recordings fail by it.
         """
+        watch = Watch() if watch is None else watch
+        yield from watch.released(self._outcomes(inputs, progress, watch, batch_size))
+
+    def _outcomes(
+        self,
+        inputs: Any,
+        progress: Callable[[float], None] | None,
+        watch: Watch,
+        batch_size: int | None,
+    ) -> Iterator[tuple[Transcript | Failure, Failed | None]]:
         sources = []
         for index, item in enumerate([inputs] if is_single(inputs) else inputs):
-            try:
-                sources.append((index, source_of(item, self.sampling_rate, index)))
-            except InputError as error:
-                kind = type(error).__name__
-                yield Failure(source=f"array {index}", index=index, error=str(error), kind=kind)
+            source = tried(partial(source_of, item, self.sampling_rate, index), ADVICE)
+            if isinstance(source, Failed):
+                yield _failure(f"array {index}", index, source), source
+            else:
+                sources.append((index, source))
         places = [index for index, _ in sources]
         opened = [source for _, source in sources]
-        for done in self._loop.run(opened, progress):
+        for done in self._loop.run(opened, progress, watch, batch_size):
             if isinstance(done, Job):
-                transcript = self._transcript(done, places[done.index])
-                yield self._corrector(done, transcript) if self._corrector else transcript
-            else:
-                place, problem = done
-                yield Failure(
-                    source=opened[place].name,
-                    index=places[place],
-                    error=str(problem),
-                    kind=type(problem).__name__,
+                place = done.index
+                [(_, found)] = each(
+                    [done],
+                    lambda jobs: [self._result(jobs[0], places[jobs[0].index])],
+                    advice=ADVICE,
+                    name=lambda job: job.name,
+                    watch=watch,
                 )
+            else:
+                place, found = done
+            if isinstance(found, Failed):
+                yield _failure(opened[place].name, places[place], found), found
+            else:
+                yield found, None
+
+    def _result(self, job: Job, index: int) -> Transcript:
+        transcript = self._transcript(job, index)
+        return self._corrector(job, transcript) if self._corrector else transcript
 
     def stream_segments(self, recording: Any) -> Iterator[Segment]:
         """Yields the segments of one recording as its windows end: those that a call gives.
@@ -319,7 +351,7 @@ class Transcriber:
         building: _Segments | None = None
         for done in self._loop.run([source], steps=True):
             if not isinstance(done, Job):
-                raise done[1]
+                raise done[1].problem
             building = building or _Segments(self, done)
             pieces, done.pieces = done.pieces, []
             done.results.clear()
@@ -463,6 +495,10 @@ class _Segments:
             window_s=round(self._job.timeline.at(piece.window), 6),
             words=words,
         )
+
+
+def _failure(source: str, index: int, failed: Failed) -> Failure:
+    return Failure(source=source, index=index, error=failed.error, kind=failed.kind)
 
 
 def is_single(inputs: Any) -> bool:

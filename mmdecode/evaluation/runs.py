@@ -11,18 +11,21 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmdecode.asr.audio import Source, blocks, source_of
+from mmdecode.asr.long_form import ADVICE
 from mmdecode.asr.manifest import Entry, opened
-from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.conditions import now
 from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.samples import Sample, sample_of
 from mmdecode.files import complete_lines
+from mmdecode.runs.items import Failed, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -156,14 +159,17 @@ def _read(
     heard, failed = [], []
     for entry in entries:
         source = opened(entry, transcriber.options.language)
-        try:
-            wave = np.concatenate(list(blocks(source, rate)))
-        except MMDecodeError as error:
-            failed.append(sample_of(entry, mode, group, error=str(error)))
+        wave = tried(partial(_wave, source, rate), ADVICE)
+        if isinstance(wave, Failed):
+            failed.append(sample_of(entry, mode, group, error=wave.error))
             continue
         held = replace(source_of((wave, rate), rate), name=entry.id, language=source.language)
         heard.append(_Heard(entry, held, len(wave) / rate))
     return heard, failed
+
+
+def _wave(source: Source, rate: int) -> np.ndarray:
+    return np.concatenate(list(blocks(source, rate)))
 
 
 def _timed(

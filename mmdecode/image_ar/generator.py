@@ -8,7 +8,6 @@ draft, and in any batch.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import time
@@ -40,6 +39,7 @@ from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.stats import Stats
     from mmdecode.image_ar.painters import Painted
 
+_ADVICE = "load the model in half precision, or use a smaller window"
 _SHOWN = 40  # names of classes that an error lists
 
 
@@ -383,8 +384,9 @@ class ImageGenerator:
         if on_error == "raise":  # before anything is drawn
             for error in filter(None, wrong.values()):
                 raise error
-        images = self._images(requests, wrong, seed, start, known, on_tokens, likelihood)
-        return collected(images, single and n is None, on_error)
+        watch = Watch()
+        images = self._images(requests, watch, wrong, seed, start, known, on_tokens, likelihood)
+        return collected(watch.released(images), single and n is None, on_error)
 
     def requests(
         self, conditions: int | str | Sequence[int | str], n: int = 1
@@ -402,7 +404,7 @@ class ImageGenerator:
 
     def _asked_for(
         self, conditions: Any, n: int
-    ) -> tuple[list[ImageRequest], dict[int | str, MMDecodeError | None]]:
+    ) -> tuple[list[ImageRequest], dict[int | str, Exception | None]]:
         """What a call draws, and what is wrong with conditions that name nothing."""
         if n < 1:
             raise OptionError(f"n={n}; expected at least 1 image")
@@ -411,7 +413,7 @@ class ImageGenerator:
             raise OptionError("nothing to draw; give a class or a prompt")
         seen: Counter[int | str] = Counter()
         found: list[ImageRequest] = []
-        wrong: dict[int | str, MMDecodeError | None] = {}
+        wrong: dict[int | str, Exception | None] = {}
         for given in listed:
             try:
                 condition = self._condition(given)
@@ -433,8 +435,11 @@ class ImageGenerator:
         known: int | Tensor | None = None,
         on_tokens: OnTokens | None = None,
         likelihood: bool = False,
+        watch: Watch | None = None,
     ) -> Iterator[GeneratedImage]:
         """Like a call, but yields images as their batches end, with an ``error`` where one failed.
+
+        Whatever an error of one image is, that image fails, and the others are drawn.
 
         Args:
             requests: See `requests`.
@@ -443,19 +448,27 @@ class ImageGenerator:
             known: What of it stays.
             on_tokens: Called every few passes.
             likelihood: Whether images get one.
+            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+
+        Raises:
+            MMDecodeError: An error of the configuration: all images fail by it.
         """
-        yield from self._images(requests, {}, seed, start, known, on_tokens, likelihood)
+        watch = Watch() if watch is None else watch
+        yield from watch.released(
+            self._images(requests, watch, {}, seed, start, known, on_tokens, likelihood)
+        )
 
     def _images(
         self,
         requests: Sequence[ImageRequest],
-        checked: dict[int | str, MMDecodeError | None],
+        watch: Watch,
+        checked: dict[int | str, Exception | None],
         seed: int | None,
         start: Tensor | None,
         known: int | Tensor | None,
         on_tokens: OnTokens | None,
         likelihood: bool,
-    ) -> Iterator[GeneratedImage]:
+    ) -> Iterator[tuple[GeneratedImage, Failed | None]]:
         """See `images`; ``checked``: what is wrong with conditions that were looked at before."""
         if (start is None) != (known is None):
             raise OptionError("start and known belong together; give both, or neither")
@@ -471,10 +484,28 @@ class ImageGenerator:
                     checked[condition] = self._wrong(condition)
                 error = checked[condition]
                 if error is not None:
-                    yield self._failed(request, seed, error)
+                    failed = Failed.of(error, _ADVICE)
+                    # what is wrong with a condition is wrong with no other
+                    failed = replace(failed, problem=InputError(failed.error))
+                    yield self._failed(request, seed, failed), failed
                 else:
                     good.append(request)
-            yield from self._batch(good, seed, begun, on_tokens, likelihood)
+
+            def draw(some: Sequence[ImageRequest]) -> list[GeneratedImage]:
+                return self._batch(some, seed, begun, on_tokens, likelihood)
+
+            for request, found in each(
+                good,
+                draw,
+                advice=_ADVICE,
+                name=lambda one: f"{one.condition} {one.ordinal}",
+                watch=watch,
+                attempt=self.stats.attempt,
+            ):
+                if isinstance(found, Failed):
+                    yield self._failed(request, seed, found), found
+                else:
+                    yield found, None
 
     def _batch(
         self,
@@ -483,33 +514,16 @@ class ImageGenerator:
         start: Any,
         on_tokens: OnTokens | None,
         likelihood: bool,
-    ) -> Iterator[GeneratedImage]:
-        """Images of a batch; where memory is short, those of its parts."""
-        if not requests:
-            return
-        drawn = None
-        # what a failed batch holds is let go with the error, before its parts are drawn
-        with contextlib.suppress(torch.OutOfMemoryError):
-            drawn = self._drawn(requests, seed, start, on_tokens, likelihood)
-        if drawn is None and len(requests) > 1:
-            middle = len(requests) // 2
-            for part in (requests[:middle], requests[middle:]):
-                yield from self._batch(part, seed, start, on_tokens, likelihood)
-            return
-        if drawn is None:
-            short = InputError(
-                "there is not enough memory on the device; load the model in half precision, or "
-                "use a smaller window"
-            )
-            yield self._failed(requests[0], seed, short)
-            return
-        painted, likely, seconds = drawn
+    ) -> list[GeneratedImage]:
+        """Images of a batch."""
+        painted, likely, seconds = self._drawn(requests, seed, start, on_tokens, likelihood)
         completion = None if start is None else start[1]
+        found = []
         for request, one, value in zip(requests, painted, likely, strict=True):
             asked = self._asked(request, seed)
             if completion not in (None, "continued") and self.law == "exact":
                 asked["law"] = "locally constrained"
-            yield GeneratedImage(
+            image = GeneratedImage(
                 **asked,
                 completion=completion,
                 codes=one.codes,
@@ -520,6 +534,8 @@ class ImageGenerator:
                 log_likelihood=value,
                 _pixels=one.pixels,
             )
+            found.append(image)
+        return found
 
     def _drawn(
         self,
@@ -540,18 +556,13 @@ class ImageGenerator:
         tokens = torch.stack([one.tokens for one in painted])
         return painted, self._painter.log_likelihood(conditions, tokens, start), seconds
 
-    def _wrong(self, condition: int | str) -> MMDecodeError | None:
+    def _wrong(self, condition: int | str) -> Exception | None:
         """Why nothing can be drawn of this."""
-        try:
-            self._painter.check(condition)
-        except MMDecodeError as error:
-            return error
-        return None
+        found = tried(lambda: self._painter.check(condition), _ADVICE)
+        return found.problem if isinstance(found, Failed) else None
 
-    def _failed(self, request: ImageRequest, seed: int, error: Exception) -> GeneratedImage:
-        return GeneratedImage(
-            **self._asked(request, seed), error=str(error), kind=type(error).__name__
-        )
+    def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:
+        return GeneratedImage(**self._asked(request, seed), error=failed.error, kind=failed.kind)
 
     def _asked(self, request: ImageRequest, seed: int) -> dict[str, Any]:
         condition = request.condition

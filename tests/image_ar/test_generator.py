@@ -176,7 +176,7 @@ def test_an_image_that_does_not_fit_fails_alone(model, monkeypatch):
     generator = ImageGenerator(model)
     monkeypatch.setattr(generator._painter, "log_likelihood", short_of_memory)
     failed = list(generator.images(generator.requests([0, 1]), likelihood=True))
-    assert [image.kind for image in failed] == ["InputError"] * 2
+    assert [image.kind for image in failed] == ["OutOfMemoryError"] * 2
     assert "there is not enough memory" in failed[0].error
 
 

@@ -1,0 +1,162 @@
+"""Whatever one recording raises, wherever, it fails alone, and the others have their texts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mmdecode.asr import TranscribeOptions, Transcriber
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.correcting import ListCorrection
+from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import OptionError
+from tests.faults import ERRORS, FEW, Faulty, said
+
+SECONDS = (1.6, 0.8, 1.2, 0.6)
+BAD = 2
+OPTIONS = TranscribeOptions(batch_size=3, timestamps=False)
+DECODING = ("begin", "propose", "observe")
+STAGES = ("open", "read", "score", "correct", *DECODING)
+
+
+def sources(kit, error=None, stage="open"):
+    """Recordings, of which one may raise when it is opened, or after its first block."""
+
+    def source(place):
+        whole = source_of(kit.noise(SECONDS[place], seed=place), kit.rate)
+
+        def read():
+            for block in whole.read():
+                if stage == "open" and place == BAD and error is not None:
+                    raise error()
+                yield block
+                if place == BAD and error is not None:
+                    raise error()
+
+        return replace(whole, name=f"clip {place}", read=read)
+
+    return [source(place) for place in range(len(SECONDS))]
+
+
+class Loud:
+    """Whether a window of the bad recording is among those that are decoded: by its features."""
+
+    def __init__(self, marks):
+        self.marks = marks
+
+    def __call__(self, ctx):
+        return any(marked(one) in self.marks for one in ctx.mm_inputs["input_features"])
+
+
+def marked(features):
+    return round(float(features.double().sum()), 3)
+
+
+class Writing:
+    """A tokenizer that raises where the bad recording's text is made; else the processor's own."""
+
+    def __init__(self, tokenizer, tokens, error):
+        self.__dict__.update(_own=tokenizer, _tokens=tokens, _error=error)
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def __len__(self):
+        return len(self._own)
+
+    def decode(self, tokens, **options):
+        if list(tokens) == self._tokens:
+            raise self._error()
+        return self._own.decode(tokens, **options)
+
+
+class Wrong(ListCorrection):
+    """A correction that raises."""
+
+    def __init__(self, error):
+        self._error = error
+
+    @property
+    def count(self):
+        return 2
+
+    def __call__(self, lists: list[NBestList], audio=None):
+        raise self._error()
+
+
+def marks_of(model, processor, kit):
+    """Of the features of the bad recording's first window."""
+    loop = Transcriber(model, processor, options=OPTIONS)._loop
+    return {marked(mel) for _, mel in loop._read(loop._open(0, sources(kit)[BAD]), 1)}
+
+
+@pytest.fixture(scope="module")
+def expected(model, processor, kit):
+    found = Transcriber(model, processor, options=OPTIONS)(sources(kit))
+    return {one.source: one.tokens for one in found}
+
+
+def check(name, stage, model, processor, kit, expected, monkeypatch):
+    error, bad = ERRORS[name], f"clip {BAD}"
+    given = sources(kit, error if stage in ("open", "read") else None, stage)
+    decoder = None
+    if stage in DECODING:
+        decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
+    transcriber = Transcriber(model, processor, decoder, OPTIONS)
+    if stage == "score":
+        said_there = list(transcriber._said(expected[bad]))
+        own = SimpleNamespace(tokenizer=Writing(processor.tokenizer, said_there, error))
+        monkeypatch.setattr(transcriber, "processor", own)
+    if stage == "correct":
+        method = transcriber._correcting(Wrong(error))
+
+        def correct(job, transcript):
+            return method(job, transcript) if transcript.source == bad else transcript
+
+        monkeypatch.setattr(transcriber, "_corrector", correct)
+    found = {one.source: one for one in transcriber.stream(given)}
+    failed = found.pop(bad)
+    text, kind = said(name)
+    if name == "StopIteration" and stage in ("open", "read"):
+        kind = "RuntimeError"  # Python makes that of it where a generator raises it
+    assert text in failed.error and failed.kind == kind, (failed, stage)
+    assert {n: one.tokens for n, one in found.items()} == {
+        n: tokens for n, tokens in expected.items() if n != bad
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_recording_that_raises_fails_alone(stage, model, processor, kit, expected, monkeypatch):
+    name = FEW[STAGES.index(stage) % len(FEW)]
+    check(name, stage, model, processor, kit, expected, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_every_error_at_every_stage_fails_its_recording_alone(model, processor, kit, expected):
+    count = 0
+    for stage in STAGES:
+        for name in ERRORS:
+            with pytest.MonkeyPatch.context() as patch:
+                check(name, stage, model, processor, kit, expected, patch)
+            count += 1
+    print(f"{count} errors of recordings: {len(ERRORS)} kinds at {len(STAGES)} stages")
+
+
+def test_a_window_that_fails_is_not_counted(model, processor, kit):
+    alone = Transcriber(model, processor, options=OPTIONS)
+    alone([one for place, one in enumerate(sources(kit)) if place != BAD])
+    decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), ERRORS["ValueError"]))
+    transcriber = Transcriber(model, processor, decoder, OPTIONS)
+    transcriber(sources(kit))
+    assert transcriber.stats.tokens == alone.stats.tokens
+
+
+def test_what_fits_no_recording_is_the_jobs_error(model, processor, kit):
+    def error():
+        return OptionError("value=1; expected 2")
+
+    transcriber = Transcriber(model, processor, Decoder(Faulty(lambda ctx: True, error)), OPTIONS)
+    with pytest.raises(OptionError, match="value=1"):
+        list(transcriber.stream(sources(kit)))
