@@ -13,6 +13,7 @@ from mmdecode.asr.words import Word
 from mmdecode.engine.decoder import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer
+from mmdecode.files import is_own
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked
 
@@ -91,6 +92,8 @@ def test_demo_writes_a_page_and_says_where(tmp_path):
     assert [json.loads(row)["set"] for row in rows] == ["noisy", "clean"] * 2
     subtitles = Path(result["files"]["subtitles"])
     assert sorted(path.name for path in subtitles.glob("*.*t")) == ["clip_00.srt", "clip_01.srt"]
+    written = [p for p in (tmp_path / "demo").rglob("*") if p.is_file() and p.name[0] != "."]
+    assert len(written) >= 4 and all(map(is_own, written)), "a second demo needs no flag"
     starts = [float(at) for at in re.findall(r'data-start="([\d.]+)"', shown.read_text())]
     assert len(starts) == sum(len(json.loads(row)["text"].split()) for row in rows[1::2])
 

@@ -65,8 +65,8 @@ class Copier:
 
     @classmethod
     def from_pretrained(cls, model, **options):
-        told = {"device": None, "dtype": "float32", "batch_size": 16, "copy_below": -math.inf}
-        assert options == told
+        assert options.pop("device") in ("cpu", "cuda")
+        assert options == {"dtype": "float32", "batch_size": 16, "copy_below": -math.inf}
         return cls()
 
     def corrections(self, lists):
@@ -199,6 +199,20 @@ def test_a_run_goes_on_where_it_was_and_can_be_scored_again(data, models, tmp_pa
     write_lists(some_lists(81), other)
     with pytest.raises(OptionError, match="other settings"):
         run("--data", other, "--corrector", "c", "--out", out, "--resume", ok=False)
+
+
+def test_an_earlier_report_is_replaced_only_where_that_is_asked_for(data, models, tmp_path):
+    out = tmp_path / "run"
+    run("--data", data, "--corrector", "c", "--out", out)
+    asked = Copier.asked
+    (out / "table.csv").write_text("corrected by hand")
+    with pytest.raises(OptionError, match=r"table\.csv: there already"):
+        run("--data", data, "--corrector", "c", "--out", out, "--resume", ok=False)
+    assert (out / "table.csv").read_text() == "corrected by hand"
+    done = run("--data", data, "--corrector", "c", "--limit", "30", "--out", out, "--overwrite")
+    assert Copier.asked > asked and "table.csv" in done.stderr
+    assert len((out / "rows.jsonl").read_text().splitlines()) < 31
+    assert "corrected by hand" not in (out / "table.csv").read_text()
 
 
 def test_references_come_from_a_manifest(tmp_path):
