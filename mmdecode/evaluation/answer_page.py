@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 """Name of the model without a guide."""
+IN_CARDS = ("made up in captions", "answers changed", "times plain")
+"""Scores that the cards of a page show; its table shows all."""
 END = "(end)"
 """How a token shows that writes nothing."""
 
@@ -306,16 +308,18 @@ def _all(report: Answers) -> list[Given]:
 
 
 def _cards(report: Answers) -> str:
-    first = report.sets[0]
-    return "".join(
-        card(
-            _breakable(method),
-            f"{right_of(first, method)} of {len(short_of(first, method))}",
-            f"short questions right, {first.title}",
-            *(f"{value} {name}" for name, value in report.scores[method].items()),
-        )
-        for method in report.methods
-    )
+    cards = []
+    for method in report.methods:
+        rights = [f"{right_of(s, method)} of {len(short_of(s, method))}" for s in report.sets]
+        first, *others = [
+            f"short questions right: {part.title[0].lower()}{part.title[1:]}"
+            for part in report.sets
+        ]
+        notes = [f"{right} {about}" for right, about in zip(rights[1:], others, strict=True)]
+        known = report.scores[method]
+        notes += [f"{known[name]} {name}" for name in IN_CARDS if name in known]
+        cards.append(card(_breakable(method), rights[0], first, *notes))
+    return "".join(cards)
 
 
 def _set(part: Pictures, widest: float) -> str:

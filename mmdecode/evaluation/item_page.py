@@ -79,7 +79,8 @@ def picture(name: str, images: ImageSource) -> str:
 def overview(report: ItemReport[Any]) -> str:
     """The verdict, the scores as tables, what they mean and the comparisons, without styles."""
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in report.verdict())
-    tables = f"<ul>{lines}</ul>" + "".join(map(html_table, (report.brief(), *report.tables())))
+    whole = "".join(map(html_table, report.tables()))
+    tables = f"<ul>{lines}</ul>{html_table(report.brief())}<h2>All columns</h2>{whole}"
     compared = compared_rows(report.comparisons)
     differences = (
         f"<h2>Differences in points, with 95 % intervals</h2>{html_table(compared)}"

@@ -27,7 +27,7 @@ def verdict_of(report: ItemReport[Any], judged: Sequence[str]) -> list[str]:
     known = {(one.first, one.second, one.within): one for one in report.comparisons}
     sets = list(dict.fromkeys(one.within for one in report.comparisons)) or _sets(report)
     hardest = min(sets, key=lambda name: report.level(baseline, name))
-    where = f" in {hardest}, where it is least good" if len(sets) > 1 else ""
+    where = f" in {hardest}, where it scores lowest" if len(sets) > 1 else ""
     plain = f"{baseline}{where}: {report.told(baseline, hardest)}."
     if not judged:
         return [plain]

@@ -80,7 +80,7 @@ def test_of_several_sets_the_hardest_is_told_and_all_are_counted():
     found = YesNoReport(items, **BASIS)
     first, plain, line = found.verdict()
     assert first.startswith("1 of 1 methods help: vcd")
-    assert plain.startswith("plain in hard, where it is least good: accuracy 50.0 %")
+    assert plain.startswith("plain in hard, where it scores lowest: accuracy 50.0 %")
     assert line.startswith("vcd: better than plain in hard. hard: accuracy 100.0 %")
     (row, other) = found.brief()[:2]
     assert (row["mode"], row["easy %"], row["hard %"], row["accuracy %"]) == (
