@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +135,21 @@ def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str | N
 def any_of(names: Iterable[str]) -> str:
     """Names of columns, as a message lists them."""
     return " or ".join(repr(name) for name in names)
+
+
+def refuse_all(problems: Iterable[str | None]) -> None:
+    """Refuses a table in which every line has a problem.
+
+    Raises:
+        InputError: It names that of the first line.
+    """
+    found = list(problems)
+    if all(problem is not None for problem in found):
+        raise InputError(f"{found[0]}; and no other line is better" if found[1:] else found[0])
+
+
+def own_id(name: str, line: int, taken: Container[str]) -> str:
+    """The id of a line that may not have the one it asks for."""
+    while name in taken or not name:
+        name = f"{name}#{line}"
+    return name

@@ -51,7 +51,7 @@ def gathered(
         Entry(id=path, audio=path, folder=below if keep_tree else "")
         for path, below in files_below(named, SUFFIXES, "audio").items()
     ]
-    entries += read_manifest(manifest, limit) if manifest else []
+    entries += read_manifest(manifest, limit, failing=True) if manifest else []
     if not entries:
         raise OptionError("nothing to transcribe; give paths, --files-from or --data")
     with contextlib.ExitStack() as stack:

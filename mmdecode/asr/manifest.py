@@ -17,13 +17,14 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.audio import Source, part, recording
+from mmdecode.asr.audio import Blocks, Source, part, recording
 from mmdecode.errors import InputError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, read_rows, text_of
+from mmdecode.tables import any_of, first_of, own_id, read_rows, refuse_all, text_of
 
 AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
 TEXT = ("text", "transcript", "transcription", "sentence", "reference")
@@ -50,6 +51,7 @@ class Entry:
         folder: Where its results go below the folder of results; empty: directly in it.
         stdin: Whether it came on standard input; its path is that of a temporary file.
         fields: Everything that stood there, by column.
+        problem: Why it cannot be transcribed; ``None``: nothing is known to be wrong.
     """
 
     id: str
@@ -62,6 +64,7 @@ class Entry:
     folder: str = ""
     stdin: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    problem: str | None = None
 
 
 def opened(entry: Entry, language: str | None = None) -> Source:
@@ -72,9 +75,15 @@ def opened(entry: Entry, language: str | None = None) -> Source:
         language: What is asked for of all recordings; the entry's own counts where it is ``None``.
     """
     source = recording(entry.audio or "", entry.id, shown="stdin" if entry.stdin else None)
+    if entry.problem is not None:
+        return replace(source, read=partial(_refuse, entry.problem))
     if entry.offset_s is not None:
         source = part(source, entry.offset_s, entry.duration_s)
     return replace(source, language=None if language else entry.language)
+
+
+def _refuse(problem: str) -> Blocks:
+    raise InputError(problem)
 
 
 def read_manifest(
@@ -83,6 +92,7 @@ def read_manifest(
     *,
     audio: bool = True,
     text: bool = False,
+    failing: bool = False,
 ) -> list[Entry]:
     """Reads a manifest.
 
@@ -91,28 +101,41 @@ def read_manifest(
         limit: Only the first so many recordings; ``None``: all.
         audio: Whether every line must name a recording; whether it exists is not looked at.
         text: Whether every line must have a text; it may be empty.
+        failing: Whether a line that lacks what it must have is an entry with a problem, beside
+            others; of several with one id the first keeps it, and the others have ``#`` and their
+            lines behind it.
 
     Raises:
-        InputError: The file cannot be read, a line lacks what it must have, or two have one id.
+        InputError: The file cannot be read, a line lacks what it must have, or two have one id;
+            with ``failing``: every line has a problem.
     """
     path = Path(path)
     entries: list[Entry] = []
     seen: dict[str, int] = {}
     for line, row in itertools.islice(read_rows(path), limit):
-        entry = _entry(row, f"{path}, line {line}", path.parent)
-        if audio and entry.audio is None:
-            raise InputError(f"{path}, line {line} names no recording; expected {any_of(AUDIO)}")
-        if text and entry.text is None:
-            raise InputError(f"{path}, line {line} has no text; expected {any_of(TEXT)}")
-        if entry.id in seen:
-            raise InputError(
-                f"{path}, line {line} has the id {entry.id!r} of line {seen[entry.id]}; give each "
-                "line an 'id' of its own"
-            )
+        where = f"{path}, line {line}"
+        try:
+            entry = _entry(row, where, path.parent)
+            if audio and entry.audio is None:
+                raise InputError(f"{where} names no recording; expected {any_of(AUDIO)}")
+            if text and entry.text is None:
+                raise InputError(f"{where} has no text; expected {any_of(TEXT)}")
+            if entry.id in seen:
+                raise InputError(
+                    f"{where} has the id {entry.id!r} of line {seen[entry.id]}; give each line an "
+                    "'id' of its own"
+                )
+        except InputError as error:
+            if not failing:
+                raise
+            given = first_of(row, ID) or first_of(row, AUDIO)
+            name = str(given) if isinstance(given, (str, int)) else ""
+            entry = Entry(id=own_id(name, line, seen), audio=None, problem=str(error), fields=row)
         seen[entry.id] = line
         entries.append(entry)
     if not entries:
         raise InputError(f"{path} holds no line; expected one recording a line")
+    refuse_all(entry.problem for entry in entries)
     return entries
 
 

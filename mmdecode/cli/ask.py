@@ -153,7 +153,7 @@ def command(
     elif paths or questions or together:
         raise OptionError("--data has images and questions of its own; leave out the others")
     else:
-        requests = read_requests(table, limit, images)
+        requests = read_requests(table, limit, images, failing=True)
     load: dict[str, Any] = {
         "model_id": model,
         "draft": draft,

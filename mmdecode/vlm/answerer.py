@@ -333,6 +333,8 @@ class Answerer:
 
     def _length(self, request: Request) -> tuple[int, int]:
         """Images and tokens of a question."""
+        if request.problem is not None:
+            raise InputError(request.problem)
         return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
 
     def _question(self, request: Request, tokens: int, settings: AnswerOptions) -> Question:

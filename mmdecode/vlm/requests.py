@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, read_rows, text_of
+from mmdecode.tables import any_of, first_of, own_id, read_rows, refuse_all, text_of
 from mmdecode.vlm.images import ImageSource, image_source
 
 QUESTION = ("question", "prompt", "text")
@@ -35,6 +35,7 @@ class Request:
         text: What is asked.
         images: Not read yet.
         named: Whether the user gave the id.
+        problem: Why it cannot be asked; ``None``: nothing is known to be wrong.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Request:
     text: str
     images: tuple[ImageSource, ...]
     named: bool = False
+    problem: str | None = None
 
 
 def requests_of(
@@ -85,6 +87,7 @@ def read_requests(
     path: str | os.PathLike[str],
     limit: int | None = None,
     folder: str | os.PathLike[str] | None = None,
+    failing: bool = False,
 ) -> list[Request]:
     """Reads a table of questions; images are not looked at yet.
 
@@ -92,9 +95,13 @@ def read_requests(
         path: Its file.
         limit: Only the first so many; ``None``: all.
         folder: Where relative paths of images start; ``None``: at the folder of the table.
+        failing: Whether a line that cannot be asked is a request with a problem, beside others that
+            can; of several with one id the first keeps it, and the others have ``#`` and their
+            lines behind it.
 
     Raises:
-        InputError: The file cannot be read, a line asks nothing, or two have one id.
+        InputError: The file cannot be read, or a line asks nothing or has the id of another;
+            with ``failing``: no line can be asked.
     """
     path = Path(path)
     base = path.parent if folder is None else Path(folder)
@@ -102,23 +109,44 @@ def read_requests(
     lines: dict[str, int] = {}
     for line, row in itertools.islice(read_rows(path), limit):
         where = f"{path}, line {line}"
-        text = text_of(row, QUESTION, where)
-        if text is None:
-            raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
-        names = _images(row, where)
-        given = text_of(row, ID, where)
-        name = described(names, text) if given is None else given
-        if name in lines:
-            raise InputError(
-                f"{where} has the id {name!r} of line {lines[name]}; give each line an 'id' of its "
-                "own"
-            )
-        lines[name] = line
-        sources = tuple(image_source(path_in(base, name), "") for name in names)
-        requests.append(Request(name, len(requests), text, sources, named=given is not None))
+        try:
+            request = _request(row, where, base, len(requests))
+            if request.id in lines:
+                raise InputError(
+                    f"{where} has the id {request.id!r} of line {lines[request.id]}; give each "
+                    "line an 'id' of its own"
+                )
+        except InputError as error:
+            if not failing:
+                raise
+            request = _unasked(row, line, len(requests), str(error), lines)
+        lines[request.id] = line
+        requests.append(request)
     if not requests:
         raise InputError(f"{path} holds no line; expected one question a line")
+    refuse_all(request.problem for request in requests)
     return requests
+
+
+def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Request:
+    text = text_of(row, QUESTION, where)
+    if text is None:
+        raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
+    names = _images(row, where)
+    given = text_of(row, ID, where)
+    sources = tuple(image_source(path_in(base, name), "") for name in names)
+    name = described(names, text) if given is None else given
+    return Request(name, index, text, sources, named=given is not None)
+
+
+def _unasked(
+    row: Mapping[str, Any], line: int, index: int, problem: str, taken: Container[str]
+) -> Request:
+    """A line that cannot be asked, with what can be said of it."""
+    text, name = first_of(row, QUESTION), first_of(row, ID)
+    asked = text if isinstance(text, str) else ""
+    given = str(name) if isinstance(name, (str, int)) else asked
+    return Request(own_id(given, line, taken), index, asked, (), named=True, problem=problem)
 
 
 def asked_of(

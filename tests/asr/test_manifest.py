@@ -166,3 +166,18 @@ def test_no_bytes_end_in_another_error(tmp_path_factory, data, name):
     path.write_bytes(data)
     with contextlib.suppress(InputError):
         read_manifest(path)
+
+
+def test_lines_that_lack_something_may_fail_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"audio": "a"}\n{"id": "b"}\n{"id": "a", "audio": "c"}\n{"audio": 3.5}\n')
+    entries = read_manifest(path, failing=True)
+    assert [entry.id for entry in entries] == ["a", "b", "a#3", "#4"]
+    assert entries[0].problem is None and entries[0].audio == str(tmp_path / "a")
+    assert "line 2 names no recording; expected 'audio'" in entries[1].problem
+    assert "line 3 has the id 'a' of line 1" in entries[2].problem
+    with pytest.raises(InputError, match="line 3 has the id"):
+        opened(entries[2]).read()
+    path.write_text('{"id": "b"}\n')
+    with pytest.raises(InputError, match="line 1 names no recording"):
+        read_manifest(path, failing=True)

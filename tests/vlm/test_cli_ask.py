@@ -398,3 +398,37 @@ def test_an_answer_outweighs_a_later_failure(run, table, tmp_path):
         file.write(json.dumps(failed) + "\n")
     run("--data", table, "--out", out, "--resume")
     assert lines(results(out)) == whole
+
+
+# Rows that cannot be asked
+
+
+def test_a_row_that_cannot_be_asked_fails_alone_and_stays_in_the_results(run, images, tmp_path):
+    rows = [
+        {"id": "a", "image": "x.png", "question": "What?"},
+        {"id": "b", "image": "x.png"},
+        {"id": "a", "image": "y.bmp", "question": "Is it?"},
+        {"image": "y.bmp", "question": ["Is it?"]},
+        {"id": "c", "image": "y.bmp", "question": "Is it?"},
+    ]
+    table, out = images / "t.jsonl", tmp_path / "out"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("--data", table, "--out", out)
+    assert done.exit_code == 1, done.output
+    assert "2 answered, 0 done before, 3 failed" in done.stderr
+    written = lines(out / "results.jsonl")
+    assert [line["id"] for line in written] == ["a", "b", "a#3", "#4", "c"]
+    assert ["error" in line for line in written] == [False, True, True, True, False]
+    assert "line 2 asks nothing; expected 'question'" in written[1]["error"]
+    assert "line 3 has the id 'a' of line 1" in written[2]["error"]
+    done = run("--data", table, "--out", out, "--resume")
+    assert "0 answered, 2 done before, 3 failed" in done.stderr
+    assert lines(out / "results.jsonl") == written
+
+
+def test_a_table_without_any_question_is_refused(run, images, tmp_path):
+    table, out = images / "t.jsonl", tmp_path / "out"
+    table.write_text('{"image": "x.png"}\n{"image": "y.bmp"}\n')
+    with pytest.raises(InputError, match="line 1 asks nothing"):
+        raise run("--data", table, "--out", out).exception
+    assert not out.exists()
