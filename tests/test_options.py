@@ -215,3 +215,13 @@ def test_none_is_a_draft_and_a_guide_in_every_command(tmp_path):
     told = {"device": "cpu", "draft": "none", "guide": ["none", "vcd"], "guides": ["none"]}
     with_devices(command).callback(**told)
     assert seen == [{"device": "cpu", "draft": None, "guide": ["vcd"], "guides": []}]
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_numbers_are_finite_in_every_command(number, tmp_path):
+    (tmp_path / "o.yaml").write_text(f"top-p: {number}\n")
+    for words in (["--top-p", number], ["--options", str(tmp_path / "o.yaml")]):
+        done = CliRunner().invoke(app, ["ask", "a.png", "-q", "a", *words])
+        assert "--top-p" in str(done.exception) and "finite" in str(done.exception)
+    done = CliRunner().invoke(app, ["ask", "a.png", "-q", "a", "--limit", "9" * 20])
+    assert "--limit 99999999999999999999: expected" in str(done.exception)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,8 +63,31 @@ def with_shared(command: Any) -> Any:
         if "--out" in option.opts:
             option.callback = _checked_out
     if inner is None:
-        command.params += _options()
+        command.callback = _with_numbers_checked(command.callback, command.params)
+        command.params = [*command.params, *_options()]
     return command
+
+
+def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
+    """A command whose numbers are finite and fit a machine word; no option means another."""
+    flags = {option.name: option.opts[-1] for option in options}
+
+    @functools.wraps(run)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name, value in given.items():
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                whole = isinstance(one, int) and abs(one) < 2**63
+                if (
+                    isinstance(one, (int, float))
+                    and not whole
+                    and not (isinstance(one, float) and math.isfinite(one))
+                ):
+                    raise OptionError(
+                        f"{flags.get(name, name)} {one}: expected a finite number of usual size"
+                    )
+        return run(*args, **given)
+
+    return checked
 
 
 def in_panels(command: Any, panels: Mapping[str, str]) -> Any:
