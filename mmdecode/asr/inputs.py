@@ -75,6 +75,21 @@ def find_audio(paths: Iterable[str]) -> list[str]:
     return find_files(paths, SUFFIXES, "audio")
 
 
+def recordings_in(data: Path, limit: int | None = None) -> list[Entry]:
+    """The recordings of a table, or of a folder.
+
+    Args:
+        data: JSON lines, JSON, csv or tsv with a path a line, or a folder to search for audio.
+        limit: The first so many; ``None``: all.
+
+    Raises:
+        InputError: It cannot be read, or holds none.
+    """
+    if not data.is_dir():
+        return read_manifest(data, limit)
+    return [Entry(id=path, audio=path) for path in find_audio([str(data)])[:limit]]
+
+
 def sizes(entries: Sequence[Entry]) -> list[float]:
     """How much work each is: seconds where all are known, else bytes."""
     seconds = [entry.duration_s for entry in entries]

@@ -40,7 +40,9 @@ def medusa(
     data: Annotated[
         Path,
         typer.Option(
-            help="JSON lines with a 'path' per recording; of other models, questions.", exists=True
+            help="Table with a 'path' per recording, or folder of audio; for other models, a table "
+            "of questions.",
+            exists=True,
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the heads.")],
@@ -237,8 +239,8 @@ def alignment_heads(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with a 'path' per recording; default: the zoo's training sentences, "
-            "spoken by espeak-ng.",
+            help="Table with a 'path' per recording, or folder of audio; default: the zoo's "
+            "training sentences, spoken by espeak-ng.",
             exists=True,
         ),
     ] = None,

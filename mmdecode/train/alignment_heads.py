@@ -179,15 +179,13 @@ def find_heads(
 
 
 def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
-    """Samples of the first recordings of a manifest: JSON lines with ``path`` or ``audio``."""
-    from mmdecode.asr.audio import blocks, source_of
+    """Samples of the first recordings of a table, or of a folder."""
+    from mmdecode.asr.audio import blocks
+    from mmdecode.asr.inputs import recordings_in
+    from mmdecode.asr.manifest import opened
 
-    for line in manifest.read_text().splitlines()[:limit]:
-        row = json.loads(line)
-        name = row.get("path") or row.get("audio")
-        if not name:
-            raise InputError(f"{manifest}: a line has neither 'path' nor 'audio': {line}")
-        yield np.concatenate(list(blocks(source_of(manifest.parent / name, rate), rate)))
+    for entry in recordings_in(manifest, limit):
+        yield np.concatenate(list(blocks(opened(entry), rate)))
 
 
 def zoo_speech(count: int, seed: int = 0) -> Iterator[np.ndarray]:

@@ -371,8 +371,8 @@ def train_from_manifest(
 
     Args:
         model_name: A Whisper: folder, Hub id or ``zoo:NAME``.
-        manifest: JSON lines with ``path`` (or ``audio``), relative to the manifest or absolute;
-            recordings are cut into windows of the model.
+        manifest: A table with ``path`` (or ``audio``), relative to the table or absolute, or a
+            folder of audio files; recordings are cut into windows of the model.
         out: Folder of the heads; training state lies in ``out/state`` until it is done.
         options: Settings.
         limit: Use the first so many lines.
@@ -382,24 +382,22 @@ def train_from_manifest(
     Returns:
         The report, also written to ``out/report.json``.
     """
-    from mmdecode.asr.audio import blocks, source_of
+    from mmdecode.asr.audio import blocks
+    from mmdecode.asr.inputs import recordings_in
+    from mmdecode.asr.manifest import opened
     from mmdecode.asr.transcriber import load
     from mmdecode.engine.decoder import Decoder
 
     refuse_foreign_in(out)
+    entries = recordings_in(manifest, limit)
     model, processor = load(model_name, device, torch.float32)
     model = model.eval()
     extractor = processor.feature_extractor
-    rows = [json.loads(line) for line in manifest.read_text().splitlines() if line.strip()][:limit]
 
     def windows() -> Iterator[tuple[Tensor, Tensor]]:
         waves: list[Any] = []
-        for row in rows:
-            name = row.get("path") or row.get("audio")
-            if not name:
-                raise InputError(f"{manifest}: a line has neither 'path' nor 'audio': {row}")
-            rate = extractor.sampling_rate
-            wave = np.concatenate(list(blocks(source_of(manifest.parent / name, rate), rate)))
+        for entry in entries:
+            wave = np.concatenate(list(blocks(opened(entry), extractor.sampling_rate)))
             size = extractor.n_samples
             waves += [wave[i : i + size] for i in range(0, len(wave), size) if len(wave) - i > 1600]
         for index, start in enumerate(range(0, len(waves), 8)):
