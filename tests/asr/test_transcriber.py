@@ -143,9 +143,9 @@ def test_a_single_recording_that_cannot_be_read_raises_its_own_error(tiny, tmp_p
 
 
 def test_bytes_and_open_files_are_transcribed_as_their_paths_are(tiny, tmp_path, kit):
-    for name in ("a.flac", "a.ogg", "a.mp3"):
+    for name in ("a.flac", "a.mp3"):
         path = tmp_path / name
-        soundfile.write(path, kit.noise(2.6), kit.rate)
+        soundfile.write(path, kit.noise(0.6), kit.rate)
         expected, data = tiny(path), path.read_bytes()
         with path.open("rb") as file:
             found = [tiny(data), tiny(bytearray(data)), tiny(io.BytesIO(data)), tiny(file)]
