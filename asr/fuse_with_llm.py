@@ -98,7 +98,7 @@ def main():
     if not kept.exists():
         entries = read_manifest(args.development, args.limit, text=True)
         write_file(kept, marked_json(fitted(hears, entries, args)))
-    heat = json.loads(kept.read_text())
+    heat = json.loads(kept.read_text(encoding="utf-8"))
     print(f"temperatures: {heat['main']:.3f} of {args.language_model}, ", end="")
     print(f"{heat['acoustic']:.3f} of {args.model}, from {heat['tokens']} tokens")
 

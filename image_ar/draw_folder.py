@@ -34,7 +34,11 @@ def parse_args():
 
 def main():
     args = parse_args()
-    wanted = [line.strip() for line in args.wanted.read_text().splitlines() if line.strip()]
+    wanted = [
+        line.strip()
+        for line in args.wanted.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     generator = ImageGenerator.from_pretrained(
         args.model, mode=args.mode, seed=args.seed, batch=args.batch_size, device=args.device
     )

@@ -355,7 +355,7 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt"])
         )
     config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) if config_file.exists() else {}
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
     weights: dict[str, Any] = {}
     files = sorted(folder.glob("*.safetensors"))
     pickles = [f for f in (*folder.glob("*.bin"), *folder.glob("*.pt")) if "args" not in f.name]

@@ -1,11 +1,13 @@
 """What tests of several folders share, and an environment that is the same on every machine.
 
 A test must not depend on what a machine happens to have: this hides programs that libraries start
-where they are there, GPUs from all but the tests for them, and the user's Hub cache, account and
-connection, from this process and those it starts.
+where they are there, GPUs from all but the tests for them, the user's Hub cache, account and
+connection, and an encoding other than UTF-8, from this process and those it starts.
 """
 
 import atexit
+import contextlib
+import locale
 import os
 import shutil
 import tempfile
@@ -40,6 +42,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(_OF_SESSION / "huggingface")
 for _name in FOREIGN:
     os.environ.pop(_name, None)
+for _name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):
+    with contextlib.suppress(locale.Error):  # the machine has none of that name
+        locale.setlocale(locale.LC_ALL, _name)
+        os.environ["LC_ALL"] = _name
+        break
 
 import pytest  # noqa: E402
 

@@ -12,20 +12,16 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from mmdecode.asr import Transcriber
-from mmdecode.checkpoints import code_trusted, config_of, local_path, trusting_code
+from mmdecode.checkpoints import code_trusted, local_path, trusting_code
 from mmdecode.cli.app import app
-from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import InputError, MMDecodeError
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.model_names import SHORT, full_name
-from mmdecode.models.hydra import HydraHeads
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
@@ -373,25 +369,3 @@ GenerationConfig.from_pretrained('x')
 Transcriber.from_pretrained('x')
 """
     assert loads_without_saying(text) == [4, 5, 6, 7]
-
-
-# The environment of the tests
-
-
-def test_tests_run_offline_with_a_cache_of_their_own():
-    assert huggingface_hub.constants.HF_HUB_OFFLINE
-    assert "mmdecode-tests-" in huggingface_hub.constants.HF_HUB_CACHE
-
-
-def test_tests_see_no_programs_and_devices_that_only_some_machines_have():
-    programs = ("ffmpeg", "ffprobe", "sox", "espeak-ng")
-    assert not any(shutil.which(name) for name in programs)
-    assert shutil.which("git") or shutil.which("sh")
-    assert not torch.cuda.is_available()
-
-
-@pytest.mark.parametrize("load", [Medusa.from_pretrained, HydraHeads.from_pretrained, config_of])
-def test_a_training_that_is_not_finished_is_no_model_without_weights(tmp_path, load):
-    (tmp_path / "heads" / "state").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"not finished.*run the same 'mmdecode train' command"):
-        load(str(tmp_path / "heads"))

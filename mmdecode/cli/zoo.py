@@ -15,7 +15,7 @@ def command(json: JsonFlag = False) -> None:
     rows = []
     for name in zoo_names():
         card = ZOO / name / "card.json"
-        facts = json_module.loads(card.read_text()) if card.exists() else {}
+        facts = json_module.loads(card.read_text(encoding="utf-8")) if card.exists() else {}
         size = sum(f.stat().st_size for f in (ZOO / name).rglob("*") if f.is_file())
         rows.append({"name": f"zoo:{name}", "mib": round(size / 2**20, 1)} | facts)
     if json:

@@ -142,7 +142,7 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

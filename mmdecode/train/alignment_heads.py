@@ -209,7 +209,7 @@ def config_for_heads(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
     refuse_foreign([file])
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"{file} cannot be read ({error}); expected the folder of a Whisper checkpoint"

@@ -190,7 +190,7 @@ def say_float32(into: Path, *parts: str) -> None:
         parts: Keys of inner configurations that say it too.
     """
     file = into / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text())
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     for one in (config, *(config[part] for part in parts)):
         one["dtype"] = "float32"
     write_file(file, json.dumps(config, indent=2, sort_keys=True) + "\n", overwrite=True)

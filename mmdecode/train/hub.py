@@ -127,7 +127,9 @@ def push(folder: str | Path, name: str, private: bool | None = None) -> str:
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} holds no config.json; give the folder of a trained drafter")
     if (folder / "card.json").exists():
-        write_model_page(folder, json.loads((folder / "card.json").read_text()), name)
+        write_model_page(
+            folder, json.loads((folder / "card.json").read_text(encoding="utf-8")), name
+        )
     api = HfApi(library_name="mmdecode")
     try:
         url = api.create_repo(name, private=private, exist_ok=True)

@@ -580,5 +580,5 @@ def export(
 def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable."""
     train(options, work, out)
-    last = (work / "log.jsonl").read_text().splitlines()[-1]
+    last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return {"folder": str(out)} | json.loads(last)

@@ -349,7 +349,7 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
         if speaker.exitcode not in (None, 0):
             raise MMDecodeError("the corpus could not be spoken; see the error of espeak-ng above")
     train(options, work, out)
-    last = (work / "log.jsonl").read_text().splitlines()[-1]
+    last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     return {"folder": str(out)} | json.loads(last)
 
 

@@ -93,7 +93,10 @@ def joined_words() -> list[Joined]:
     """The shipped test set."""
     import soundfile
 
-    rows = [json.loads(line) for line in (FOLDER / "manifest.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (FOLDER / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [
         Joined(
             wave=soundfile.read(FOLDER / row["file"], dtype="float32")[0],

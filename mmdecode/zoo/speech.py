@@ -67,7 +67,10 @@ class Clip:
 
 def speech_test(*, long: bool = False) -> list[Clip]:
     """The short clips, or with ``long`` the recording."""
-    rows = [json.loads(line) for line in (FOLDER / "manifest.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (FOLDER / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     clips = [
         Clip(
             name=row["name"],
