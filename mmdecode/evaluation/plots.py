@@ -276,8 +276,16 @@ def _points(
 
 
 def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
-    """Names of the points below all panels, which keep their height."""
+    """Names of the points below all panels, which keep their height and the figure its width.
+
+    Args:
+        figure: It.
+        axes: With what is named.
+        columns: Of the legend, at most; fewer where names are long.
+    """
     handles, names = axes.get_legend_handles_labels()
+    widest = 0.5 + 0.075 * max(map(len, names), default=0)  # inches, of a name of that size
+    columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
     figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
 

@@ -377,8 +377,8 @@ class YesNoReport(ItemReport[YesNoItem]):
                 return percent(float(np.mean([one[name] for one in scores.values()])), form)
 
             of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
-            margins = [(one["margin"] or {}).get("auroc") for one in scores.values()]
-            ranked = None if None in margins else float(np.mean(margins))
+            margins = [one["margin"]["auroc"] for one in scores.values() if one["margin"]]
+            ranked = float(np.mean(margins)) if len(margins) == len(scores) else None
             totals = {k: v for k, v in own[mode].items() if k in TOTALS}
             rows.append(
                 {"mode": mode}

@@ -78,3 +78,16 @@ def test_differences_and_their_intervals():
 def test_figures_can_be_written():
     modes = {"a_b$": {"random": scores(accuracy=1.0, yes_ratio=0.0)}}
     assert plots.png(plots.accuracy_against_yes(modes, {})).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["vcd {}", "temperature_matched:total=4,beta=0.1, sampled {}"])
+def test_a_legend_stays_inside_the_figure_however_long_the_names(name):
+    modes = {
+        name.format(number): {"random": scores(accuracy=0.5, yes_ratio=number / 9)}
+        for number in range(6)
+    }
+    figure = plots.accuracy_against_yes(modes, {})
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert box.x0 >= whole.x0 and box.x1 <= whole.x1
