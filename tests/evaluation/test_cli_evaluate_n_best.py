@@ -21,7 +21,6 @@ from mmdecode.evaluation.n_best import Aligner
 from mmdecode.evaluation.n_best_methods import Output, parts_of
 from mmdecode.evaluation.n_best_report import NBestReport, save_reports
 from mmdecode.evaluation.wer import wer
-from mmdecode.files import LISTING
 from tests.pages import checked
 
 
@@ -169,7 +168,7 @@ def test_files_hold_everything_and_the_summary_no_texts(data, models, tmp_path):
     names = {path.name for path in out.iterdir() if path.name[0] != "."}
     assert names == {
         "rows.jsonl", "run.json", "summary.json", "table.md", "table.csv", "report.html",
-        "texts.jsonl", LISTING,
+        "texts.jsonl",
     }  # fmt: skip
     for name in ("summary.json", "table.md", "table.csv"):
         assert not re.search("colour|nice", (out / name).read_text())

@@ -18,6 +18,7 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation import draft_speed
 from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
 from mmdecode.evaluation.stopwatch import Cost
+from mmdecode.files import MAKER
 from mmdecode.frontdoor import generate
 from mmdecode.vlm import Answerer
 from tests.asr.correctors import model
@@ -197,7 +198,7 @@ def test_the_command_measures_the_shipped_model(tmp_path):
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout.splitlines()[-1])
-    assert json.loads((path / "results.json").read_text()) == told
+    assert json.loads((path / "results.json").read_text()) == {"made_by": MAKER} | told
     assert [case["batch"] for case in told["cases"]] == [1, 2]
     for case in told["cases"]:
         rows = {row["way"]: row for row in case["rows"]}
