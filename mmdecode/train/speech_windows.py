@@ -68,8 +68,7 @@ def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) ->
         waves = [engine.speak(t, synthesis.Voice.draw(rng)) for t in texts]
         samples = np.concatenate([(w * 32767).astype(np.int16) for w in waves])
         ends = np.cumsum([len(w) for w in waves])
-        shard = {"samples": samples, "ends": ends, "texts": np.array(texts)}
-        write_arrays(path, shard)
+        write_arrays(path, {"samples": samples, "ends": ends, "texts": np.array(texts)})
 
 
 @dataclass
