@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--lists", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "correction-speed.json")
+    parser.add_argument("--report", type=Path, default=HERE / "results" / "correction-speed.json")
     arguments = parsed(parser)
     only_our_output()
     facts = machine(torch.device(arguments.device), "float32")
@@ -89,7 +89,7 @@ def main() -> None:
     facts["load_at_end"] = load()
     card = json.loads((Path(arguments.corrector) / "card.json").read_text())["what"]
     result = {"machine": facts, "corrector": card, "data": arguments.data, "cases": cases}
-    write_result(arguments.out, result)
+    write_result(arguments.report, result)
 
 
 if __name__ == "__main__":

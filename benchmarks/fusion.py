@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--development", type=int, default=40, help="at each level")
     parser.add_argument("--snr", type=float, nargs="+", default=[9.0, 3.0, 0.0], help="in dB")
     parser.add_argument("--work", type=Path, default=Path("outputs/fusion"))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "fusion" / "zoo.json")
+    parser.add_argument("--report", type=Path, default=HERE / "results" / "fusion" / "zoo.json")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
     arguments = parsed(parser)
     only_our_output()
@@ -319,7 +319,7 @@ def main() -> None:
                 if count:
                     path = run(bench, part, level, min(goal, count), arguments.work, tuned)
                     cases[f"{part}, {level:g} dB"] = judged(path)
-        write_result(arguments.out, results)
+        write_result(arguments.report, results)
     print(shown(results))
     if arguments.page is not None:
         write_page(arguments.page, shown(results))

@@ -335,7 +335,7 @@ def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
     lines = [{"id": c.name, "audio": str(c.path), "text": c.text} for c in clips]
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["transformers", "--model", "zoo:whisper-synth", "--data", str(manifest)]
-    words += ["--out", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
+    words += ["--report", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
     call("run_peer", *words, "--fallback")
     from mmdecode.asr.manifest import read_manifest
     from mmdecode.evaluation.samples import match
@@ -387,7 +387,7 @@ def test_other_packages_are_called_as_they_want(call, monkeypatch, tmp_path, pac
     manifest, out = tmp_path / "manifest.jsonl", tmp_path / "theirs.jsonl"
     entry = {"id": "a", "audio": str(speech_test()[0].path), "duration": 2.5}
     manifest.write_text(json.dumps(entry) + "\n")
-    words = [package, *words, "--model", "m", "--data", str(manifest), "--out", str(out)]
+    words = [package, *words, "--model", "m", "--data", str(manifest), "--report", str(out)]
     call("run_peer", *words, "--dtype", "float32")
     line = json.loads(out.read_text())
     assert (line["id"], line["pred_text"], line["duration"]) == ("a", text, 2.5)

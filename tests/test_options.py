@@ -225,3 +225,13 @@ def test_numbers_are_finite_in_every_command(number, tmp_path):
         assert "--top-p" in str(done.exception) and "finite" in str(done.exception)
     done = CliRunner().invoke(app, ["ask", "a.png", "-q", "a", "--limit", "9" * 20])
     assert "--limit 99999999999999999999: expected" in str(done.exception)
+
+
+def test_whole_numbers_count_something_in_every_command(tmp_path):
+    words = ["train", "corrector", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    for more in (["--steps", "0"], ["--rank", "-1"], ["--n-best", "-1"], ["--batch-size", "0"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert isinstance(done.exception, OptionError) and "or more" in str(done.exception)
+    words = ["train", "medusa", "--model", "m", "--data", str(tmp_path), "--out", "out"]
+    done = CliRunner().invoke(app, [*words, "--limit", "0"])
+    assert "--limit 0: expected 1 or more" in str(done.exception)

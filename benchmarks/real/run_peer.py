@@ -1,7 +1,7 @@
 """Transcripts by another package, for ``mmdecode evaluate wer --hypotheses``.
 
     python benchmarks/real/run_peer.py faster-whisper --model large-v3 \
-        --data data/librispeech-clean/manifest.jsonl --out faster-whisper.jsonl
+        --data data/librispeech-clean/manifest.jsonl --report faster-whisper.jsonl
 
 One line per recording, as it ends: its id, what was heard, its length, and the seconds it took. A
 batch's seconds are divided among its recordings, as the Open ASR leaderboard does; files are read
@@ -169,7 +169,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="as the package calls it")
     parser.add_argument("--assistant", help="drafts; transformers only, batch size 1")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument(
+        "--report", type=Path, required=True, help="file for the results, JSON lines"
+    )
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--beam-size", type=int, default=1)
     parser.add_argument("--fallback", action="store_true", help="redo doubtful windows")
@@ -183,7 +185,7 @@ def main() -> None:
         parser.error("--assistant is for transformers, with --batch-size 1")
     if arguments.package == "openai-whisper" and arguments.batch_size > 1:
         parser.error("openai-whisper takes one recording at a time; leave --batch-size out")
-    refuse_foreign([arguments.out], arguments.overwrite)
+    refuse_foreign([arguments.report], arguments.overwrite)
     entries = read_manifest(arguments.data, arguments.limit)
     size = arguments.batch_size if arguments.package == "transformers" else 1
     groups = batches(entries, size)
@@ -192,8 +194,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise SystemExit(f"{arguments.package} is not installed ({error})") from error
     transcribe(read(groups[0]))
-    write_file(arguments.out, "", arguments.overwrite)
-    with open_append(arguments.out) as out:
+    write_file(arguments.report, "", arguments.overwrite)
+    with open_append(arguments.report) as out:
         for group in groups:
             waves = read(group)
             began = time.perf_counter()
@@ -204,7 +206,7 @@ def main() -> None:
                 if entry.duration_s is not None:
                     line["duration"] = entry.duration_s
                 append_line(out, json.dumps(line, ensure_ascii=False).encode() + b"\n")
-    print(f"{len(entries)} recordings: {arguments.out}")
+    print(f"{len(entries)} recordings: {arguments.report}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ NONE = "none"
 PARTS = ("draft", "guide", "guides", "correct")
 """Parameters for which `NONE` stands for plain decoding, alone or among those that are compared."""
 
+COUNTS = ("limit", "batch_size", "steps", "epochs", "heads", "rank")
+"""Whole numbers that are at least 1; others are at least 0, but for a seed."""
+
 FILES = frozenset(
     ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
     ".safetensors .srt .svg .tar .trn .tsv .txt .vtt .wav .webp .yaml .yml .zip".split()
@@ -69,7 +72,7 @@ def with_shared(command: Any) -> Any:
 
 
 def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
-    """A command whose numbers are finite and fit a machine word; no option means another."""
+    """A command whose numbers are finite, fit a machine word, and count something if whole."""
     flags = {option.name: option.opts[-1] for option in options}
 
     @functools.wraps(run)
@@ -85,6 +88,9 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
                     raise OptionError(
                         f"{flags.get(name, name)} {one}: expected a finite number of usual size"
                     )
+                least = 1 if name in COUNTS else 0
+                if whole and not isinstance(one, bool) and name != "seed" and one < least:
+                    raise OptionError(f"{flags.get(name, name)} {one}: expected {least} or more")
         return run(*args, **given)
 
     return checked
