@@ -16,7 +16,7 @@ from mmdecode.files import LISTING, MAKER, is_own, write_file
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}
 """How a kind is named and found in a draft's string, where not as ``KIND:path=``."""
-LEFT_OUT = ["state/**", ".cache/**", "*.tmp", LISTING]
+LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
 """Of a folder: what a training needs to go on, and what says which files are ours."""
 
 
