@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -193,7 +194,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 def dtype_of(
     name: str | torch.dtype | None,
-    model_id: str | Path = "",
+    model_id: str | os.PathLike[str] = "",
     device: str | torch.device | None = None,
 ) -> torch.dtype:
     """A floating dtype.

@@ -128,6 +128,8 @@ def one_line(error: Exception) -> str:
         return said
     if isinstance(error, OSError) and error.filename is not None:
         return f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another"
+    if isinstance(error, RuntimeError) and "device string" in said:
+        return "no such device; expected cpu, cuda, cuda:N or mps"
     return (
         f"unexpected {type(error).__name__}: {said[:300]}; set MMDECODE_DEBUG=1 to see where it "
         "was raised, and report it"

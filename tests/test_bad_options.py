@@ -185,7 +185,8 @@ def script(monkeypatch, capfd, tmp_path, no_models):
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")
         except SystemExit as error:
-            return error.code, capfd.readouterr().err
+            told = capfd.readouterr().err
+            return (1, error.code) if isinstance(error.code, str) else (error.code, told)
         return 0, capfd.readouterr().err
 
     return run
