@@ -22,10 +22,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mmdecode.asr.audio import Blocks, Source
 from mmdecode.asr.formats import FORMATS, Names, ending
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
@@ -39,20 +40,40 @@ from mmdecode.files import (
     check_settings,
     complete_lines,
     explained,
+    is_own,
     lock,
     note_settings,
     open_append,
+    refuse_foreign,
     to_json,
     write_file,
 )
+from mmdecode.runs.changes import Inputs
 
 RESULTS, PARTS = "results.jsonl", "parts"
 JOURNAL = ".reading-{}.tmp"
 
 
+class Prepared(NamedTuple):
+    """What a folder held.
+
+    Attributes:
+        suspects: Ids of recordings that were being decoded when an earlier run died.
+        changed: Ids of recordings that are others now under the same paths: their results are gone.
+    """
+
+    suspects: set[str]
+    changed: set[str]
+
+
 def prepare(
-    folder: Path, settings: Mapping[str, Any], resume: bool, entries: Sequence[Entry]
-) -> set[str]:
+    folder: Path,
+    settings: Mapping[str, Any],
+    resume: bool,
+    entries: Sequence[Entry],
+    formats: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Prepared:
     """Makes a folder ready: settings checked and noted, what was left half-done merged or removed.
 
     Args:
@@ -60,29 +81,48 @@ def prepare(
         settings: What may change a file.
         resume: Continue what is there.
         entries: The input, in order.
-
-    Returns:
-        Ids of recordings that were being decoded when an earlier run died.
+        formats: Written per recording.
+        overwrite: Replace files that are not ours, and without ``resume`` results.
 
     Raises:
         OptionError: The folder holds results and ``resume`` is not set, or holds results of other
-            settings or other recordings.
+            settings or other recordings, or files that are not ours would be replaced.
         InputError: The folder cannot be written.
     """
+    changed: set[str] = set()
     with explained(folder):
-        if any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
+        if not (folder / RUN).exists() or not is_own(folder / RUN):
+            refuse_foreign([folder / RUN, folder / RESULTS], overwrite)
+        if overwrite and not resume:
+            for path in [folder / RUN, folder / RESULTS, *_parts(folder)]:
+                path.unlink(missing_ok=True)
+        elif any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
             check_settings(folder, settings, resume)
             _check_recordings(folder, entries, languages=not settings.get("language"))
+        done, names = _known(folder)
+        changed = _changed(folder, entries)
+        taken = _named(entries, names)
+        todo = [entry.id for entry in entries if entry.id not in done or entry.id in changed]
+        files = [folder / f"{taken[name]}.{ending(kind)}" for name in todo for kind in formats]
+        refuse_foreign(files, overwrite)
+        for name in changed:
+            for kind in formats:
+                (folder / f"{taken[name]}.{ending(kind)}").unlink(missing_ok=True)
         suspects = suspects_in(sorted(folder.glob(JOURNAL.format("*"))))
         for left in folder.rglob(".*.tmp") if settings.get("keep_tree") else folder.glob(".*.tmp"):
             left.unlink()
         note_settings(folder, settings)
-    merge(folder, entries)
-    return set(suspects)
+    merge(folder, entries, changed)
+    return Prepared(set(suspects), changed)
 
 
-def merge(folder: Path, entries: Sequence[Entry]) -> None:
+def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ()) -> None:
     """Puts all lines into ``results.jsonl``: one per recording, in the order of the input.
+
+    Args:
+        folder: Of results.
+        entries: The input.
+        without: Ids whose lines go.
 
     Raises:
         InputError: A line cannot be read, or the folder cannot be written.
@@ -98,6 +138,8 @@ def merge(folder: Path, entries: Sequence[Entry]) -> None:
         for path in [folder / RESULTS, *parts]:
             for line, found in _lines(path):
                 source = found["source"]
+                if source in without:
+                    continue
                 if "error" not in found:
                     transcribed.add(source)
                 elif source in transcribed:
@@ -119,7 +161,8 @@ class ResultFolder:
         entries: The input, in order; all processes get the same.
         layout: Of subtitles.
         rank: Of this process; ``None``: it is alone.
-        suspects: What `prepare` returned.
+        suspects: Those that `prepare` returned.
+        overwrite: Replace files that are not ours.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
@@ -137,8 +180,11 @@ class ResultFolder:
         layout: Layout = DEFAULT,
         rank: int | None = None,
         suspects: Iterable[str] = (),
+        overwrite: bool = False,
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
+        self._overwrite, self._inputs = overwrite, Inputs(folder)
+        self._contents: dict[str, dict[str, Any]] = {}
         self.done: set[str] = set()
         self._names: dict[str, str] = {}
         self._failed: dict[str, bytes] = {}
@@ -155,11 +201,18 @@ class ResultFolder:
             self._file = open_append(part)
             lock(self._file.fileno(), folder)
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
-        names = Names(self._names.values())
-        for entry in entries:  # in the order of the input, whatever is done and in which order
-            if entry.id not in self._names:
-                self._names[entry.id] = names.new(entry.id, entry.folder)
+        self._names = _named(entries, self._names)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
+
+    def noted(self, entry: Entry, source: Source) -> Source:
+        """The source of an entry, whose content is noted before it is first read."""
+
+        def read() -> Blocks:
+            if entry.id not in self._contents and entry.audio is not None and not entry.stdin:
+                self._contents[entry.id] = self._inputs.content(entry.audio) or {}
+            return source.read()
+
+        return dataclasses.replace(source, read=read)
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
         """Writes the files of a recording, then its line.
@@ -180,9 +233,10 @@ class ResultFolder:
             if isinstance(result, Transcript):
                 for kind in self.formats:
                     text = FORMATS[kind](result, self.layout)
-                    write_file(self.folder / f"{name}.{ending(kind)}", text)
+                    write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
                 self.done.add(result.source)
-            line = {"id": entry.id, **_recording(entry), "name": name} | dataclasses.asdict(result)
+            known = _recording(entry) | self._contents.get(entry.id, {})
+            line = {"id": entry.id, **known, "name": name} | dataclasses.asdict(result)
             data = to_json(line).encode() + b"\n"
             if self._failed.get(result.source) != data:  # it failed just so in an earlier run
                 append_line(self._file, data)
@@ -206,6 +260,39 @@ def _recording(entry: Entry) -> dict[str, Any]:
         found |= {"offset": entry.offset_s, "duration": entry.duration_s}
     if entry.language:  # a transcript's own takes its place
         found["language"] = entry.language
+    return found
+
+
+def _known(folder: Path) -> tuple[set[str], dict[str, str]]:
+    """Ids that have a transcript, and the names of all that have a line."""
+    done: set[str] = set()
+    names: dict[str, str] = {}
+    for path in [folder / RESULTS, *_parts(folder)]:
+        for _, found in _lines(path):
+            names[found["source"]] = found["name"]
+            if "error" not in found:
+                done.add(found["source"])
+    return done, names
+
+
+def _named(entries: Sequence[Entry], known: Mapping[str, str]) -> dict[str, str]:
+    """Names of files, in the order of the input, whatever is done and in which order."""
+    names, found = Names(known.values()), dict(known)
+    for entry in entries:
+        if entry.id not in found:
+            found[entry.id] = names.new(entry.id, entry.folder)
+    return found
+
+
+def _changed(folder: Path, entries: Sequence[Entry]) -> set[str]:
+    """Ids of transcripts whose recordings are others now."""
+    given = {entry.id: entry for entry in entries if entry.audio is not None and not entry.stdin}
+    inputs, found = Inputs(folder), set()
+    for path in [folder / RESULTS, *_parts(folder)]:
+        for _, line in _lines(path):
+            entry = given.get(line["source"])
+            if "error" not in line and entry and inputs.changed(entry.audio or "", line):
+                found.add(entry.id)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, model_help, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
@@ -83,6 +83,7 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in --out; same settings only.")
     ] = False,
+    overwrite: Overwrite = False,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print each answer while it is decoded.")
     ] = False,
@@ -173,9 +174,8 @@ def command(
             from mmdecode.vlm.jobs import RESULTS, AnswerFile
 
             stack.enter_context(claimed(output))
-            file = stack.enter_context(
-                contextlib.closing(AnswerFile(output / RESULTS, settings, resume, requests))
-            )
+            answers = AnswerFile(output / RESULTS, settings, resume, requests, overwrite)
+            file = stack.enter_context(contextlib.closing(answers))
         todo = requests
         if file:
             todo = [
@@ -186,7 +186,7 @@ def command(
                 for request in requests
                 if request.id not in file.done
             ]
-        tally = _Tally(done_before=len(requests) - len(todo))
+        tally = _Tally(len(requests) - len(todo), len(file.changed) if file else 0)
         show = _Shown(requests)
         if todo:
             answerer = Answerer.from_pretrained(**load, device=device)
@@ -214,6 +214,7 @@ class _Tally:
     """What was done."""
 
     done_before: int
+    changed: int = 0
     answers: list[Answer] = field(default_factory=list)
     failures: list[Answer] = field(default_factory=list)
     wall_s: float = 0.0
@@ -305,6 +306,7 @@ def _report(tally: _Tally, output: Path | None, show: _Shown | None, as_json: bo
             {
                 "answered": len(answers),
                 "resumed": tally.done_before,
+                "changed": tally.changed,
                 "failed": len(failures),
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
@@ -318,6 +320,8 @@ def _report(tally: _Tally, output: Path | None, show: _Shown | None, as_json: bo
             line = show.before(answer) + answer.text
             out.print(line, markup=False, highlight=False, soft_wrap=True)
     line = f"{len(answers)} answered, {tally.done_before} done before, {len(failures)} failed"
+    if tally.changed:
+        line += f", {tally.changed} changed since and done again"
     if tally.stats.get("tokens") and tally.wall_s:
         line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
         if tally.stats["drafted"]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import TextColumn
 
-from mmdecode.cli.flags import Device, Dtype, Resume, model_help, refuse_without
+from mmdecode.cli.flags import Device, Dtype, Overwrite, Resume, model_help, refuse_without
 from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnings_shown
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
@@ -138,6 +138,7 @@ def command(
         Path, typer.Option("--out", help="Folder for images and results.jsonl.")
     ] = FOLDER,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: JsonFlag = False,
@@ -201,12 +202,14 @@ def command(
     }
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         # refused before a model is loaded
-        folder = stack.enter_context(contextlib.closing(ImageFolder(output, settings, resume)))
+        folder = stack.enter_context(
+            contextlib.closing(ImageFolder(output, settings, resume, overwrite))
+        )
 
         generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
         requests = generator.requests(_conditions(generator, names, numbers, prompts, lines), n)
         folder.begin(generator.labels, _told(generator, load))
-        todo = folder.todo(requests)
+        todo = folder.todo(requests, grid)
         tally = _Tally(done_before=len(requests) - len(todo))
         options: dict[str, Any] = {"likelihood": likelihood}
         if start is not None:

@@ -22,6 +22,7 @@ from mmdecode.cli.flags import (
     Language,
     MaxNewTokens,
     Model,
+    Overwrite,
     Resume,
     Task,
     Timestamps,
@@ -121,6 +122,7 @@ def command(
         int, typer.Option(min=1, help="Recordings decoded at once; the text does not depend on it.")
     ] = 8,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     keep_tree: Annotated[
         bool,
         typer.Option("--keep-tree", help="Mirror the sub-folders of a folder. Needs --out."),
@@ -263,6 +265,7 @@ def command(
     from mmdecode.asr.subtitles import Layout
     from mmdecode.asr.transcriber import Transcriber, make_options
     from mmdecode.errors import OptionError
+    from mmdecode.files import refuse_foreign
 
     given = {
         "temperatures": tuple(temperature) if temperature else None,
@@ -334,7 +337,9 @@ def command(
         max_line_count=max_line_count,
         max_reading_speed=max_reading_speed or None,
     )
-    output = _Output(out_dir, formats_asked, layout, settings, resume)
+    output = _Output(out_dir, formats_asked, layout, settings, resume, overwrite)
+    if report is not None:
+        refuse_foreign([report], overwrite)  # before anything is computed
     uses_stdin = STDIN in (*(paths or ()), files_from)
     if resume and STDIN in (paths or ()):
         raise OptionError(
@@ -389,6 +394,7 @@ class _Output:
     layout: Layout
     settings: dict[str, Any]
     resume: bool
+    overwrite: bool = False
 
     @property
     def language(self) -> str | None:
@@ -401,6 +407,7 @@ class _Tally:
     """What was done, by one process or by all."""
 
     done_before: int = 0
+    changed: int = 0
     transcribed: int = 0
     audio_s: float = 0.0
     wall_s: float = 0.0
@@ -434,13 +441,15 @@ def _transcribe(
     }
     with contextlib.ExitStack() as stack:
 
-        def begin() -> set[str]:
+        def begin() -> jobs.Prepared:
             stack.enter_context(claimed(place))
-            return jobs.prepare(place, settings, output.resume, entries)
+            given = place, settings, output.resume, entries, output.formats, output.overwrite
+            return jobs.prepare(*given)
 
-        suspects = team.first(begin)
+        suspects, changed = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        folder = jobs.ResultFolder(place, output.formats, entries, output.layout, rank, suspects)
+        given = place, output.formats, entries, output.layout, rank, suspects, output.overwrite
+        folder = jobs.ResultFolder(*given)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
             done_before = len(entries) - len(todo)
@@ -450,6 +459,7 @@ def _transcribe(
         tallies = team.gather(own)
         team.first(lambda: jobs.merge(place, entries))
     tally = _together(tallies, done_before)
+    tally.changed = len(changed)
     if team.size > 1:
         tally.wall_s = time.perf_counter() - started
     return tally
@@ -478,7 +488,9 @@ def _work(
         source = opened(entry, language)
         if entry.id in suspects:
             source = crashes.checked(source, entry.audio or "")
-        sources.append(crashes.watched(source, folder.journal) if folder else source)
+        if folder:
+            source = folder.noted(entry, crashes.watched(source, folder.journal))
+        sources.append(source)
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
         meter = _Meter(bar, len(sources))
         for result in transcriber.stream(sources, meter):
@@ -527,7 +539,7 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
     )
     with explained(path):
         # names of files need not be UTF-8
-        write_file(path, page.encode("utf-8", "backslashreplace"))
+        write_file(path, page.encode("utf-8", "backslashreplace"), output.overwrite)
 
 
 def _together(tallies: list[_Tally], done_before: int) -> _Tally:
@@ -570,6 +582,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
             {
                 "transcribed": tally.transcribed,
                 "resumed": tally.done_before,
+                "changed": tally.changed,
                 "failed": len(failures),
                 "audio_s": round(tally.audio_s, 3),
                 "wall_s": round(tally.wall_s, 3),
@@ -596,6 +609,8 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
     line = (
         f"{tally.transcribed} transcribed, {tally.done_before} done before, {len(failures)} failed"
     )
+    if tally.changed:
+        line += f", {tally.changed} changed since and done again"
     if tally.rtfx:
         line += f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}"
         if tally.stats["row_passes"]:  # beams are searched elsewhere

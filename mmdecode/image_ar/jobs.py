@@ -24,13 +24,16 @@ from torch import Tensor
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.files import (
+    RUN,
     append_line,
     check_settings,
     claimed,
     complete_lines,
     explained,
+    is_own,
     note_settings,
     open_append,
+    refuse_foreign,
     to_json,
     write_file,
 )
@@ -56,6 +59,7 @@ class ImageFolder:
         folder: Created where it does not exist.
         settings: What may change an image.
         resume: Continue what is there.
+        overwrite: Replace files that are not ours, and without ``resume`` results.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set, or holds images of other
@@ -63,14 +67,21 @@ class ImageFolder:
         InputError: It cannot be read or written.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
+    ) -> None:
+        self.folder, self._overwrite = folder, overwrite
         self._labels: Mapping[int, str] = {}
         self._texts: Mapping[str, Any] = {}
         self._results = folder / RESULTS
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(folder))
             with explained(folder):
+                if not is_own(folder / RUN):
+                    refuse_foreign([folder / RUN, self._results], overwrite)
+                if overwrite and not resume:
+                    (folder / RUN).unlink(missing_ok=True)
+                    self._results.unlink(missing_ok=True)
                 self._file = stack.enter_context(open_append(self._results))
                 if self._results.stat().st_size:
                     check_settings(folder, settings, resume)
@@ -95,14 +106,25 @@ class ImageFolder:
             what = f"{_slug(condition)}-{digest}"
         return f"{what}-{request.ordinal:03d}"
 
-    def todo(self, requests: Sequence[ImageRequest]) -> list[ImageRequest]:
-        """Requests whose images are not there."""
-        return [
+    def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
+        """Requests whose images are not there.
+
+        Args:
+            requests: All that was asked.
+            grid: Whether they are laid out in `GRID` too.
+
+        Raises:
+            OptionError: Files that are not ours would be replaced.
+        """
+        found = [
             request
             for request in requests
             if self.name(request) not in self._done
             or not (self.folder / f"{self.name(request)}.png").exists()
         ]
+        files = [self.folder / f"{self.name(request)}.png" for request in found]
+        refuse_foreign([*files, *([self.folder / GRID] if grid else [])], self._overwrite)
+        return found
 
     def add(self, image: GeneratedImage) -> dict[str, Any]:
         """Writes an image where a crash cannot lose it.
@@ -117,7 +139,7 @@ class ImageFolder:
         with explained(self.folder):
             if not image.error:
                 png = as_png(image, {**self._texts, **line})
-                write_file(self.folder / line["file"], png)
+                write_file(self.folder / line["file"], png, self._overwrite)
             append_line(self._file, to_json(line).encode() + b"\n")
         return line
 
@@ -162,7 +184,9 @@ class ImageFolder:
                 for request in requests:
                     file = self.folder / f"{self.name(request)}.png"
                     rows.setdefault(request.condition, []).append(file)
-                write_file(self.folder / GRID, _encoded(laid_out(list(rows.values()))))
+                write_file(
+                    self.folder / GRID, _encoded(laid_out(list(rows.values()))), self._overwrite
+                )
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         """Complete lines and what they hold; one that was cut off by a crash is not complete."""

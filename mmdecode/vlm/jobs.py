@@ -23,12 +23,16 @@ from mmdecode.files import (
     check_settings,
     complete_lines,
     explained,
+    is_own,
     lock,
     note_settings,
     open_append,
+    refuse_foreign,
+    run_of,
     to_json,
     write_file,
 )
+from mmdecode.runs.changes import Inputs
 from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.requests import Request
 
@@ -44,9 +48,11 @@ class AnswerFile:
         settings: What may change an answer.
         resume: Continue what is there.
         requests: What is asked, in order.
+        overwrite: Replace files that are not ours, and without ``resume`` results.
 
     Attributes:
         done: Ids of the requests that have an answer.
+        changed: Ids of those whose images are others now under the same paths: asked again.
         journal: Of the image that is being read.
 
     Raises:
@@ -56,11 +62,24 @@ class AnswerFile:
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], resume: bool, requests: Sequence[Request]
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        resume: bool,
+        requests: Sequence[Request],
+        overwrite: bool = False,
     ) -> None:
         self.path, self._requests = path, requests
         self.done: set[str] = set()
+        self.changed: set[str] = set()
+        self._inputs = Inputs(path.parent)
         with explained(path):
+            run = run_of(path)
+            if not is_own(run):
+                refuse_foreign([run, path], overwrite)
+            if overwrite and not resume:
+                run.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             self._file = open_append(path)
             try:
                 lock(self._file.fileno(), path)
@@ -68,6 +87,7 @@ class AnswerFile:
                     check_settings(path, settings, resume)
                 self._check_questions()
                 os.truncate(path, sum(map(len, complete_lines(path))))
+                self._forget_changed()
                 note_settings(path, settings)
                 reading = path.with_name(f".{path.name}.reading")
                 self.journal = Journal(reading, suspects_in([reading]))
@@ -82,7 +102,12 @@ class AnswerFile:
             InputError: The file cannot be written.
         """
         with explained(self.path):
-            append_line(self._file, to_json(as_line(answer)).encode() + b"\n")
+            line = as_line(answer)
+            if not answer.error:
+                found = [self._inputs.content(name) for name in answer.images]
+                line["sizes"] = [one and one["size"] for one in found]
+                line["digests"] = [one and one["digest"] for one in found]
+            append_line(self._file, to_json(line).encode() + b"\n")
 
     def finish(self) -> None:
         """Puts the lines in order; of several for one question an answer counts, else the last."""
@@ -118,7 +143,23 @@ class AnswerFile:
                     f"question now ({shown}); start where the run was begun, with the same input, "
                     "or choose another --out"
                 )
+            sizes, digests = found.get("sizes", []), found.get("digests", [])
+            if any(
+                self._inputs.changed(image.name, {"size": size, "digest": digest})
+                for image, size, digest in zip(request.images, sizes, digests, strict=False)
+            ):
+                self.changed.add(request.id)
             self.done.add(request.id)
+        self.done -= self.changed
+
+    def _forget_changed(self) -> None:
+        """Takes out the answers about images that are others now."""
+        if self.changed:
+            kept = [line for line, found in _lines(self.path) if found["id"] not in self.changed]
+            self._file.close()
+            write_file(self.path, b"".join(kept))
+            self._file = open_append(self.path)
+            lock(self._file.fileno(), self.path)
 
 
 def as_line(answer: Answer) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_an_id_that_names_another_recording_now_is_refused(tmp_path, before, now
     kept = contents(tmp_path)
     entries = [Entry(id="b", audio="b"), Entry(id="a", **now)]
     if words is None:
-        assert prepare(tmp_path, {"a": 1}, True, entries) == {"a"}
+        assert prepare(tmp_path, {"a": 1}, True, entries).suspects == {"a"}
         return
     with pytest.raises(OptionError, match=rf"id 'a', .*{words}.*choose another --out"):
         prepare(tmp_path, {"a": 1}, True, entries)
@@ -330,7 +330,7 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit, 
     (out / ".reading-0.tmp").write_text("bad")
     (out / ".reading-1.tmp").write_text("")
     entries = [Entry(id=name, audio=str(tmp_path / f"{name}.wav")) for name in ("bad", "good")]
-    assert prepare(out, {}, True, entries) == {"bad"}
+    assert prepare(out, {}, True, entries).suspects == {"bad"}
     assert not list(out.glob(".reading*"))
     for entry in entries:
         source = crashes.checked(recording(entry.audio, entry.id), entry.audio)
@@ -412,3 +412,51 @@ def test_two_processes_write_what_one_writes_and_one_continues_what_two_began(
     again = transcribe(recordings, *options, "--out", out, "--resume")
     assert "2 transcribed, 3 done before, 1 failed" in again.stderr
     assert contents(out) == contents(alone)
+
+
+# Files that are not ours, and recordings that changed
+
+
+def test_a_text_that_we_did_not_write_is_refused_before_anything_is_made(tmp_path, kit):
+    (tmp_path / "call1.txt").write_text("written by hand")
+    entry = Entry(id="call1.wav", audio=str(tmp_path / "call1.wav"))
+    with pytest.raises(OptionError, match=r"call1\.txt: there already, and not written by mmdec"):
+        prepare(tmp_path, {}, False, [entry], ["txt"])
+    assert [path.name for path in tmp_path.iterdir()] == ["call1.txt"]
+    assert (tmp_path / "call1.txt").read_text() == "written by hand"
+    prepare(tmp_path, {}, False, [entry], ["txt"], overwrite=True)
+    folder = ResultFolder(tmp_path, ["txt"], [entry], overwrite=True)
+    folder.add(told("call1.wav"))
+    folder.close()
+    assert (tmp_path / "call1.txt").read_text() != "written by hand"
+
+
+def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
+    audio, out = tmp_path / "a.wav", tmp_path / "out"
+    audio.write_bytes(b"first")
+    entries = [Entry(id="a.wav", audio=str(audio))]
+
+    def run():
+        prepared = prepare(out, {}, True, entries, ["txt"])
+        folder = ResultFolder(out, ["txt"], entries)
+        todo = [entry for entry in entries if entry.id not in folder.done]
+        for entry in todo:
+            source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
+            [(_, said)] = folder.noted(entry, source).read()
+            folder.add(told(entry.id, said.decode()))
+        folder.close()
+        merge(out, entries)
+        return prepared.changed
+
+    out.mkdir()
+    assert run() == set()
+    [line] = lines(out)
+    assert (line["size"], len(line["digest"])) == (5, 32)
+    os.utime(audio)  # another time alone is no change
+    assert run() == set()
+    audio.write_bytes(b"other")  # of the same size
+    assert run() == {"a.wav"}
+    [line] = lines(out)
+    assert line["text"] == "other" and "other" in (out / "a.txt").read_text()
+    audio.unlink()  # what vanished stays
+    assert run() == set() and len(lines(out)) == 1

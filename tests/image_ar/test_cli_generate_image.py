@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.image_ar import ImageGenerator
+from mmdecode.image_ar.generator import ImageRequest
 from mmdecode.image_ar.jobs import ImageFolder, codes_in, laid_out
 
 
@@ -143,7 +144,7 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
     words = ("--class", "ring", "--start", tmp_path / "plain.png", "--keep-rows", 3)
     run(*words, out=tmp_path / "read")
     pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
-    [image] = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
+    image = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
     assert torch.equal(codes_in(tmp_path / "read" / start.name, str(classes)), image.codes)
 
 
@@ -167,7 +168,7 @@ def test_codes_of_another_model_or_of_other_pixels_are_not_taken(run, tmp_path, 
     assert done.exit_code == 0, done.output
     levels = torch.tensor(bytearray(painted.tobytes()), dtype=torch.uint8)
     pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
-    [image] = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
+    image = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
     assert torch.equal(codes_in(tmp_path / "on" / start.name, str(classes)), image.codes)
 
 
@@ -379,3 +380,17 @@ def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatc
         done = CliRunner().invoke(cli.app, words)
         assert done.exit_code == 0, (command, done.output, done.exception)
     assert len(lines(Path("pictures"))) == 8
+
+
+def test_a_picture_that_we_did_not_draw_is_refused(tmp_path):
+    generated = ImageRequest(index=0, condition=1, ordinal=0)
+    folder = ImageFolder(tmp_path, {}, False)
+    theirs = tmp_path / f"{folder.name(generated)}.png"
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(OptionError, match="there already, and not written by mmdecode"):
+        folder.todo([generated])
+    folder.close()
+    assert theirs.read_bytes() == b"theirs"
+    folder = ImageFolder(tmp_path, {}, False, overwrite=True)
+    assert folder.todo([generated]) == [generated]
+    folder.close()

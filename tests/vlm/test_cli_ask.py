@@ -432,3 +432,32 @@ def test_a_table_without_any_question_is_refused(run, images, tmp_path):
     with pytest.raises(InputError, match="line 1 asks nothing"):
         raise run("--data", table, "--out", out).exception
     assert not out.exists()
+
+
+def test_results_that_we_did_not_write_are_refused_as_such(run, images, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "results.jsonl").write_text("mine")
+    words = (images / "x.png", "-q", "What?", "--out", out)
+    with pytest.raises(OptionError, match=r"results\.jsonl: there already, and not written by"):
+        raise run(*words).exception
+    assert [path.name for path in out.iterdir()] == ["results.jsonl"]
+    assert (out / "results.jsonl").read_text() == "mine"
+    assert run(*words, "--overwrite").exit_code == 0
+    assert len(lines(out / "results.jsonl")) == 1
+
+
+def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_path, kit):
+    out = tmp_path / "out"
+    words = (images / "x.png", images / "y.bmp", "-q", "What?", "--out", out)
+    assert run(*words).exit_code == 0
+    before = lines(out / "results.jsonl")
+    kit.picture(9).save(images / "x.png")
+    done = run(*words, "--resume", "--json")
+    found = json.loads(done.stdout)
+    assert (found["answered"], found["resumed"], found["changed"]) == (1, 1, 1)
+    after = lines(out / "results.jsonl")
+    assert after[1] == before[1]
+    assert after[0]["digests"] != before[0]["digests"]
+    assert after[0]["token_ids"] != before[0]["token_ids"]
+    assert json.loads(run(*words, "--resume", "--json").stdout)["changed"] == 0

@@ -1,0 +1,74 @@
+"""The files that results are made of: whether one changed since under the same path.
+
+A result's line has the size and the digest of its input, taken before it was read. The times of
+files are kept in a file of their own, `TIMES`: where size and time are as they were noted, nothing
+is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmdecode.files import complete_lines, open_append
+
+TIMES = ".mmdecode-times"
+
+
+class Inputs:
+    """Sizes and digests of input files, as far as they were noted.
+
+    Args:
+        folder: Of the results; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / TIMES
+        self._known: dict[str, tuple[int, int, str]] = {}
+        with contextlib.suppress(OSError):
+            for line in complete_lines(self._path):
+                with contextlib.suppress(ValueError, TypeError):
+                    path, size, time, digest = json.loads(line)
+                    self._known[path] = size, time, digest
+
+    def content(self, path: str) -> dict[str, Any] | None:
+        """Size and digest of a file; ``None``: it cannot be read, or is no regular file."""
+        path = os.path.abspath(path)
+        try:
+            found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            size, time, digest = self._known.get(path, (-1, -1, ""))
+            if (size, time) != (found.st_size, found.st_mtime_ns):
+                with open(path, "rb") as file:
+                    digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+                self._known[path] = found.st_size, found.st_mtime_ns, digest
+                self._note(path)
+        except OSError:
+            return None
+        return {"size": found.st_size, "digest": digest}
+
+    def changed(self, path: str, before: Mapping[str, Any]) -> bool:
+        """Whether a file is another than it was; one that vanished, or was not noted, is not.
+
+        Args:
+            path: Of the file.
+            before: Its ``size`` and ``digest``, as a result's line has them.
+        """
+        if before.get("digest") is None or not os.path.isfile(path):
+            return False
+        if os.path.getsize(path) != before.get("size"):
+            return True
+        now = self.content(path)
+        return now is not None and now["digest"] != before["digest"]
+
+    def _note(self, path: str) -> None:
+        line = json.dumps([path, *self._known[path]]) + "\n"
+        with open_append(self._path) as file:
+            file.write(line.encode())
