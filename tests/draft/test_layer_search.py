@@ -25,6 +25,7 @@ IDLE = {0: "layer", 3: "layer", 4: "layer"}
 @functools.cache
 def model(family="llama", idle=(0, 3, 4)):
     made = copy.deepcopy(text_model(family, layers=6))
+    torch.manual_seed(0)  # with some draws all that is drafted is accepted
     for index in idle:
         layer = made.model.layers[index]
         for weight in (layer.mlp.down_proj.weight, layer.self_attn.o_proj.weight):
