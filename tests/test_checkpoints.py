@@ -42,7 +42,8 @@ for name in sys.argv[1:]:
 
 def asked(*names, **environment):
     """What `local_path` says in a process of its own, a line for each name."""
-    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "0", **environment}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "0", **environment}
     done = subprocess.run(
         [sys.executable, "-c", ASKED, *names],
         env=os.environ | settings,
@@ -92,6 +93,17 @@ def test_a_model_in_the_cache_is_loaded_without_a_connection_by_its_short_name()
     assert local_path("tiny") == str(files)
     transcriber = Transcriber.from_pretrained("tiny", device="cpu")
     assert transcriber.model.config.model_type == "whisper"
+
+
+def test_results_are_kept_under_the_full_name_whichever_was_typed(tmp_path):
+    publish("openai/whisper-tiny")
+    clip, out = str(speech_test()[3].path), str(tmp_path / "out")
+    for name, more in (("tiny", []), ("openai/whisper-tiny", ["--resume"])):
+        words = ["transcribe", clip, "--model", name, "--out", out, "--format", "txt", *more]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert "model openai/whisper-tiny on" in done.stderr
+    assert "openai/whisper-tiny" in (tmp_path / "out" / "run.json").read_text(encoding="utf-8")
 
 
 # Mistakes, and no connection
