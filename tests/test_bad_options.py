@@ -30,7 +30,7 @@ BASES = {
     "stream": "CLIP --max-new-tokens 2",
     "evaluate wer": "--model zoo:whisper-synth --data TABLE --max-new-tokens 2 --resamples 2",
     "evaluate silence": "--clips 2 --seconds 1 --limit 1 --speech none --max-new-tokens 2",
-    "evaluate nbest": "--data cv --limit 6 --resamples 2 --methods mbr",
+    "evaluate nbest": "--data cv --limit 4 --resamples 2 --methods 1best",
     **{
         f"evaluate {task}": "--model zoo:llava-scenes --data zoo --limit 1 --seeds 1 --greedy "
         "--no-controls --max-new-tokens 2 --resamples 2 --warmup 0"

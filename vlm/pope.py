@@ -38,7 +38,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="folder for the report")
     parser.add_argument("--device")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--overwrite", action="store_true", help="files that are not its own")
     args = parser.parse_args()
     if args.zoo == bool(args.questions and args.images):
