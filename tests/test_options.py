@@ -229,7 +229,13 @@ def test_numbers_are_finite_in_every_command(number, tmp_path):
 
 def test_whole_numbers_count_something_in_every_command(tmp_path):
     words = ["train", "corrector", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    for more in (["--steps", "0"], ["--rank", "-1"], ["--n-best", "-1"], ["--batch-size", "0"]):
+    for more in (
+        ["--seed", "-1"],
+        ["--steps", "0"],
+        ["--rank", "-1"],
+        ["--n-best", "-1"],
+        ["--batch-size", "0"],
+    ):
         done = CliRunner().invoke(app, [*words, *more])
         assert isinstance(done.exception, OptionError) and "or more" in str(done.exception)
     words = ["train", "medusa", "--model", "m", "--data", str(tmp_path), "--out", "out"]

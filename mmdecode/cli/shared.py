@@ -40,7 +40,7 @@ PARTS = ("draft", "guide", "guides", "correct")
 """Parameters for which `NONE` stands for plain decoding, alone or among those that are compared."""
 
 COUNTS = ("limit", "batch_size", "steps", "epochs", "heads", "rank")
-"""Whole numbers that are at least 1; others are at least 0, but for a seed."""
+"""Whole numbers that are at least 1; others are at least 0."""
 
 FILES = frozenset(
     ".csv .gif .gz .htm .html .ipynb .jpeg .jpg .json .jsonl .log .md .npy .npz .pdf .png .pt .pth "
@@ -89,7 +89,7 @@ def _with_numbers_checked(run: Any, options: Iterable[Any]) -> Any:
                         f"{flags.get(name, name)} {one}: expected a finite number of usual size"
                     )
                 least = 1 if name in COUNTS else 0
-                if whole and not isinstance(one, bool) and name != "seed" and one < least:
+                if whole and not isinstance(one, bool) and one < least:
                     raise OptionError(f"{flags.get(name, name)} {one}: expected {least} or more")
         return run(*args, **given)
 
