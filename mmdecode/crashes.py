@@ -8,14 +8,17 @@ failure like any other.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mmdecode.errors import InputError
+
+OFTEN = 2
 
 
 class Journal:
@@ -57,6 +60,64 @@ class Journal:
         self._file.truncate()
         names = dict.fromkeys([*self.suspects, *name])
         self._file.write(b"\0".join(map(os.fsencode, names)))
+
+
+class Batches:
+    """A file of the items that are being decoded: what a process leaves that the system ended.
+
+    Such an end, as for want of memory, cannot be caught. The run that follows decodes the items of
+    that batch one by one; an item over which a process ended `OFTEN` times alone is a failure.
+
+    Args:
+        path: Of the file; gone after a run that no item is left in.
+        others: Those of other processes of an earlier run.
+
+    Attributes:
+        alone: Items to decode one by one, and how often a process ended over each alone.
+    """
+
+    def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
+        self.alone: dict[str, int] = {}
+        for text in suspects_in([path, *others]):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                found = json.loads(text)
+                for name, count in found["alone"].items():
+                    self.alone[name] = max(count, self.alone.get(name, 0))
+                for name in found["batch"]:
+                    self.alone[name] = self.alone.get(name, 0) + (len(found["batch"]) == 1)
+        self._journal = Journal(path)
+        self._write([])
+
+    @contextmanager
+    def decoding(self, names: Sequence[str]) -> Iterator[None]:
+        """A batch is noted meanwhile; see `mmdecode.runs.items.Watch`."""
+        self._write(list(dict.fromkeys(names)))
+        try:
+            yield
+        finally:
+            self._write([])
+
+    def problem(self, name: str) -> str | None:
+        """Why an item is not decoded again; ``None``: it is."""
+        if self.alone.get(name, 0) < OFTEN:
+            return None
+        return (
+            f"{name}: the system ended the process {self.alone[name]} times while this was decoded "
+            "alone, most likely for want of memory; make it shorter, or run where there is more"
+        )
+
+    def cleared(self, name: str) -> None:
+        """The item has its result, or is a failure."""
+        if self.alone.pop(name, None) is not None:
+            self._write([])
+
+    def close(self) -> None:
+        """The process got to its end."""
+        self._journal.suspects = dict.fromkeys(self.alone)
+        self._journal.close()
+
+    def _write(self, batch: list[str]) -> None:
+        self._journal._note(json.dumps({"alone": self.alone, "batch": batch}))
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:

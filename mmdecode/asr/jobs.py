@@ -32,7 +32,7 @@ from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript
-from mmdecode.crashes import Journal, suspects_in
+from mmdecode.crashes import Batches, Journal, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     RUN,
@@ -52,6 +52,7 @@ from mmdecode.runs.changes import Inputs
 
 RESULTS, PARTS = "results.jsonl", "parts"
 JOURNAL = ".reading-{}.tmp"
+BATCHES = ".decoding-{}"
 
 
 class Prepared(NamedTuple):
@@ -166,7 +167,8 @@ class ResultFolder:
 
     Attributes:
         done: Ids of the recordings that have a transcript.
-        journal: Of what is being decoded.
+        journal: Of what is being read.
+        batches: Of what is being decoded.
 
     Raises:
         InputError: The folder cannot be written.
@@ -201,6 +203,8 @@ class ResultFolder:
             self._file = open_append(part)
             lock(self._file.fileno(), folder)
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
+            others = sorted(folder.glob(BATCHES.format("*")))
+            self.batches = Batches(folder / BATCHES.format(rank or 0), others)
         self._names = _named(entries, self._names)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
 
@@ -240,12 +244,14 @@ class ResultFolder:
             data = to_json(line).encode() + b"\n"
             if self._failed.get(result.source) != data:  # it failed just so in an earlier run
                 append_line(self._file, data)
+            self.batches.cleared(entry.id)
         return result
 
     def close(self) -> None:
         """No more results."""
         self._file.close()
         self.journal.close()
+        self.batches.close()
 
 
 def _parts(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.vlm.answerer import Answer, Answerer
+    from mmdecode.vlm.jobs import AnswerFile
     from mmdecode.vlm.requests import Request
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -182,6 +184,7 @@ def command(
                 dataclasses.replace(
                     request,
                     images=tuple(crashes.watched(image, file.journal) for image in request.images),
+                    problem=request.problem or file.batches.problem(request.id),
                 )
                 for request in requests
                 if request.id not in file.done
@@ -195,7 +198,7 @@ def command(
             for answer in (
                 _streamed(answerer, todo, given, show)
                 if stream
-                else _with_bar(answerer, todo, given)
+                else _with_bar(answerer, todo, given, file)
             ):
                 (tally.failures if answer.error else tally.answers).append(answer)
                 if file:
@@ -244,13 +247,24 @@ def _asked(
 
 
 def _with_bar(
-    answerer: Answerer, requests: list[Request], options: dict[str, Any]
+    answerer: Answerer,
+    requests: list[Request],
+    options: dict[str, Any],
+    file: AnswerFile | None,
 ) -> Iterator[Answer]:
-    """Answers as their batches end."""
+    """Answers as their batches end; what a process ended over is asked last, one by one."""
+    from mmdecode.runs.items import Watch
+
+    alone = file.batches.alone if file else {}
+    groups = [[request for request in requests if request.id not in alone]]
+    groups += [[request] for request in requests if request.id in alone]
+    watch = Watch(file.batches.decoding) if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
         task = bar.add_task("asking", total=len(requests), failed="")
         failed = 0
-        for answer in answerer.answers(requests, **options):
+        for answer in itertools.chain.from_iterable(
+            answerer.answers(group, watch=watch, **options) for group in groups
+        ):
             failed += answer.error is not None
             bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
             yield answer

@@ -476,6 +476,7 @@ def _work(
     from mmdecode.asr import crashes
     from mmdecode.asr.manifest import opened
     from mmdecode.asr.transcriber import Failure
+    from mmdecode.runs.items import Watch
 
     tally = _Tally()
     if not entries:
@@ -485,6 +486,9 @@ def _work(
     started = time.perf_counter()
     sources = []
     for entry in entries:
+        if folder:
+            problem = entry.problem or folder.batches.problem(entry.id)
+            entry = dataclasses.replace(entry, problem=problem)
         source = opened(entry, language)
         if entry.id in suspects:
             source = crashes.checked(source, entry.audio or "")
@@ -493,7 +497,15 @@ def _work(
         sources.append(source)
     with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
         meter = _Meter(bar, len(sources))
-        for result in transcriber.stream(sources, meter):
+        alone = folder.batches.alone if folder else {}
+        watch = Watch(folder.batches.decoding) if folder else Watch()
+        # what a process ended over is transcribed last, one by one
+        groups = [[source for source in sources if source.name not in alone]]
+        groups += [[source] for source in sources if source.name in alone]
+        for result in itertools.chain.from_iterable(
+            transcriber.stream(group, meter, watch=watch, batch_size=1 if number else None)
+            for number, group in enumerate(groups)
+        ):
             meter.file_done()
             if folder:
                 result = folder.add(result)

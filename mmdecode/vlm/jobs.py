@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmdecode.crashes import Journal, suspects_in
+from mmdecode.crashes import Batches, Journal, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     append_line,
@@ -54,6 +54,7 @@ class AnswerFile:
         done: Ids of the requests that have an answer.
         changed: Ids of those whose images are others now under the same paths: asked again.
         journal: Of the image that is being read.
+        batches: Of the questions that are being decoded.
 
     Raises:
         OptionError: The file holds answers and ``resume`` is not set, or holds answers of other
@@ -91,6 +92,7 @@ class AnswerFile:
                 note_settings(path, settings)
                 reading = path.with_name(f".{path.name}.reading")
                 self.journal = Journal(reading, suspects_in([reading]))
+                self.batches = Batches(path.with_name(f".{path.name}.decoding"))
             except BaseException:
                 self._file.close()
                 raise
@@ -108,6 +110,7 @@ class AnswerFile:
                 line["sizes"] = [one and one["size"] for one in found]
                 line["digests"] = [one and one["digest"] for one in found]
             append_line(self._file, to_json(line).encode() + b"\n")
+            self.batches.cleared(answer.id)
 
     def finish(self) -> None:
         """Puts the lines in order; of several for one question an answer counts, else the last."""
@@ -126,6 +129,7 @@ class AnswerFile:
         """No more answers."""
         self._file.close()
         self.journal.close()
+        self.batches.close()
 
     def _check_questions(self) -> None:
         """Whether the answers are to the questions that have their ids now."""

@@ -159,7 +159,8 @@ def test_a_table_becomes_lines_in_its_order(run, table, tmp_path, images):
     found = lines(results(out))
     assert [line["id"] for line in found] == [str(place) for place in range(6)]
     assert found[0]["images"] == [str(images / "x.png")]
-    assert set(found[0]) == {"id", "images", "question", "text", "token_ids", "margin"}
+    known = {"id", "images", "question", "text", "token_ids", "margin", "sizes", "digests"}
+    assert set(found[0]) == known
     assert set(found[3]) == {"id", "images", "question", "error", "kind"}
     again = tmp_path / "again"
     assert run("--data", results(out), "--out", again).exit_code == 1
