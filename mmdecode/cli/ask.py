@@ -257,7 +257,8 @@ def _with_bar(
 
     alone = file.batches.alone if file else {}
     groups = [[request for request in requests if request.id not in alone]]
-    groups += [[request] for request in requests if request.id in alone]
+    single = [request for request in requests if request.id in alone]
+    groups += [[request] for request in sorted(single, key=lambda one: alone[one.id])]
     watch = Watch(file.batches.decoding) if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
         task = bar.add_task("asking", total=len(requests), failed="")

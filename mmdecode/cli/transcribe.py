@@ -501,7 +501,8 @@ def _work(
         watch = Watch(folder.batches.decoding) if folder else Watch()
         # what a process ended over is transcribed last, one by one
         groups = [[source for source in sources if source.name not in alone]]
-        groups += [[source] for source in sources if source.name in alone]
+        single = [source for source in sources if source.name in alone]
+        groups += [[source] for source in sorted(single, key=lambda one: alone[one.name])]
         for result in itertools.chain.from_iterable(
             transcriber.stream(group, meter, watch=watch, batch_size=1 if number else None)
             for number, group in enumerate(groups)

@@ -42,7 +42,7 @@ class Instant:
             counters = "calls tokens passes row_passes drafted accepted acceptance_length"
             return dict.fromkeys(counters.split(), 1) | {"accepted_histogram": [1]}
 
-    def stream(self, sources, progress=None):
+    def stream(self, sources, progress=None, **options):
         order = list(enumerate(sources))
         random.shuffle(order)
         for index, source in order:
