@@ -2,7 +2,7 @@
 
 Every option of every command is given values of the wrong type, files that are missing, folders,
 empty and binary files, names that nobody knows, and odd numbers. Commands run in this process, up
-to the loading of a model, which fails; the slow part runs numbers through to the end.
+to the loading of a model, which fails.
 """
 
 import re

@@ -12,7 +12,7 @@ import pytest
 import mmdecode as mm
 from mmdecode import registry
 from tests.support.hub import publish_named
-from tests.support.workplace import commands_of, lay_out, run_line, run_python
+from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -10,7 +10,7 @@ import pytest
 
 from mmdecode import registry
 from tests.support.hub import publish_named
-from tests.support.workplace import commands_of, lay_out, run_line, run_python
+from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
 LAWS = {"exact": "exact", "exact for v": "exact for its own law", "heuristic": "**heuristic**"}
@@ -86,7 +86,7 @@ LONG = (
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def sandbox(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     lay_out(folder)
     publish_named(README.read_text(encoding="utf-8"))
@@ -100,14 +100,14 @@ def timed(text, long):
 # of libraries that the examples import: what they do at import is no fault of ours
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("code", [timed(code, "llamagen-scenes" in code) for code in PROGRAMS])
-def test_an_example_runs_as_it_stands(code, workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
+def test_an_example_runs_as_it_stands(code, sandbox, monkeypatch):
+    monkeypatch.chdir(sandbox)
     run_python(code)
 
 
 @pytest.mark.parametrize("line", [timed(line, line.startswith(LONG)) for line in LINES])
-def test_a_command_runs_as_it_stands(line, workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
+def test_a_command_runs_as_it_stands(line, sandbox, monkeypatch):
+    monkeypatch.chdir(sandbox)
     run_line(line)
 
 

@@ -13,6 +13,7 @@ from mmdecode.cli.transcribe import command
 from mmdecode.zoo.speech import speech_test
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TranscribeOptions)}
+del DEFAULTS["scores"]  # a format asks for them
 CHANGED = {
     "condition_on_prev_tokens": True,
     "prompt": "Anna",

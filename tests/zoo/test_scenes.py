@@ -266,7 +266,7 @@ def test_pope_has_three_yes_and_three_no_per_image_and_shares_the_yes(part):
 
 def test_shipped_sets_are_those_that_the_code_builds(tmp_path):
     scene_sets.build_scene_sets(tmp_path)
-    built = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*"))
+    built = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("[!.]*.*"))
     assert len(built) == 13
     for file in built:
         contents = [(folder / file).read_bytes() for folder in (tmp_path, scene_sets.FOLDER)]
