@@ -43,7 +43,7 @@ def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Na
     """The arguments, with ``--overwrite``; what could not be written is refused here.
 
     Args:
-        parser: With ``--out`` and perhaps ``--page``.
+        parser: With ``--out``, a folder, or ``--report``, a file, and perhaps ``--page``.
         page: Name of the marks of ``--page``.
     """
     parser.add_argument("--overwrite", action="store_true", help="also what mmdecode did not write")
@@ -51,8 +51,8 @@ def parsed(parser: argparse.ArgumentParser, page: str = "tables") -> argparse.Na
     if arguments.overwrite:
         overwriting().__enter__()  # until the process ends
     try:
-        out: Path = arguments.out
-        refuse_foreign([out] if out.suffix == ".json" else sorted(out.glob("*.json")))
+        single = getattr(arguments, "report", None)
+        refuse_foreign([single] if single else sorted(arguments.out.glob("*.json")))
         if getattr(arguments, "page", None):
             page_with(arguments.page, *marks(page))
     except OptionError as error:

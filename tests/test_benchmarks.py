@@ -151,6 +151,19 @@ def test_a_benchmark_refuses_before_it_measures_and_replaces_its_own(benchmarks,
     assert "notes.json: there already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["fusion", "correction_speed"])
+def test_a_benchmark_with_a_single_result_refuses_one_that_is_not_its_own(
+    script, benchmarks, tmp_path, capsys, monkeypatch
+):
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text("{}")
+    words = ["--report", str(theirs)] + ["--corrector", "x"] * (script == "correction_speed")
+    monkeypatch.setattr(sys, "argv", ["x.py", *words])
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main()
+    assert "theirs.json: there already" in capsys.readouterr().err
+
+
 def test_committed_results_are_known_as_ours():
     results = [*(ROOT / "benchmarks" / "results").rglob("*.json")]
     assert len(results) > 20
