@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,8 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_t
 from mmdecode.cli.progress import only_our_output, recorded
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mmdecode.asr.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
 
@@ -95,6 +98,7 @@ def silence(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.journal import refuse_taken
+    from mmdecode.evaluation.non_speech import write_flac
     from mmdecode.evaluation.plots import drawable
     from mmdecode.evaluation.runs import SAMPLES, data_hash
     from mmdecode.evaluation.silence import SilenceReport
@@ -119,12 +123,18 @@ def silence(
             "padding": padding,
         }
         transcribers = _transcribers(model, guides, draft, device, dtype, seed, options)
+        made: dict[Path, Callable[[], np.ndarray]] = {}
         entries = [
             *_read(sets, recordings, limit),
-            *_sounds(folder / "audio", clips, seconds, SEEDS[part], limit, overwrite),
+            *_sounds(made, folder / "audio", clips, seconds, SEEDS[part], limit),
         ]
         if ZOO in sets:
-            entries += _zoo_speech(folder / "audio", limit, overwrite)
+            entries += _zoo_speech(made, folder / "audio", limit)
+
+        def write() -> None:
+            for path, samples in made.items():
+                write_flac(path, samples(), overwrite)
+
         settings = conditions_of(transcribers) | {
             "model": model,
             "guides": guides,
@@ -140,7 +150,15 @@ def silence(
             "data_hash": data_hash(entries),
         }
         samples = recorded(
-            "listening", transcribers, entries, settings, out_dir, resume, overwrite, warmup=0
+            "listening",
+            transcribers,
+            entries,
+            settings,
+            out_dir,
+            resume,
+            overwrite,
+            begin=write,
+            warmup=0,
         )
         report = SilenceReport(samples, resamples=resamples, seed=seed, conditions=settings)
         files = report.save(out_dir, overwrite) if out_dir else []
@@ -212,22 +230,29 @@ def _read(sets: Sequence[str], recordings: Path | None, limit: int | None) -> It
 
 
 def _sounds(
-    folder: Path, clips: int, seconds: float, seed: int, limit: int | None, overwrite: bool
+    made: dict[Path, Callable[[], np.ndarray]],
+    folder: Path,
+    clips: int,
+    seconds: float,
+    seed: int,
+    limit: int | None,
 ) -> Iterator[Entry]:
-    """Recordings without speech, made here."""
+    """Recordings without speech; what makes their files goes into ``made``."""
     from dataclasses import replace
 
-    from mmdecode.evaluation.non_speech import write_sounds
+    from mmdecode.evaluation.non_speech import sounds
     from mmdecode.evaluation.silence import NON_SPEECH
 
-    for entry in write_sounds(folder, min(clips, limit or clips), seconds, seed, overwrite):
+    for entry, samples in sounds(folder, min(clips, limit or clips), seconds, seed):
+        made[Path(entry.audio or "")] = samples
         yield replace(entry, id=f"{NON_SPEECH}/{entry.id}")
 
 
-def _zoo_speech(folder: Path, limit: int | None, overwrite: bool) -> Iterator[Entry]:
-    """Shipped recordings of speech with texts, clean and noisy."""
+def _zoo_speech(
+    made: dict[Path, Callable[[], np.ndarray]], folder: Path, limit: int | None
+) -> Iterator[Entry]:
+    """Shipped recordings of speech with texts, clean and noisy, which are made as `_sounds` are."""
     from mmdecode.asr.manifest import Entry
-    from mmdecode.evaluation.non_speech import write_flac
     from mmdecode.evaluation.silence import SPEECH
     from mmdecode.zoo.speech import speech_test
 
@@ -236,7 +261,7 @@ def _zoo_speech(folder: Path, limit: int | None, overwrite: bool) -> Iterator[En
         yield Entry(id=f"{SPEECH}/clean/{clip.name}", audio=str(clip.path), text=clip.text)
     for clip in clips:
         path = folder / f"noisy_{clip.name}.flac"
-        write_flac(path, clip.samples("noisy"), overwrite)
+        made[path] = partial(clip.samples, "noisy")
         yield Entry(id=f"{SPEECH}/noisy/{clip.name}", audio=str(path), text=clip.text)
 
 

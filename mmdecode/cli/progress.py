@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def recorded(
     out_dir: Path | None,
     resume: bool,
     overwrite: bool = False,
+    begin: Callable[[], None] | None = None,
     **how: Any,
 ) -> list[Sample]:
     """Samples of all modes, under a bar; with a folder they go there as they come.
@@ -73,20 +75,22 @@ def recorded(
         out_dir: Folder of the journal; ``None``: none.
         resume: Whether it goes on with what the folder holds.
         overwrite: Whether it may replace what the folder holds.
+        begin: Called where the folder can be continued, before the first recording is read.
         **how: See `mmdecode.evaluation.runs.record`.
     """
     from mmdecode.evaluation.runs import journal_of, record
 
     fixed = {name: value for name, value in conditions.items() if name != "load_average"}
     journal = journal_of(out_dir, fixed, resume, overwrite) if out_dir else None
-    with progress_bar() as bar:
+    with (
+        contextlib.closing(journal) if journal else contextlib.nullcontext(),
+        progress_bar() as bar,
+    ):
+        if begin is not None:
+            begin()
         task = bar.add_task(what, total=len(entries) * len(transcribers))
         if journal:
             bar.advance(task, sum(sample.error is None for sample in journal.done.values()))
-        try:
-            return record(
-                transcribers, entries, journal, progress=lambda sample: bar.advance(task), **how
-            )
-        finally:
-            if journal:
-                journal.close()
+        return record(
+            transcribers, entries, journal, progress=lambda sample: bar.advance(task), **how
+        )

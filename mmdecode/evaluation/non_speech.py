@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,34 +48,28 @@ def sound(kind: str, level_db: int | None, seconds: float, seed: int) -> np.ndar
     return np.clip(wave, -1, 1).astype(np.float32)
 
 
-def write_sounds(
-    folder: Path, clips: int, seconds: float, seed: int, overwrite: bool = False
-) -> Iterator[Entry]:
-    """Writes clips of every kind and level to a folder, and yields them with empty texts.
+def sounds(
+    folder: Path, clips: int, seconds: float, seed: int
+) -> Iterator[tuple[Entry, Callable[[], np.ndarray]]]:
+    """Clips of every kind and level, with empty texts, and what makes the samples of each.
 
-    Ids are ``KIND LEVEL/NUMBER``.
+    Ids are ``KIND LEVEL/NUMBER``. Nothing is written: see `write_flac`.
 
     Args:
-        folder: It is created.
+        folder: Where the entries say that their files are.
         clips: Of each kind and level.
         seconds: Length of each.
         seed: Of all.
-        overwrite: Replace files that are not ours.
-
-    Raises:
-        MissingExtraError: soundfile is not installed.
-        OptionError: A file that is not ours is there.
     """
     for kind, levels in LEVELS_DB.items():
         for level in levels:
             name = kind if level is None else f"{kind} {level} dB"
             for number in range(clips):
                 path = folder / f"{name.replace(' ', '_')}_{number:02d}.flac"
-                wave = sound(kind, level, seconds, seed * 1000 + number)
-                write_flac(path, wave, overwrite)
-                yield Entry(
+                entry = Entry(
                     id=f"{name}/{number}", audio=str(path), text="", duration_s=float(seconds)
                 )
+                yield entry, partial(sound, kind, level, seconds, seed * 1000 + number)
 
 
 def write_flac(path: Path, wave: np.ndarray, overwrite: bool = False) -> None:

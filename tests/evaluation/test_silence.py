@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.layout import MADE_BY
-from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, write_sounds
+from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, sounds
 from mmdecode.evaluation.plots import words_per_minute
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.silence import SilenceReport
@@ -62,11 +62,14 @@ def test_music_has_a_few_strong_tones():
     assert share("music") > 0.8 > share("white")
 
 
-def test_clips_are_written_once_for_each_kind_and_level(tmp_path):
-    entries = [*write_sounds(tmp_path, 2, 1.0, seed=3)]
+def test_there_is_a_clip_and_a_file_for_each_kind_level_and_number(tmp_path):
+    made = [*sounds(tmp_path, 2, 1.0, seed=3)]
+    entries = [entry for entry, _ in made]
     assert len({entry.id for entry in entries}) == len(entries) == 2 * len(LEVELS)
     assert all(entry.text == "" for entry in entries)
-    assert len([*tmp_path.glob("*.flac")]) == len(entries)
+    assert len({entry.audio for entry in entries}) == len(entries)
+    assert not any(tmp_path.iterdir())
+    assert all(len(samples()) == RATE for _, samples in made)
 
 
 # The report
@@ -210,6 +213,11 @@ def test_the_command_runs_its_modes_and_resumes(tmp_path):
     assert resumed.exit_code == 0, resumed.output
     other = json.loads(resumed.stdout.splitlines()[-1])
     assert other["non_speech"] == found["non_speech"]
+    files = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    for changed in (("--seconds", "2"), ("--limit", "2")):
+        refused = run(*asked, *changed, *out, "--resume")
+        assert "results of other settings" in str(refused.exception)
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == files
 
 
 def test_what_cannot_be_resumed_or_is_given_twice_is_refused():
