@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -70,21 +70,14 @@ class Batches:
 
     Args:
         path: Of the file; gone after a run that no item is left in.
-        others: Those of other processes of an earlier run.
+        alone: What earlier runs ended over, see `ended_over`.
 
     Attributes:
         alone: Items to decode one by one, and how often a process ended over each alone.
     """
 
-    def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
-        self.alone: dict[str, int] = {}
-        for text in suspects_in([path, *others]):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                found = json.loads(text)
-                for name, count in found["alone"].items():
-                    self.alone[name] = max(count, self.alone.get(name, 0))
-                for name in found["batch"]:
-                    self.alone[name] = self.alone.get(name, 0) + (len(found["batch"]) == 1)
+    def __init__(self, path: Path, alone: Mapping[str, int]) -> None:
+        self.alone = dict(alone)
         self._journal = Journal(path)
         self._write([])
 
@@ -118,6 +111,27 @@ class Batches:
 
     def _write(self, batch: list[str]) -> None:
         self._journal._note(json.dumps({"alone": self.alone, "batch": batch}))
+
+
+def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
+    """What processes of earlier runs ended over, and how often over each item alone.
+
+    Args:
+        notes: Files of `Batches`, one for each process of the last run.
+        todo: Items that are still to be decoded; the others are of no interest any more.
+    """
+    alone: dict[str, int] = {}
+    batches: list[list[str]] = []
+    for text in suspects_in(notes):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads(text)
+            for name, count in found["alone"].items():
+                alone[name] = max(count, alone.get(name, 0))
+            batches.append(found["batch"])
+    for batch in batches:
+        for name in batch:
+            alone[name] = alone.get(name, 0) + (len(batch) == 1)
+    return {name: count for name, count in alone.items() if name in todo}
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:

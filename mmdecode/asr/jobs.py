@@ -32,7 +32,7 @@ from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript
-from mmdecode.crashes import Batches, Journal, suspects_in
+from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     RUN,
@@ -61,10 +61,12 @@ class Prepared(NamedTuple):
     Attributes:
         suspects: Ids of recordings that were being decoded when an earlier run died.
         changed: Ids of recordings that are others now under the same paths: their results are gone.
+        alone: Ids of recordings to decode one by one, see `mmdecode.crashes.ended_over`.
     """
 
     suspects: set[str]
     changed: set[str]
+    alone: dict[str, int]
 
 
 def prepare(
@@ -95,7 +97,7 @@ def prepare(
         if not (folder / RUN).exists() or not is_own(folder / RUN):
             refuse_foreign([folder / RUN, folder / RESULTS], overwrite)
         if overwrite and not resume:
-            for path in [folder / RUN, folder / RESULTS, *_parts(folder)]:
+            for path in [folder / RUN, folder / RESULTS, *_parts(folder), *_notes(folder)]:
                 path.unlink(missing_ok=True)
         elif any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
             check_settings(folder, settings, resume)
@@ -112,9 +114,31 @@ def prepare(
         suspects = suspects_in(sorted(folder.glob(JOURNAL.format("*"))))
         for left in folder.rglob(".*.tmp") if settings.get("keep_tree") else folder.glob(".*.tmp"):
             left.unlink()
+        # into one note, which the leading process goes on with: the others' may never run again
+        alone = ended_over(_notes(folder), set(todo))
+        Batches(folder / BATCHES.format(0), alone).close()
+        for left in _notes(folder):
+            if left.name != BATCHES.format(0):
+                left.unlink()
         note_settings(folder, settings)
     merge(folder, entries, changed)
-    return Prepared(set(suspects), changed)
+    return Prepared(set(suspects), changed, alone)
+
+
+def finish(folder: Path, entries: Sequence[Entry]) -> None:
+    """Where a run ended: all lines are merged, and no note of what was decoded is left.
+
+    Args:
+        folder: Of results; no process of the run writes any more.
+        entries: The input.
+
+    Raises:
+        InputError: A line cannot be read, or the folder cannot be written.
+    """
+    merge(folder, entries)
+    with explained(folder):
+        for note in _notes(folder):
+            note.unlink(missing_ok=True)
 
 
 def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ()) -> None:
@@ -163,6 +187,7 @@ class ResultFolder:
         layout: Of subtitles.
         rank: Of this process; ``None``: it is alone.
         suspects: Those that `prepare` returned.
+        alone: Those that `prepare` returned.
         overwrite: Replace files that are not ours.
 
     Attributes:
@@ -182,6 +207,7 @@ class ResultFolder:
         layout: Layout = DEFAULT,
         rank: int | None = None,
         suspects: Iterable[str] = (),
+        alone: Mapping[str, int] | None = None,
         overwrite: bool = False,
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
@@ -203,8 +229,7 @@ class ResultFolder:
             self._file = open_append(part)
             lock(self._file.fileno(), folder)
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
-            others = sorted(folder.glob(BATCHES.format("*")))
-            self.batches = Batches(folder / BATCHES.format(rank or 0), others)
+            self.batches = Batches(folder / BATCHES.format(rank or 0), alone or {})
         self._names = _named(entries, self._names)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
 
@@ -256,6 +281,10 @@ class ResultFolder:
 
 def _parts(folder: Path) -> list[Path]:
     return sorted((folder / PARTS).glob("*.jsonl"))
+
+
+def _notes(folder: Path) -> list[Path]:
+    return sorted(folder.glob(BATCHES.format("*")))
 
 
 def _recording(entry: Entry) -> dict[str, Any]:

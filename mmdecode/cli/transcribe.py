@@ -446,10 +446,11 @@ def _transcribe(
             given = place, settings, output.resume, entries, output.formats, output.overwrite
             return jobs.prepare(*given)
 
-        suspects, changed = team.first(begin)
+        suspects, changed, alone = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        given = place, output.formats, entries, output.layout, rank, suspects, output.overwrite
-        folder = jobs.ResultFolder(*given)
+        folder = jobs.ResultFolder(
+            place, output.formats, entries, output.layout, rank, suspects, alone, output.overwrite
+        )
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
             done_before = len(entries) - len(todo)
@@ -457,7 +458,7 @@ def _transcribe(
             started = time.perf_counter()
             own = _work(share, load, folder, output.language, suspects)
         tallies = team.gather(own)
-        team.first(lambda: jobs.merge(place, entries))
+        team.first(lambda: jobs.finish(place, entries))
     tally = _together(tallies, done_before)
     tally.changed = len(changed)
     if team.size > 1:

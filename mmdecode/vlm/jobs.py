@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmdecode.crashes import Batches, Journal, suspects_in
+from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     append_line,
@@ -92,7 +92,10 @@ class AnswerFile:
                 note_settings(path, settings)
                 reading = path.with_name(f".{path.name}.reading")
                 self.journal = Journal(reading, suspects_in([reading]))
-                self.batches = Batches(path.with_name(f".{path.name}.decoding"))
+                note = path.with_name(f".{path.name}.decoding")
+                todo = {request.id for request in requests} - self.done
+                alone = {} if overwrite and not resume else ended_over([note], todo)
+                self.batches = Batches(note, alone)
             except BaseException:
                 self._file.close()
                 raise

@@ -12,7 +12,7 @@ import soundfile
 
 from mmdecode.asr import crashes, jobs
 from mmdecode.asr.audio import Source, blocks, recording
-from mmdecode.asr.jobs import ResultFolder, merge, prepare
+from mmdecode.asr.jobs import ResultFolder, finish, merge, prepare
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
@@ -460,3 +460,24 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
     assert line["text"] == "other" and "other" in (out / "a.txt").read_text()
     audio.unlink()  # what vanished stays
     assert run() == set() and len(lines(out)) == 1
+
+
+def test_what_processes_ended_over_is_noted_once_whatever_their_number(tmp_path):
+    entries = [Entry(id=name, audio=name) for name in "abc"]
+    write(tmp_path, [told("c")], entries, rank=0, end=False)
+    for rank, over in ((0, ["a", "c"]), (3, ["b"])):
+        note = {"alone": {"c": 1}, "batch": over}
+        (tmp_path / f".decoding-{rank}").write_text(json.dumps(note))
+    for _ in range(3):  # each resumed by one process, and stopped before it decodes anything
+        assert prepare(tmp_path, {"a": 1}, True, entries).alone == {"a": 0, "b": 1}
+        assert [file.name for file in tmp_path.glob(".decoding-*")] == [".decoding-0"]
+    prepared = prepare(tmp_path, {"a": 1}, True, entries)
+    processes = [
+        ResultFolder(tmp_path, [], entries, rank=rank, alone=prepared.alone) for rank in range(2)
+    ]
+    for process, name in zip(processes, "ab", strict=True):
+        process.add(told(name))
+        process.close()
+    finish(tmp_path, entries)
+    assert not [*tmp_path.glob(".decoding-*")]
+    assert [line["id"] for line in lines(tmp_path)] == ["a", "b", "c"]
