@@ -17,6 +17,7 @@ counts errors, beside oracles and methods without a model.
 import argparse
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 from mmdecode.asr import Correction, Corrector, EditGuard
@@ -61,8 +62,9 @@ def main():
     with claimed(args.out):
         rows = args.out / "corrected.jsonl"
         journal = Journal(rows, read, lambda row: row.id, settings, args.resume, args.overwrite)
-        todo = [one for one in lists if one.id not in journal.done]
-        resumed = len(journal.done)
+        done = {name for name, found in journal.done.items() if found.error is None}
+        todo = [one for one in lists if one.id not in done]
+        resumed = len(lists) - len(todo)
         if todo:
             corrector = Corrector.from_pretrained(args.model, args.device, **options)
             with progress_bar() as bar:
@@ -78,14 +80,17 @@ def main():
         "resumed": resumed,
         "edited": sum(one.edited for one in found),
         "refused": sum(one.refused is not None for one in found),
+        "failed": sum(one.error is not None for one in found),
         "file": str(rows),
     }
     if args.json:
         print(json.dumps(counts))
     else:
         print(f"{len(lists)} lists, {resumed} done before; ", end="")
-        print(f"{counts['edited']} edited, {counts['refused']} refused")
+        print(f"{counts['edited']} edited, {counts['refused']} refused, {counts['failed']} failed")
         print(rows)
+    if counts["failed"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

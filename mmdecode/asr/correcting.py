@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -134,7 +134,7 @@ class LanguageModelCorrection(ListCorrection):
         """Corrects lists, in order."""
         return [
             Corrected(correction=found, words=_words_of_text(found))
-            for found in self.corrector(lists)
+            for found in sorted(_all(self.corrector, lists), key=lambda found: found.index)
         ]
 
 
@@ -192,7 +192,7 @@ class FusedCorrection(ListCorrection):
         found: list[Corrected] = []
         guide = self.corrector.decoder.guide
         scorer, row = None, 0
-        for one in self.corrector.corrections(lists, audio):
+        for one in _all(self.corrector, lists, audio):
             words = [DecidedWord(text=word, by="audio") for word in one.text.split()]
             if one.tokens and guide is not None and not guide.neutral:
                 # corrections come batch by batch, in the order of the batch's rows
@@ -237,6 +237,16 @@ def _begins_anew(texts: Sequence[str]) -> bool:
     """Whether what the last text adds begins with white space."""
     added = texts[-1][len(texts[-2]) :]
     return added[:1].isspace() or not added
+
+
+def _all(
+    corrector: Corrector, lists: Sequence[NBestList], audio: Sequence[Given] | None = None
+) -> Iterator[Correction]:
+    """Corrections of lists, none of which may fail: a recording is corrected as a whole."""
+    for found, failed in corrector.outcomes(lists, audio):
+        if failed is not None:
+            raise failed.problem
+        yield found
 
 
 def _words_of_text(one: Correction) -> list[DecidedWord]:

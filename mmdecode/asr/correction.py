@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ from mmdecode.errors import (
 )
 from mmdecode.files import write_file
 from mmdecode.frontdoor import generate
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Draft, Guide
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 
 SETTINGS = "corrector.json"
 """What a trained corrector's folder says of its prompts."""
+
+ADVICE = "use a smaller batch_size, or show the model fewer hypotheses"
+"""What to do where a list needs more memory than there is."""
 
 NO_LABEL = -100
 """A label that no loss looks at."""
@@ -394,6 +398,8 @@ class Correction:
         tokens: Length of the answer, its end included.
         preference: Log-probability of the answer less that of the first hypothesis as the answer,
             in nats; ``None``: it was not asked for.
+        error: Why the list failed, where the first hypothesis is handed on; ``None``: it did not.
+        kind: Name of the error's class.
     """
 
     id: str
@@ -404,6 +410,8 @@ class Correction:
     refused: str | None = None
     tokens: int = 0
     preference: float | None = None
+    error: str | None = None
+    kind: str | None = None
 
     @property
     def edited(self) -> bool:
@@ -543,19 +551,45 @@ class Corrector:
                 ``mm_inputs["audio"]``.
 
         Returns:
-            One correction per list, in order.
+            One correction per list, in order, with an ``error`` where one failed.
 
         Raises:
             OptionError: There is not one recording per list.
+            MMDecodeError: An error of the configuration: all lists fail by it.
         """
         return sorted(self.corrections(lists, audio), key=lambda found: found.index)
 
     def corrections(
-        self, lists: Sequence[NBestList], audio: Sequence[Any] | None = None
+        self,
+        lists: Sequence[NBestList],
+        audio: Sequence[Any] | None = None,
+        *,
+        watch: Watch | None = None,
     ) -> Iterator[Correction]:
         """Like a call, but yields corrections as their batches end; lists of a length go together.
 
         A caller that writes them down as they come can leave out those it has.
+
+        Args:
+            lists: See a call.
+            audio: See a call.
+            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+        """
+        watch = Watch() if watch is None else watch
+        yield from watch.released(self.outcomes(lists, audio, watch))
+
+    def outcomes(
+        self,
+        lists: Sequence[NBestList],
+        audio: Sequence[Any] | None = None,
+        watch: Watch | None = None,
+    ) -> Iterator[tuple[Correction, Failed | None]]:
+        """Corrections as their batches end, each with why its list failed, whatever it raised.
+
+        Args:
+            lists: See a call.
+            audio: See a call.
+            watch: See `corrections`.
         """
         if audio is not None and len(audio) != len(lists):
             raise OptionError(
@@ -564,12 +598,15 @@ class Corrector:
         asked: list[tuple[int, list[int]]] = []
         for index, one in enumerate(lists):
             if not any(words_of(text) for text in one.hypotheses):
-                yield Correction(id=one.id, index=index, text=one.best, best=one.best)
+                yield Correction(id=one.id, index=index, text=one.best, best=one.best), None
                 continue
-            ids = self.prompts.prompt(one.hypotheses)
+            ids = tried(partial(self.prompts.prompt, one.hypotheses), ADVICE)
+            if isinstance(ids, Failed):
+                yield _failure(one, index, ids), ids
+                continue
             room = 0 if self.seq2seq else self.max_new_tokens
             if self._places is not None and len(ids) + room > self._places:
-                yield Correction(
+                refused = Correction(
                     id=one.id,
                     index=index,
                     text=one.best,
@@ -577,19 +614,43 @@ class Corrector:
                     refused=f"the prompt has {len(ids)} tokens, which with an answer of up to "
                     f"{self.max_new_tokens} is more than the model's {self._places} positions",
                 )
+                yield refused, None
                 continue
             asked.append((index, ids))
         asked.sort(key=lambda row: len(row[1]))
         for start in range(0, len(asked), self.batch_size):
-            batch = asked[start : start + self.batch_size]
-            chosen = [lists[index] for index, _ in batch]
-            heard = None if audio is None else [audio[index] for index, _ in batch]
-            answers = self._answers(chosen, [ids for _, ids in batch], heard)
-            preferences: Sequence[float | None] = [None] * len(batch)
-            if self.copy_below is not None:
-                preferences = self._preferences(chosen, answers)
-            for row, one, answer, gain in zip(batch, chosen, answers, preferences, strict=True):
-                yield self._judged(row[0], one, answer, gain)
+            for (index, _), found in each(
+                asked[start : start + self.batch_size],
+                lambda batch: self._batch(batch, lists, audio),
+                advice=ADVICE,
+                name=lambda row: lists[row[0]].id,
+                watch=watch,
+                attempt=self.stats.attempt,
+            ):
+                if isinstance(found, Failed):
+                    yield _failure(lists[index], index, found), found
+                else:
+                    yield found, None
+
+    def _batch(
+        self,
+        batch: Sequence[tuple[int, list[int]]],
+        lists: Sequence[NBestList],
+        audio: Sequence[Any] | None,
+    ) -> list[Correction]:
+        """Corrections of a batch: of places in the input, each with its prompt."""
+        chosen = [lists[index] for index, _ in batch]
+        heard = None if audio is None else [audio[index] for index, _ in batch]
+        answers = self._answers(chosen, [ids for _, ids in batch], heard)
+        preferences: Sequence[float | None] = [None] * len(batch)
+        if self.copy_below is not None:
+            preferences = self._preferences(chosen, answers)
+        return [
+            self._judged(index, one, answer, gain)
+            for (index, _), one, answer, gain in zip(
+                batch, chosen, answers, preferences, strict=True
+            )
+        ]
 
     @torch.no_grad()
     def _answers(
@@ -680,6 +741,12 @@ class Corrector:
             tokens=len(answer),
             preference=preference,
         )
+
+
+def _failure(one: NBestList, index: int, failed: Failed) -> Correction:
+    return Correction(
+        id=one.id, index=index, text=one.best, best=one.best, error=failed.error, kind=failed.kind
+    )
 
 
 def load(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.n_best_methods import Method, ModelRow, Parts
 
+SHOWN = 5  # failures listed one by one
 Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
 """What models made of the lists of a set, by set and source, then by list."""
 
@@ -156,8 +157,15 @@ def nbest(
                 )
             )
         files = save_reports(reports, output, overwrite) if output else []
+    failures = [
+        {"data": one.data, "method": name, "id": which, "error": error}
+        for one in reports
+        for name, output in one.outputs.items()
+        for which, error in output.failed.items()
+    ]
     if json:
-        emit_json({"task": "nbest", "sets": [one.summary for one in reports], "files": files})
+        sets_told = [one.summary for one in reports]
+        emit_json({"task": "nbest", "sets": sets_told, "failures": failures, "files": files})
     else:
         show_tables([joined_rows(reports)])
         for report in reports:
@@ -168,6 +176,11 @@ def nbest(
         print_line(f"--limit {limit}: a smoke test, not a result to report", console, "yellow")
     for path in files:
         print_line(str(path), console, "bold")
+    for one in failures[:SHOWN]:
+        print_line("failed ({method}): {data}: {id}: {error}".format(**one), console, "red")
+    if failures:
+        print_line(f"{len(failures)} failed; their first hypotheses count", console)
+        raise typer.Exit(1)
 
 
 COMMANDS = (nbest,)
@@ -223,6 +236,8 @@ def _rows(
         )
     found: Rows = {}
     for row in journal.done.values() if journal else ():
+        if row.error is not None:
+            continue  # it is tried again
         found.setdefault((row.data, row.source), {})[row.id] = row
     try:
         for source in dict.fromkeys(method.source for method in methods if method.source):
@@ -248,6 +263,7 @@ def _made(
     from mmdecode.asr.correction import Corrector
     from mmdecode.asr.selection import TextScorer
     from mmdecode.evaluation.n_best_methods import corrected, scored
+    from mmdecode.runs.items import Watch
 
     todo = {
         name: [
@@ -266,10 +282,11 @@ def _made(
     # thresholds are laid on preferences later, on the development part
     told = {"copy_below": -math.inf} if kind == "corrector" else {}
     loaded = load(model, device=device, dtype=dtype, batch_size=batch_size, **told)
+    watch = Watch()
     with progress_bar() as bar:
         task = bar.add_task(source, total=sum(map(len, todo.values())))
         for name, lists in todo.items():
-            for row in made(loaded, lists, name, source):
+            for row in made(loaded, lists, name, source, watch):
                 yield row
                 bar.advance(task)
 

@@ -25,6 +25,7 @@ from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.modes import MODES, decoder_of
 from mmdecode.image_ar.painters import reread
+from mmdecode.runs.items import Watch
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"
@@ -185,6 +186,7 @@ class Recorder:
             )
             for mode in modes
         }
+        self._watches = {mode.name: Watch() for mode in modes}
         self.requests = self.generators[self.modes[0].name].requests(conditions)
 
     @property
@@ -223,7 +225,9 @@ class Recorder:
                 todo = [
                     one for one in batch if (mode.name, one.condition, one.ordinal) not in found
                 ]
-                for image in self.generators[mode.name].images(todo):
+                for image in self.generators[mode.name].images(
+                    todo, watch=self._watches[mode.name]
+                ):
                     row = row_of(mode.name, image)
                     found[_key(row)] = row
                     if journal:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correction import edits_of, words_of
+from mmdecode.asr.correction import ADVICE, edits_of, words_of
 from mmdecode.asr.n_best_lists import NBestList, split
 from mmdecode.asr.selection import (
     Choice,
@@ -31,6 +31,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.n_best import Aligner, reference_of
 from mmdecode.evaluation.substitutions import Rule, fitted
 from mmdecode.files import complete_lines
+from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction import Correction, Corrector
@@ -150,6 +151,7 @@ class ModelRow:
         text: Of a corrector: what it hands on.
         refused: Why its answer was not handed on; ``None``: it was.
         preference: Of a corrector: how much it prefers its answer to the first hypothesis, in nats.
+        error: Why the list failed; ``None``: it did not.
     """
 
     data: str
@@ -160,6 +162,7 @@ class ModelRow:
     text: str | None = None
     refused: str | None = None
     preference: float | None = None
+    error: str | None = None
 
     @property
     def means(self) -> list[float]:
@@ -189,26 +192,52 @@ def read_model_rows(path: Path) -> Iterator[ModelRow]:
 
 
 def scored(
-    scorer: TextScorer, lists: Sequence[NBestList], data: str, source: str
+    scorer: TextScorer,
+    lists: Sequence[NBestList],
+    data: str,
+    source: str,
+    watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Rows of a language model."""
-    for start in range(0, len(lists), _AT_ONCE):
-        some = lists[start : start + _AT_ONCE]
-        for one, scores in zip(some, scorer.of_lists(some), strict=True):
-            yield ModelRow(
-                data=data,
-                source=source,
-                id=one.id,
-                totals=[score.total for score in scores],
-                tokens=[score.tokens for score in scores],
-            )
+    """Rows of a language model; a list that raises has an error, whatever it is.
+
+    Args:
+        scorer: The model.
+        lists: What is scored.
+        data: Name of the set.
+        source: See `ModelRow`.
+        watch: Of the job, where it scores several sets.
+
+    Raises:
+        MMDecodeError: An error of the configuration: all lists fail by it.
+    """
+    watch = Watch() if watch is None else watch
+
+    def outcomes() -> Iterator[tuple[ModelRow, Failed | None]]:
+        for start in range(0, len(lists), _AT_ONCE):
+            some = lists[start : start + _AT_ONCE]
+            for one, scores in each(
+                some, scorer.of_lists, advice=ADVICE, name=lambda one: one.id, watch=watch
+            ):
+                row = ModelRow(data=data, source=source, id=one.id)
+                if isinstance(scores, Failed):
+                    yield replace(row, error=scores.error), scores
+                    continue
+                totals = [score.total for score in scores]
+                tokens = [score.tokens for score in scores]
+                yield replace(row, totals=totals, tokens=tokens), None
+
+    yield from watch.released(outcomes())
 
 
 def corrected(
-    corrector: Corrector, lists: Sequence[NBestList], data: str, source: str
+    corrector: Corrector,
+    lists: Sequence[NBestList],
+    data: str,
+    source: str,
+    watch: Watch | None = None,
 ) -> Iterator[ModelRow]:
-    """Rows of a corrector, as its batches end."""
-    found: Iterable[Correction] = corrector.corrections(lists)
+    """Rows of a corrector, as its batches end; see `scored`."""
+    found: Iterable[Correction] = corrector.corrections(lists, watch=watch)
     for one in found:
         yield ModelRow(
             data=data,
@@ -217,6 +246,7 @@ def corrected(
             text=one.text,
             refused=one.refused,
             preference=one.preference,
+            error=one.error,
         )
 
 
@@ -246,6 +276,7 @@ class Output:
         minimum: Errors that a rule of the table must have saved; ``None``: no rule was learned.
         rules: Of the table; ``None``: the method has none.
         refused: Answers of a corrector that were not handed on.
+        failed: Why lists failed, by id; of them the first hypothesis is handed on.
     """
 
     texts: list[str]
@@ -255,6 +286,7 @@ class Output:
     minimum: int | None = None
     rules: Sequence[Rule] | None = field(default=None, repr=False)
     refused: int | None = None
+    failed: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -280,7 +312,7 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
         rows: What its model made of the development and test lists, by id.
 
     Raises:
-        InputError: It needs scores that the lists do not have.
+        InputError: It needs scores that none of the lists has.
         OptionError: It must be fixed and there is no development part.
     """
     if method.kind == FIRST:
@@ -298,19 +330,54 @@ def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, M
     edit = _EDITS[method.kind]
     if weight is not None:
         edit = partial(edit, weight=weight)
-    proposed = [edit(one, rows.get(one.id)) for one in parts.test]
-    found: dict[str, Any] = {"texts": [one.text for one in proposed], "weight": weight}
+    failed: dict[str, str] = {}
+    proposed = _edited(edit, parts.test, rows, failed)
+    found: dict[str, Any] = {
+        "texts": [one.text for one in proposed],
+        "weight": weight,
+        "failed": failed,
+    }
     if method.kind == "corrector":
         found["refused"] = sum(rows[one.id].refused is not None for one in parts.test)
     if parts.development:
-        tried = [edit(one, rows.get(one.id)) for one in parts.development]
-        threshold = copy_threshold(parts.development, tried, aligner)
+        edits = _edited(edit, parts.development, rows, failed)
+        threshold = copy_threshold(parts.development, edits, aligner)
         found["threshold"] = threshold
         found["held"] = [
             edited.text if edited.gain >= threshold else one.best
             for one, edited in zip(parts.test, proposed, strict=True)
         ]
     return Output(**found)
+
+
+def _edited(
+    edit: Callable[..., Edit],
+    lists: Sequence[NBestList],
+    rows: Mapping[str, ModelRow],
+    failed: dict[str, str],
+) -> list[Edit]:
+    """Edits of lists; one that raises keeps its first hypothesis, and the error goes to ``failed``.
+
+    Raises:
+        Exception: Every list failed without its model: what the first one raised.
+    """
+    found: list[Edit] = []
+    problems: list[Exception] = []
+    for one in lists:
+        row = rows.get(one.id)
+        if row is not None and row.error is not None:
+            failed[one.id] = row.error
+            found.append(Edit(one.best, 0.0))
+            continue
+        made = tried(partial(edit, one, row), ADVICE)
+        if isinstance(made, Failed):
+            failed[one.id] = made.error
+            problems.append(made.problem)
+            made = Edit(one.best, 0.0)
+        found.append(made)
+    if problems and len(problems) == len(lists):
+        raise problems[0]
+    return found
 
 
 def copy_threshold(lists: Sequence[NBestList], edits: Sequence[Edit], aligner: Aligner) -> float:
@@ -349,9 +416,10 @@ def _weight(lists: Sequence[NBestList], aligner: Aligner, rows: Mapping[str, Mod
     """Of `WEIGHTS` the one with the fewest errors, of equals the smallest."""
 
     def errors(weight: float) -> int:
+        edits = _edited(partial(_joined, weight=weight), lists, rows, {})
         return sum(
-            aligner.errors(reference_of(one), _joined(one, rows[one.id], weight).text)
-            for one in lists
+            aligner.errors(reference_of(one), edited.text)
+            for one, edited in zip(lists, edits, strict=True)
         )
 
     return min(WEIGHTS, key=errors)

@@ -130,6 +130,7 @@ class NBestReport:
             "oracles": self._oracles(),
             "methods": {mode: self._method(mode) for mode in self.texts},
             "fixed": {name: one.fixed for name, one in self.outputs.items() if one.fixed},
+            "failed": {name: len(one.failed) for name, one in self.outputs.items() if one.failed},
             "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
             "conditions": self.conditions,
         }
@@ -214,6 +215,10 @@ class NBestReport:
         ]
         if fixed:
             parts.append(f"fixed before the test: {'; '.join(fixed)}")
+        parts += [
+            f"{count} lists failed under {name}: their first hypotheses count"
+            for name, count in found["failed"].items()
+        ]
         if self.conditions.get("limit"):
             parts.append("only a part of the set was scored: not a result to report")
         return "; ".join(parts)

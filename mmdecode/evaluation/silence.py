@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,11 @@ class SilenceReport:
     Attributes:
         modes: Names, the baseline first.
         classes: Of non-speech, in order.
+        left_out: Classes of which some mode could read no recording: nothing is said of them.
         speech: Word error reports by set.
 
     Raises:
-        OptionError: There is no sample of non-speech, or a class that no mode could read.
+        OptionError: There is no sample of non-speech that every mode could read.
     """
 
     def __init__(
@@ -124,9 +125,16 @@ class SilenceReport:
                 spoken.setdefault(name, []).append(sample)
             else:
                 self._of.setdefault((name, sample.mode), []).append(sample)
-        self.classes = list(dict.fromkeys(name for name, _ in self._of))
-        if not self.classes:
+        names = list(dict.fromkeys(name for name, _ in self._of))
+        if not names:
             raise OptionError("there is no recording without speech; expected at least one")
+        self.left_out = [name for name in names if not all(map(self._known(name), self.modes))]
+        self.classes = [name for name in names if name not in self.left_out]
+        if not self.classes:
+            raise OptionError(
+                f"no recording without speech could be read in every mode, of {', '.join(names)}; "
+                "see the errors of the samples"
+            )
         self.speech = {
             name: WERReport(
                 found, normaliser=normaliser, only_scored=True, resamples=resamples, seed=seed
@@ -154,11 +162,13 @@ class SilenceReport:
             found[mode] = one
         return found
 
+    def _known(self, name: str) -> Callable[[str], list[Sample]]:
+        """From a mode to its samples of a class that did not fail."""
+        return lambda mode: [s for s in self._of.get((name, mode), ()) if s.error is None]
+
     def _heard(self, name: str, mode: str) -> Heard:
         normalise = normaliser_of(self.normaliser)
-        known = [sample for sample in self._of[name, mode] if sample.error is None]
-        if not known:
-            raise OptionError(f"{mode!r} could read no recording of {name!r}; see its errors")
+        known = self._known(name)(mode)
         words = [len(units(normalise(sample.pred_text))) for sample in known]
         minutes = [(sample.duration or 0.0) / 60 for sample in known]
         drawn = resampled_sums(np.array([words, minutes]).T, self.resamples, self.seed)
@@ -220,6 +230,7 @@ class SilenceReport:
                 for name, report in self.speech.items()
             },
             "verdicts": self.verdicts,
+            "left_out": self.left_out,
             "conditions": self.conditions,
         }
 
@@ -272,6 +283,8 @@ class SilenceReport:
             f"{self.modes[0]!r} (+), or at most {MOST:g} a minute where it has fewer than {FEW:g}, "
             "and word errors on speech not worse beyond their interval"
         ]
+        if self.left_out:
+            parts.append(f"left out, since no recording could be read: {', '.join(self.left_out)}")
         for mode, found in self.verdicts.items():
             missed = ", ".join(found["missed"]) or "nothing"
             worse = f"; worse on {', '.join(found['worse_speech'])}" * bool(found["worse_speech"])

@@ -23,6 +23,8 @@ from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.draft.source import Source
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
 from tests.asr.correctors import LISTS, TEMPLATE, Writes, model, tokenizer
+from tests.faults import ERRORS, FEW, Faulty
+from tests.faults import said as said_of
 
 FAMILIES = ("llama", "t5", "bart")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -257,7 +259,9 @@ def test_rows_of_a_results_file_hold_all_but_the_place():
     [found] = corrector()(LISTS[:1])
     row = found.as_dict()
     assert json.loads(json.dumps(row)) == row
-    assert set(row) == {"id", "text", "best", "raw", "refused", "tokens", "preference"}
+    assert set(row) == {
+        "id", "text", "best", "raw", "refused", "tokens", "preference", "error", "kind",
+    }  # fmt: skip
 
 
 # How sure
@@ -442,3 +446,53 @@ def test_options_are_kept_whole(tmp_path):
     options.save(tmp_path)
     assert PromptOptions(**PromptOptions.kept(str(tmp_path))) == options
     assert dataclasses.asdict(options) == PromptOptions.kept(str(tmp_path))
+
+
+# Lists that raise
+
+
+def words_of_ids(ctx):
+    return ctx.mm_inputs["source_ids"]
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("stage", ["prompt", "begin", "propose", "text"])
+def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
+    bad, error = LISTS[2], ERRORS[name]
+    plain = corrector()
+    expected = [one for one in plain(LISTS) if one.id != bad.id]
+    ids = [plain.prompts.answer(text) for text in plain.prompts.shown(bad.hypotheses)]
+    [answer] = plain([bad])
+    faulty = Faulty(lambda ctx: ids in words_of_ids(ctx), error, stage)
+    failing = corrector(draft=faulty, batch_size=4)
+    own = failing.prompts
+    if stage == "prompt":
+        monkeypatch.setattr(
+            own, "prompt", raising(own.prompt, error, lambda h: h == bad.hypotheses)
+        )
+    if stage == "text":
+        said = raising(own.text, error, lambda found: plain.prompts.text(found) == answer.raw)
+        monkeypatch.setattr(own, "text", said)
+    found = failing(LISTS)
+    failed = found.pop(2)
+    assert found == expected
+    text, kind = said_of(name)
+    assert text in failed.error and failed.kind == kind and failed.text == bad.best
+    assert failing.stats.tokens == sum(one.tokens for one in expected)
+
+
+def raising(run, error, is_bad):
+    def called(given):
+        if is_bad(given):
+            raise error()
+        return run(given)
+
+    return called
+
+
+def test_an_error_of_the_configuration_that_all_lists_have_is_the_callers():
+    def error():
+        return OptionError("a=1; expected 2")
+
+    with pytest.raises(OptionError, match="a=1"):
+        corrector(draft=Faulty(lambda ctx: True, error))(LISTS)

@@ -68,10 +68,12 @@ class Copier:
         assert options == {"dtype": "float32", "batch_size": 16, "copy_below": -math.inf}
         return cls()
 
-    def corrections(self, lists):
+    def corrections(self, lists, watch=None):
         type(self).asked += len(lists)
         for one in lists:
-            yield SimpleNamespace(id=one.id, text=one.best, refused=None, preference=None)
+            yield SimpleNamespace(
+                id=one.id, text=one.best, refused=None, preference=None, error=None
+            )
 
 
 class Lengths:
@@ -144,6 +146,53 @@ def test_models_are_loaded_by_their_folder(data, tmp_path):
     # what a random model writes is no transcript
     assert found["fixed"][f"corrector:{model}"]["refused"] == found["test"]
     assert found["methods"][f"corrector:{model}"]["edited"] == 0
+
+
+class Stumbling(Lengths):
+    """A language model that raises at some lists."""
+
+    bad = ()
+
+    def of_lists(self, lists):
+        if any(one.id in self.bad for one in lists):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().of_lists(lists)
+
+
+def test_a_list_at_which_a_model_raises_keeps_its_first_hypothesis(data, monkeypatch, tmp_path):
+    monkeypatch.setattr(selection, "TextScorer", Stumbling)
+    parts = parts_of(read_lists(data), 0.0, 0.5)
+    bad = [parts.test[1].id, parts.development[0].id]
+    args = ["--data", data, "--methods", "lm:small,lm+scores:small,table", "--out", tmp_path / "r"]
+    monkeypatch.setattr(Stumbling, "bad", bad)
+    result = run(*args, "--json", ok=False)
+    assert result.exit_code == 1
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert {(one["method"], one["id"]) for one in told["failures"]} == {
+        (f"{kind}:small", name) for kind in ("lm", "lm+scores") for name in bad
+    }
+    assert "not enough memory" in told["failures"][0]["error"]
+    assert "4 failed; their first hypotheses count" in result.stderr
+    [found] = told["sets"]
+    assert found["failed"] == {"lm:small": 2, "lm+scores:small": 2}
+    texts = [json.loads(line) for line in (tmp_path / "r" / "texts.jsonl").read_text().splitlines()]
+    row = next(one for one in texts if one["id"] == bad[0])
+    assert row["texts"]["lm:small"] == row["texts"]["1best"]
+    monkeypatch.setattr(Stumbling, "bad", ())
+    again = run(*args, "--resume", "--json")
+    [whole] = summary_of(again)
+    assert not whole["failed"] and len(texts) == whole["test"] == found["test"]
+    assert whole["methods"]["table"] == found["methods"]["table"]
+
+
+def test_a_list_without_scores_fails_alone(tmp_path):
+    lists = some_lists()
+    bad = parts_of(lists, 0.0, 0.5).test[0].id
+    kept = [NBestList(o.id, o.hypotheses, None, o.reference) if o.id == bad else o for o in lists]
+    write_lists(kept, tmp_path / "toy.jsonl")
+    result = run("--data", tmp_path / "toy.jsonl", "--methods", "mbr+scores,table", ok=False)
+    assert result.exit_code == 1 and "1 failed" in result.stderr
+    assert f"failed (mbr+scores): toy: {bad}: the list {bad!r} has no scores" in result.stderr
 
 
 def test_the_table_goes_below_the_oracle_of_lists_that_never_have_the_convention(data):

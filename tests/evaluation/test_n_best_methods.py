@@ -164,9 +164,11 @@ def test_weighted_votes_need_scores():
 class Copier:
     """Hands hypothesis 1 on, as batches of a real one end: not in order."""
 
-    def corrections(self, lists):
+    def corrections(self, lists, watch=None):
         for one in reversed(lists):
-            yield SimpleNamespace(id=one.id, text=one.best, refused=None, preference=0.0)
+            yield SimpleNamespace(
+                id=one.id, text=one.best, refused=None, preference=0.0, error=None
+            )
 
 
 def test_a_corrector_that_copies_is_the_first_hypothesis():

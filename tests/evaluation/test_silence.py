@@ -189,6 +189,16 @@ def test_loops_are_counted_and_failures_left_out():
         SilenceReport([spoken("plain", 0)], resamples=20)
 
 
+def test_a_class_that_could_not_be_read_is_left_out_and_the_others_are_scored():
+    samples = [heard(mode, "noise", 3, 0) for mode in ("plain", "other")]
+    samples += [heard("plain", "hum", 3, 0), heard("other", "hum", 0, 0, error="broken")]
+    found = SilenceReport(samples, resamples=20)
+    assert found.classes == ["noise"] and found.summary["left_out"] == ["hum"]
+    assert "left out, since no recording could be read: hum" in found.about()
+    with pytest.raises(OptionError, match="in every mode, of hum"):
+        SilenceReport(samples[2:], resamples=20)
+
+
 # The command
 
 

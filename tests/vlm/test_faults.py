@@ -141,12 +141,11 @@ def test_what_fits_no_question_is_the_jobs_error(model, processor, kit):
     assert len(told(one, requests(kit))) == len(TEXTS)
 
 
-@pytest.mark.slow
 def test_a_question_that_no_prompt_holds_fails_alone_and_quickly(model, processor, kit, expected):
-    long = Request("long", 9, "What is beside the star? " * 120_000, (), named=True)
+    long = Request("long", 9, "What is beside the star? " * 6_000, (), named=True)
     answerer = Answerer(model, processor)
     asked = [*(one for one in requests(kit) if one.index != BAD), long]
     found = {a.id: a for a in answerer.answers(asked, max_new_tokens=3, text_only=True)}
     failed = found.pop("long")
-    assert "memory" in failed.error
+    assert "shorten the prompt" in failed.error
     assert {name: answer.token_ids for name, answer in found.items()} == expected
