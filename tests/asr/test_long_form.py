@@ -58,7 +58,8 @@ class Greedy:
     """Takes the best token at every temperature, so that attempts can be compared exactly."""
 
     def __init__(self):
-        self.decoder, self.calls, self.stats = Decoder(), [], None
+        self.decoder, self.calls = Decoder(), []
+        self.stats = self.decoder.stats
 
     def __call__(self, model, input_ids, *, generation_config, mm_request=None, **kwargs):
         config = copy.copy(generation_config)

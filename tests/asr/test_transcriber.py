@@ -63,7 +63,7 @@ def test_what_the_model_cannot_do_is_refused(folder, model, processor, kit):
         Transcriber.from_pretrained(folder, language="xx")
     with pytest.raises(OptionError, match="did you mean 'batch_size'"):
         Transcriber.from_pretrained(folder, batchsize=3)
-    with pytest.raises(OptionError, match="expected float32"):
+    with pytest.raises(OptionError, match="expected auto, fp32"):
         Transcriber.from_pretrained(folder, dtype="int8")
     with pytest.raises(UnknownNameError, match="lookup"):
         Transcriber.from_pretrained(folder, draft="look", device="cpu")

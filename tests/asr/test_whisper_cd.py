@@ -241,7 +241,7 @@ def test_the_gate_reads_the_no_speech_probability_of_the_transcriber(
     options = make_options(
         {"prompt": prompt, "no_speech_threshold": 1.0, "logprob_threshold": -100.0}
     )
-    segments = Transcriber(model, processor, Decoder(seed=0), options)(clip).segments
+    segments = Transcriber(model, processor, Decoder(seed=0), options)(waves[1]).segments
     known = segments[0].no_speech_prob
     begin = processor.tokenizer.convert_tokens_to_ids("<|0.00|>")
     said = []

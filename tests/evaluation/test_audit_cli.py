@@ -122,5 +122,5 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         run("--temperature", 0.5)
     with pytest.raises(OptionError, match="leave --draft"):
         run("--tokens", tmp_path / "x", "--draft", "medusa")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be loaded"):
         run("--model", tmp_path)

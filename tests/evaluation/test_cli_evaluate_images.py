@@ -43,6 +43,7 @@ from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
+from mmdecode.runs.items import Failed
 from tests.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
@@ -213,7 +214,7 @@ def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
     def images(self, requests, **options):
         for image in original(self, requests, **options):
             if image.ordinal == 1 and image.condition == 2 and self.law == "heuristic":
-                yield self._failed(requests[image.index % 4], 0, InputError("lost"))
+                yield self._failed(requests[image.index % 4], 0, Failed.of(InputError("lost"), ""))
             else:
                 yield image
 

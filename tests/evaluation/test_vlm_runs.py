@@ -187,7 +187,7 @@ def test_rows_hold_what_a_scorer_needs(recorder, model, processor):
     for item in questions()[:3]:
         row = vcd[item.id]
         text = f"{item.question} Yes or no?"
-        [answer] = guided(picture(int(item.image)), text, max_new_tokens=3, trace=True)
+        answer = guided(picture(int(item.image)), text, max_new_tokens=3, trace=True)
         assert (row.output, row.tokens) == (answer.text, len(answer.token_ids))
         assert row.prompt_hash == text_hash(f"USER: <image>\n{text} ASSISTANT:")
         margins = answer.margins
@@ -299,7 +299,7 @@ def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
     for item in questions():
         row = of(rows, "vcd:alpha=9,beta=0")[item.id]
         [answer] = guided(
-            picture(int(item.image)), item.question, ids=[item.id], max_new_tokens=3, trace=True
+            [picture(int(item.image))], item.question, ids=[item.id], max_new_tokens=3, trace=True
         )
         steps = [step for one in answer.trace for step in one.steps]
         assert row.changed == sum(step.changed for step in steps) <= row.tokens == len(steps)

@@ -692,7 +692,7 @@ def test_calls_that_make_no_sense_are_refused(model, options, error, message):
         ({"refiner": "zoo:x"}, OptionError, "a refiner is for next-scale models"),
         ({"grid": (3, 3)}, OptionError, "draws images of one size"),
         ({"device": "cuda:9"}, OptionError, "cannot be used"),
-        ({"dtype": "int8"}, OptionError, "expected float32"),
+        ({"dtype": "int8"}, OptionError, "expected auto, fp32"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(classes, options, error, message):

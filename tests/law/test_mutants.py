@@ -432,7 +432,7 @@ MASKS = {
         "((relative < 0) | (relative >= width))[:, None]",
     ),
     "padding": ("seen &= (slots >= pads[:, None])[:, None]", "seen &= (slots >= 0)[None, None]"),
-    "later_tokens": ("distance >= 0", "distance >= -1"),
+    "later_tokens": ("seen = where <= last", "seen = where <= last + 1"),
     "siblings": (
         "ancestors.expand(len(begin), -1, -1)",
         "torch.ones_like(ancestors).tril().expand(len(begin), -1, -1)",
@@ -441,7 +441,7 @@ MASKS = {
 
 
 def test_a_chain_that_forgets_what_is_before_it_is_found(monkeypatch):
-    forgets = ("distance >= 0", "(distance >= 0) & (relative >= 0)[:, None]")
+    forgets = ("seen = where <= last", "seen = (where <= last) & (where >= 0)")
     monkeypatch.setattr(branch, "block_mask", edited(branch.block_mask, *forgets))
     rejected(unguided_bytes)
 

@@ -271,7 +271,7 @@ def test_the_command_trains_from_files_and_leaves_the_test_part_alone(tmp_path, 
     arguments = ["train", "corrector", "--model", str(tmp_path / "base"), "--method", "full"]
     arguments += ["--data", str(tmp_path / "one.jsonl.gz"), "--data", str(tmp_path / "two.jsonl")]
     arguments += ["--out", str(tmp_path / "out"), "--steps", "4", "--batch-size", "4", "--json"]
-    arguments += ["--template", TEMPLATE, "--count", "2"]
+    arguments += ["--template", TEMPLATE, "--n-best", "2"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     card = json.loads(done.stdout.splitlines()[-1])

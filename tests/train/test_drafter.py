@@ -410,7 +410,7 @@ def test_medusa_heads_of_a_model_that_hears_nothing_are_a_kind_of_drafter(tmp_pa
     table = tmp_path / "questions.jsonl"
     table.write_text("{}\n")
     given = "medusa --model zoo:llava-scenes --heads 3 --limit 7 --seed 2 --data"
-    words = [*given.split(), str(table), "--out", str(tmp_path)]
+    words = [*given.split(), str(table), "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     assert asked == [("zoo:llava-scenes", str(table), "medusa", 3, 2, 7)]

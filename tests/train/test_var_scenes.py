@@ -201,6 +201,8 @@ def test_a_share_of_the_classes_is_left_out(made, tmp_path, monkeypatch, share):
 @pytest.mark.parametrize(("device", "batch"), [("cpu", 16), ("cuda", 64)])
 def test_the_command_runs_the_recipe(tmp_path, monkeypatch, device, batch):
     asked = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(var_scenes, "run", lambda *given: asked.append(given) or {"folder": ""})
     command = ["train", "zoo", "var-scenes", "--work", str(tmp_path), "--device", device, "--json"]
     result = CliRunner().invoke(app, command)
@@ -210,7 +212,9 @@ def test_the_command_runs_the_recipe(tmp_path, monkeypatch, device, batch):
     assert (options.device, options.fitting.batch) == (device, batch)
 
 
-def test_a_recipe_of_the_cpu_alone_refuses_another_device(tmp_path):
+def test_a_recipe_of_the_cpu_alone_refuses_another_device(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     command = ["train", "zoo", "joined-words", "--work", str(tmp_path), "--device", "cuda"]
     result = CliRunner().invoke(app, command)
     assert "--device cuda for joined-words, which learns on the CPU" in str(result.exception)
