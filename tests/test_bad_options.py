@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from mmdecode.cli.app import main
 from mmdecode.cli.output import console
 from mmdecode.zoo.speech import speech_test
-from tests.test_options import LEAVES
+from tests.support.commands import all_commands
 
 ROOT = Path(__file__).parents[1]
+LEAVES = all_commands()
 BASES = {
     "demo": "vlm --limit 1",
     "transcribe": "CLIP --max-new-tokens 2",

@@ -8,24 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from mmdecode.cli import transcribe
-from mmdecode.cli.app import COMMANDS, _load, app, main
+from mmdecode.cli.app import app, main
 from mmdecode.cli.output import console
 from mmdecode.cli.shared import given_in, with_devices
 from mmdecode.errors import InputError, OptionError
+from tests.support.commands import all_commands
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()
 
 
-def leaves(name: str, command: Any) -> Any:
-    """A command's name and itself, or those of its sub-commands."""
-    if hasattr(command, "commands"):
-        for inner, sub in command.commands.items():
-            yield from leaves(f"{name} {inner}", sub)
-    else:
-        yield name, command
-
-
-LEAVES = dict(pair for name in COMMANDS for pair in leaves(name, _load(name)))
+LEAVES = all_commands()
 
 
 @pytest.mark.parametrize("name", LEAVES)

@@ -70,6 +70,11 @@ def test_own_files_of_any_kind_are_noticed(own, given, instead):
         {"data": "zoo:scenes", "model": "zoo:llava-scenes"},
         {"data": None, "model": "zoo:llamagen-scenes", "names": ["ring"]},
         {"what": "speech", "model": None},
+        {
+            "paths": ["photo.png"],
+            "model": "zoo:scene-classifier",
+        },  # refused later
+        {"paths": ["talk.ogg"], "model": "zoo:nobody"},
     ],
 )
 def test_real_models_and_what_ships_go_without_a_word(own, given):

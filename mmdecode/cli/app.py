@@ -7,10 +7,10 @@ A sub-command lives in ``mmdecode/cli/<module>.py`` and offers one of two things
 
 Its line in ``COMMANDS`` gives the help shown by ``mmdecode --help``, so that this needs no import
 of torch; a command whose file does not exist is not listed. Every command takes ``--json``
-(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set; what those that load
-models share is added by ``models.with_models``. Errors are raised as
-classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. Code 1 is for a command
-that finished with failures among its items (``raise typer.Exit(1)``).
+(``output.JsonFlag``) and ends with ``output.emit_json`` when it is set; options and checks that
+commands share are added by ``shared`` and, for those that load models, ``models``. Errors are
+raised as classes of ``mmdecode.errors``; ``main`` prints them and exits with code 2. Code 1 is for
+a command that finished with failures among its items (``raise typer.Exit(1)``).
 """
 
 from __future__ import annotations

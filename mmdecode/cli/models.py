@@ -106,11 +106,12 @@ def toy_note(given: dict[str, Any]) -> str | None:
         return None
     named = [value for name in MODELS for value in _texts(given.get(name))]
     found = [name for value in named for name in re.findall(r"zoo:([\w-]+)", value)]
-    toys = list(dict.fromkeys(name for name in found if name in zoo_names()))
-    if not toys:
+    toys = {name: INSTEAD.get(name.partition("-")[0]) for name in found if name in zoo_names()}
+    real = {name: instead for name, instead in toys.items() if instead}
+    if not real:  # none that the command could run
         return None
-    shown = " and ".join(f"zoo:{name}" for name in toys)
-    instead = " and ".join(dict.fromkeys(INSTEAD[re.split("-", name)[0]] for name in toys))
+    shown = " and ".join(f"zoo:{name}" for name in real)
+    instead = " and ".join(dict.fromkeys(real.values()))
     return (
         f"{shown} is a toy that ships for tests and makes nonsense of your own files; name a real "
         f"model: {instead}"
