@@ -6,11 +6,20 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from transformers import GenerationMixin
 
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Of a function's decorators, outer ones first, and its own."""
+    while function is not None:
+        yield function.__code__
+        function = getattr(function, "__wrapped__", None)
+
+
+*_AROUND, _GENERATE = _codes(GenerationMixin.generate)
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
@@ -29,8 +38,9 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
         if held.get("self") is model:
             given = dict(held.get("kwargs", {}))
             given |= {name: held.get(name) for name in _KEPT}
-            outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
-            if isinstance(outer, dict):
+            around = frame.f_back
+            if around is not None and around.f_code in _AROUND:
+                outer = around.f_locals.get("kwargs", {})
                 given |= {name: outer.get(name) for name in _TAKEN_OUT}
             return {name: value for name, value in given.items() if value is not None}
         frame = frame.f_back

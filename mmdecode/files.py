@@ -33,7 +33,8 @@ MAKER`` in a comment, ``"made_by": MAKER`` as the first key of JSON, ``Software`
 
 LISTING = ".mmdecode-files"
 """In a folder: a line for each file without such a head, its digest (`_ANY`: it is appended to) and
-its name. It is written first, so that a crash leaves no file that nobody knows."""
+its name, under a line that tells this listing from others. It is written first, so that a crash
+leaves no file that nobody knows."""
 
 _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
@@ -211,11 +212,11 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     """Refuses to go on where files are there that are not ours; before anything is computed.
 
     Args:
-        paths: Of files that would be written. Of a folder, all files in it count.
+        paths: Of files that would be written.
         overwrite: The user allows to replace them.
 
     Raises:
-        OptionError: Some are there; the message names them.
+        OptionError: Some are there; the message names them. Or one is a folder.
     """
     foreign: list[str] = []
     there: dict[Path, set[str]] = {}
@@ -331,6 +332,8 @@ def _temporary() -> str:
 def _list(path: Path, content: str) -> None:
     """Notes that a file of this content is ours."""
     with (path.parent / LISTING).open("ab") as file:
+        if not file.tell():  # tells it from another listing, made later in its place
+            file.write(b"# " + os.urandom(8).hex().encode() + b"\n")
         file.write(content.encode() + b" " + _name(path) + b"\n")
 
 
@@ -340,15 +343,17 @@ def _listed(path: Path) -> Collection[str]:
     try:
         with listing.open("rb") as file:
             about = os.fstat(file.fileno())
-            mark = (about.st_dev, about.st_ino)
+            mark = (about.st_dev, about.st_ino, file.readline())
             known = _listings.get(mark)
             if known is None or known.size > about.st_size:
                 known = _listings[mark] = _Listing()
-            file.seek(known.size)  # of ten thousand lines those alone that came since
+            size = known.size
+            file.seek(size)  # of ten thousand lines those alone that came since
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
                 content, _, name = line[:-1].partition(b" ")
                 known.contents.setdefault(name, set()).add(content.decode())
-                known.size += len(line)
+                size += len(line)
+            known.size = size  # set, since another thread may have read the same lines
     except OSError:
         return ()
     return known.contents.get(_name(path), ())
@@ -362,7 +367,8 @@ class _Listing:
         self.contents: dict[bytes, set[str]] = {}
 
 
-_listings: dict[tuple[int, int], _Listing] = {}
+_listings: dict[tuple[int, int, bytes], _Listing] = {}
+"""By device, inode and first line."""
 
 
 def _name(path: Path) -> bytes:

@@ -250,6 +250,23 @@ def test_a_file_written_ten_thousand_times_is_read_from_the_end_of_its_listing(t
     assert not is_own(tmp_path / "a.txt")
 
 
+def test_a_listing_in_the_place_of_another_is_read_from_its_beginning(tmp_path):
+    first = tmp_path / "first"
+    write_file(first / "a.txt", "a")
+    open_append(first / "lines.jsonl").close()
+    assert is_own(first / "a.txt")
+    later = tmp_path / "later"
+    for name in ("b.txt", "c.txt", "d.txt"):
+        write_file(later / name, name)
+    # as a file system does that gives the number of a removed file to the next one
+    (first / LISTING).write_bytes((later / LISTING).read_bytes())
+    (first / "b.txt").write_text("b.txt")
+    assert is_own(first / "b.txt")
+    assert not is_own(first / "a.txt")
+    (first / "lines.jsonl").write_text("by hand")
+    assert not is_own(first / "lines.jsonl")
+
+
 def test_a_run_without_a_result_takes_with_it_what_it_made_and_nothing_else(tmp_path):
     out = tmp_path / "a" / "out"
 

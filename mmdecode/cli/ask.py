@@ -181,10 +181,12 @@ def command(
         todo = requests
         if file:
             todo = [
-                dataclasses.replace(
-                    request,
-                    images=tuple(crashes.watched(image, file.journal) for image in request.images),
-                    problem=request.problem or file.batches.problem(request.id),
+                file.noted(
+                    dataclasses.replace(
+                        request,
+                        images=tuple(crashes.watched(one, file.journal) for one in request.images),
+                        problem=request.problem or file.batches.problem(request.id),
+                    )
                 )
                 for request in requests
                 if request.id not in file.done

@@ -22,8 +22,6 @@ from mmdecode.runs.memory import prompt_bytes, refuse_beyond_memory
 
 _SMALL = 2**26
 """Bytes for which nobody asks the system what is free."""
-_MOST_TIMES = 100
-"""How many times the length that a model was made for a prompt may have."""
 
 
 class Refused(NamedTuple):
@@ -311,18 +309,11 @@ def refuse_positions(adapter: Adapter, prompt: int, limit: int) -> None:
     """Refuses a prompt of ``prompt`` tokens, or with it ``limit`` new ones, that has no positions.
 
     Raises:
-        InputError: The prompt alone is too long, or far beyond all that the model was made for.
+        InputError: The prompt alone is too long.
         OptionError: With the new tokens it is.
     """
     places, name = adapter.max_positions, type(adapter.model).__name__
     if places is None:
-        made_for = _made_for(adapter)
-        if made_for is not None and prompt > _MOST_TIMES * made_for:
-            raise InputError(
-                f"a prompt of {prompt} tokens; {name} was made for {made_for} "
-                f"(max_position_embeddings), and more than {_MOST_TIMES} times that is no text for "
-                "it: shorten the prompt"
-            )
         warn_beyond_training(adapter, prompt)
         return
     has = f"{name} has {places} positions before its table ends or its frequencies change"
@@ -343,7 +334,7 @@ def warn_beyond_training(adapter: Adapter, length: int, warned: int = 0) -> None
         length: Tokens of the text.
         warned: Tokens of it of which nothing is said any more.
     """
-    made_for = _made_for(adapter)
+    made_for = length_made_for(adapter)
     if made_for is not None and warned <= made_for < length:
         warn(
             f"a text of {length} tokens; {type(adapter.model).__name__} was made for {made_for} "
@@ -352,7 +343,8 @@ def warn_beyond_training(adapter: Adapter, length: int, warned: int = 0) -> None
         )
 
 
-def _made_for(adapter: Adapter) -> int | None:
+def length_made_for(adapter: Adapter) -> int | None:
+    """Tokens of the longest text that a model was made for, as its config says."""
     length = getattr(_text_config(adapter), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None
 

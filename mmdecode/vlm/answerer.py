@@ -24,6 +24,7 @@ from mmdecode.checkpoints import (
     placed,
     trusting_as_asked,
 )
+from mmdecode.engine.checks import length_made_for
 from mmdecode.engine.decoder import Decoder, Round
 from mmdecode.engine.setup import token_ids
 from mmdecode.errors import (
@@ -53,6 +54,8 @@ _ADVICE = (
     "precision"
 )
 
+_MOST_TIMES = 100
+"""How many times the length that a model was made for a prompt may have."""
 _LONGER = 32  # times: rows are padded to the longest of their batch
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -199,9 +202,11 @@ class Answerer:
         self.prompts = Prompts(model, processor)
         self._ends = set(token_ids(model.generation_config.eos_token_id))
         self._places: int | None = None
+        self._made_for: int | None = None
         # some hand their decoder a model inside of them, which sets its own limit
         with contextlib.suppress(UnsupportedModelError):
-            self._places = registry.adapter_for(model).max_positions
+            adapter = registry.adapter_for(model)
+            self._places, self._made_for = adapter.max_positions, length_made_for(adapter)
 
     @classmethod
     @trusting_as_asked
@@ -437,11 +442,18 @@ class Answerer:
         return inputs
 
     def _refuse_beyond(self, tokens: int, settings: AnswerOptions) -> None:
-        """Refuses a prompt that leaves no room for an answer.
+        """Refuses a prompt that leaves no room for an answer, or would take hours for none.
 
         Raises:
-            InputError: It fills the model's positions.
+            InputError: It fills the model's positions, or is far beyond what it was made for.
         """
+        if self._made_for is not None and tokens > _MOST_TIMES * self._made_for:
+            raise InputError(
+                f"the question and its images make a prompt of {tokens} tokens; "
+                f"{type(self.model).__name__} was made for {self._made_for} "
+                f"(max_position_embeddings), and more than {_MOST_TIMES} times that is no text for "
+                "it: shorten the question"
+            )
         if self._places is not None and tokens + settings.max_new_tokens > self._places:
             raise InputError(
                 f"the question and its images make a prompt of {tokens} tokens, an answer may "

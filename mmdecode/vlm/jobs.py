@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
@@ -34,7 +35,11 @@ from mmdecode.files import (
 )
 from mmdecode.runs.changes import Inputs
 from mmdecode.vlm.answerer import Answer
+from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import Request
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 RESULTS = "results.jsonl"
 """Name of the file in the folder of a run."""
@@ -74,6 +79,7 @@ class AnswerFile:
         self.done: set[str] = set()
         self.changed: set[str] = set()
         self._inputs = Inputs(path.parent)
+        self._contents: dict[str, dict[str, dict[str, Any] | None]] = {}
         with explained(path):
             run = run_of(path)
             if not is_own(run):
@@ -100,16 +106,34 @@ class AnswerFile:
                 self._file.close()
                 raise
 
+    def noted(self, request: Request) -> Request:
+        """A request, the content of whose images is noted before they are first read."""
+        contents: dict[str, dict[str, Any] | None] = {}
+
+        def watched(source: ImageSource) -> ImageSource:
+            def read() -> Image:
+                if source.name not in contents:
+                    contents[source.name] = self._inputs.content(source.name)
+                self._contents[request.id] = contents
+                return source.read()
+
+            return replace(source, read=read)
+
+        return replace(request, images=tuple(map(watched, request.images)))
+
     def add(self, answer: Answer) -> None:
         """Writes an answer where a crash cannot lose it.
+
+        Args:
+            answer: To one of the requests; those that have images were `noted`.
 
         Raises:
             InputError: The file cannot be written.
         """
         with explained(self.path):
-            line = as_line(answer)
+            line, contents = as_line(answer), self._contents.pop(answer.id, {})
             if not answer.error:
-                found = [self._inputs.content(name) for name in answer.images]
+                found = [contents.get(name) for name in answer.images]
                 line["sizes"] = [one and one["size"] for one in found]
                 line["digests"] = [one and one["digest"] for one in found]
             append_line(self._file, to_json(line).encode() + b"\n")

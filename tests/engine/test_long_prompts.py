@@ -212,5 +212,11 @@ def test_a_prompt_that_no_memory_holds_is_refused_at_once():
     refused_at_once(model, 2, r"1500000 tokens in 2 rows needs about [\d.]+ TB")
 
 
-def test_a_prompt_a_hundred_times_too_long_is_refused_at_once():
-    refused_at_once(text_model("llama"), 1, "more than 100 times that is no text")
+def test_a_rotary_model_reads_as_long_a_prompt_as_plain_generate(monkeypatch):
+    model, ids = text_model("llama"), words(300)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 2)
+    call = {"max_new_tokens": 2, "do_sample": False}
+    expected = model.generate(ids, **call)
+    with pytest.warns(UserWarning, match="text of 300 tokens; .* made for 2"):
+        found = model.generate(ids, custom_generate=Decoder(), **call)
+    assert found.tolist() == expected.tolist()

@@ -383,3 +383,14 @@ def test_a_prompt_of_embeddings_is_refused_with_advice_unless_its_ids_are_known(
         model.generate(inputs_embeds=embeds, **options)
     found = model.generate(IDS, inputs_embeds=embeds, **options)
     assert found.tolist() == generate().tolist()
+
+
+def test_names_of_a_caller_are_no_arguments_of_generate():
+    def call(model, **kwargs):
+        """Calls what is inside of the decorator of ``generate``, which has such a name too."""
+        inner = inspect.unwrap(GenerationMixin.generate)
+        with torch.no_grad():
+            return inner(model, IDS, custom_generate=Decoder(), **GREEDY)
+
+    found = call(text_model("llama"), tokenizer="mine", assistant_tokenizer="mine")
+    assert found.tolist() == generate().tolist()

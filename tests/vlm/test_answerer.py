@@ -385,6 +385,17 @@ def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatc
         answerer(pictures[0], "What?", max_new_tokens=50)
 
 
+def test_a_prompt_a_hundred_times_too_long_fails_alone_before_it_is_read(
+    answerer, pictures, monkeypatch
+):
+    monkeypatch.setattr(answerer, "_places", None)
+    monkeypatch.setattr(answerer, "_made_for", 2)
+    long = "What is beside the star? " * 100
+    found = answerer(pictures[:2], ["What?", long], max_new_tokens=2)
+    assert found[0].error is None
+    assert "was made for 2 (max_position_embeddings)" in found[1].error
+
+
 def test_what_does_not_fit_in_memory_is_decoded_in_parts(answerer, pictures, monkeypatch):
     expected = answerer(pictures, TEXTS, max_new_tokens=4)
     stock, sizes = answerer.model.generate, []

@@ -18,6 +18,7 @@ from mmdecode.crashes import Journal
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
+from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.jobs import AnswerFile
 from mmdecode.vlm.requests import asked_of
@@ -462,3 +463,18 @@ def test_questions_about_an_image_that_changed_are_asked_again(run, images, tmp_
     assert after[0]["digests"] != before[0]["digests"]
     assert after[0]["token_ids"] != before[0]["token_ids"]
     assert json.loads(run(*words, "--resume", "--json").stdout)["changed"] == 0
+
+
+def test_an_image_that_changes_after_it_was_read_is_noted_as_it_was_read(tmp_path, kit):
+    path, out = tmp_path / "x.png", tmp_path / "out" / "results.jsonl"
+    kit.picture(3).save(path)
+    requests = asked_of([str(path)], ["What?"])
+    file = AnswerFile(out, {}, False, requests)
+    [request] = map(file.noted, requests)
+    request.images[0].read()
+    kit.picture(9).save(path)
+    file.add(Answer(id=request.id, index=0, images=(str(path),), question="What?", text="A star."))
+    file.close()
+    again = AnswerFile(out, {}, True, requests)
+    assert again.changed == {request.id}
+    again.close()

@@ -147,5 +147,5 @@ def test_a_question_that_no_prompt_holds_fails_alone_and_quickly(model, processo
     asked = [*(one for one in requests(kit) if one.index != BAD), long]
     found = {a.id: a for a in answerer.answers(asked, max_new_tokens=3, text_only=True)}
     failed = found.pop("long")
-    assert "shorten the prompt" in failed.error
+    assert "shorten the question" in failed.error
     assert {name: answer.token_ids for name, answer in found.items()} == expected
