@@ -26,6 +26,10 @@ RESULTS = {
     "scene-classifier": "model",
 }
 """Members of the zoo, and the folder below --work where each goes."""
+TrainingDtype = Annotated[
+    str,
+    typer.Option(help="auto, fp32, fp16 or bf16, as elsewhere; what is trained stays in fp32."),
+]
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
 app = typer.Typer(cls=Group, help="Train heads, correctors or zoo models.")
@@ -53,6 +57,7 @@ def medusa(
     limit: Annotated[int | None, typer.Option(help="Use the first so many recordings.")] = None,
     language: Annotated[str, typer.Option(help="Of the recordings, as a code.")] = "en",
     device: Device = "auto",
+    dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Of order and split.")] = 0,
     json: JsonFlag = False,
@@ -77,6 +82,7 @@ def medusa(
             heads=heads,
             limit=limit,
             device=device,
+            dtype=dtype,
             overwrite=overwrite,
             seed=seed,
             json=json,
@@ -86,7 +92,14 @@ def medusa(
     options = MedusaOptions(kind=kind, num_heads=heads, epochs=epochs, nodes=nodes, seed=seed)
     with overwriting(overwrite):
         report = train_from_manifest(
-            model, data, out, options, limit=limit, device=device, language=language
+            model,
+            data,
+            out,
+            options,
+            limit=limit,
+            device=device,
+            dtype=dtype,
+            language=language,
         )
     tree = report["expected_tokens_per_pass_tree"]
     console.print(
@@ -156,12 +169,7 @@ def drafter(
         ),
     ] = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, fp32, fp16 or bf16, as elsewhere; the drafter's weights stay in fp32."
-        ),
-    ] = "auto",
+    dtype: TrainingDtype = "auto",
     overwrite: Overwrite = False,
     push: Annotated[
         str | None, typer.Option(help="USER/NAME on the Hugging Face Hub to upload the result to.")

@@ -365,6 +365,7 @@ def train_from_manifest(
     *,
     limit: int | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
     language: str = "en",
 ) -> dict[str, Any]:
     """``mmdecode train medusa``: heads for a checkpoint from a manifest of audio files.
@@ -377,6 +378,8 @@ def train_from_manifest(
         options: Settings.
         limit: Use the first so many lines.
         device: Where to train.
+        dtype: Of the model while it transcribes, see `mmdecode.checkpoints.dtype_of`; heads are
+            trained in float32.
         language: Of the recordings, where the checkpoint knows several.
 
     Returns:
@@ -390,8 +393,8 @@ def train_from_manifest(
 
     refuse_foreign_in(out)
     entries = recordings_in(manifest, limit)
-    model, processor = load(model_name, device, torch.float32)
-    model = model.eval()
+    model, processor = load(model_name, device, dtype)
+    model, dtype = model.eval(), str(model.dtype).removeprefix("torch.")
     extractor = processor.feature_extractor
 
     def windows() -> Iterator[tuple[Tensor, Tensor]]:
@@ -410,9 +413,9 @@ def train_from_manifest(
     began = time.time()
     samples = list(collect(model, windows(), Decoder(), model.config.max_target_positions - 8))
     state = out / "state"
-    draft, report = train_heads(model, samples, options, state / f"{options.kind}.pt")
+    draft, report = train_heads(model.float(), samples, options, state / f"{options.kind}.pt")
     write_folder(out, lambda into: draft.save_pretrained(into, target_config(model)))
-    report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
+    report |= {"model": model_name, "dtype": dtype, "seconds": round(time.time() - began, 1)}
     write_file(out / "report.json", marked_json(report))
     for file in (*state.glob("*.pt"), state / LISTING):
         file.unlink(missing_ok=True)

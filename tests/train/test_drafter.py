@@ -404,12 +404,13 @@ def test_medusa_heads_of_a_model_that_hears_nothing_are_a_kind_of_drafter(tmp_pa
 
     def noted(model, data, out, options, **given):
         asked.append((model, data, options.kind, options.heads, options.fit.seed, given["limit"]))
+        assert given["precision"] == "bf16"
         return {"tokens_per_pass": 1.0, "entropy_bits_per_token": 1.0}
 
     monkeypatch.setattr(recipe, "train_from", noted)
     table = tmp_path / "questions.jsonl"
     table.write_text("{}\n")
-    given = "medusa --model zoo:llava-scenes --heads 3 --limit 7 --seed 2 --data"
+    given = "medusa --model zoo:llava-scenes --heads 3 --limit 7 --seed 2 --dtype bf16 --data"
     words = [*given.split(), str(table), "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output

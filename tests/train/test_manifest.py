@@ -17,10 +17,13 @@ def manifest(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("kind", ["linear", "block"])
-def test_heads_are_trained_from_recordings_and_load_as_a_draft(kind, manifest, tmp_path):
+@pytest.mark.parametrize(("kind", "dtype"), [("linear", "bfloat16"), ("block", "float32")])
+def test_heads_are_trained_from_recordings_and_load_as_a_draft(kind, dtype, manifest, tmp_path):
     options = MedusaOptions(kind=kind, num_heads=3, epochs=2, nodes=5, batch=8)
-    report = train_from_manifest("zoo:whisper-synth", manifest, tmp_path / "heads", options)
+    report = train_from_manifest(
+        "zoo:whisper-synth", manifest, tmp_path / "heads", options, dtype=dtype
+    )
+    assert report["dtype"] == dtype
     assert len(report["accuracy_by_head_and_rank"]) == 3
     assert not (tmp_path / "heads" / "state").exists()
     draft = Medusa.from_pretrained(tmp_path / "heads")
