@@ -455,8 +455,17 @@ def words_of_ids(ctx):
     return ctx.mm_inputs["source_ids"]
 
 
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("stage", ["prompt", "begin", "propose", "text"])
+STAGES = ("prompt", "begin", "propose", "text")
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [  # by default each stage and each error once
+        pytest.param(stage, name, marks=() if STAGES.index(stage) == place else pytest.mark.slow)
+        for stage in STAGES
+        for place, name in enumerate(FEW)
+    ],
+)
 def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
     bad, error = LISTS[2], ERRORS[name]
     plain = corrector()
