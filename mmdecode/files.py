@@ -39,6 +39,8 @@ leaves no file that nobody knows."""
 _MADE = re.compile(
     rb"made by mmdecode |\"made_by\": ?\"mmdecode |content=\"mmdecode |Software\0mmdecode "
 )
+_PARTIAL = re.compile(r"\.\d+-\d+\.tmp")
+"""Names that `_temporary` gives."""
 _HEAD = 1024
 _OVERWRITE: ContextVar[bool] = ContextVar("overwrite", default=False)
 _ANY = "-"
@@ -329,6 +331,22 @@ def _temporary() -> str:
     return f".{os.getpid()}-{next(_numbers)}.tmp"
 
 
+def remove_partial(folder: Path, tree: bool = False) -> None:
+    """Removes what processes that were killed had begun to write here.
+
+    Args:
+        folder: No other process writes there, see `claimed`.
+        tree: Whether folders below it count too.
+    """
+    for path in [*(folder.rglob if tree else folder.glob)(".*.tmp")]:
+        if not _PARTIAL.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _list(path: Path, content: str) -> None:
     """Notes that a file of this content is ours."""
     with (path.parent / LISTING).open("ab") as file:
@@ -412,8 +430,9 @@ def _plain(value: Any, exact: bool = False) -> Any:
 def claimed(folder: Path) -> Iterator[None]:
     """Keeps a second run out of a folder; the operating system ends the claim with the process.
 
-    The folder is made. A run that ends without a result, since it was refused or failed before it
-    had one, takes with it what it made: the folder, its settings, and files that are still empty.
+    The folder is made, and what a run that was killed had begun to write there is removed. A run
+    that ends without a result, since it was refused or failed before it had one, takes with it what
+    it made: the folder, its settings, and files that are still empty.
 
     Raises:
         OptionError: Another run writes there.
@@ -427,6 +446,8 @@ def claimed(folder: Path) -> Iterator[None]:
             handle = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, handle)
         lock(handle, folder)
+        with explained(folder):
+            remove_partial(folder)
         before = set(folder.iterdir())
         try:
             yield

@@ -267,6 +267,15 @@ def test_a_listing_in_the_place_of_another_is_read_from_its_beginning(tmp_path):
     assert not is_own(first / "lines.jsonl")
 
 
+def test_a_claim_removes_what_a_killed_run_had_begun_to_write_and_nothing_else(tmp_path):
+    (tmp_path / ".123-0.tmp").write_text("half")
+    (tmp_path / ".123-1.tmp").mkdir()
+    (tmp_path / ".123-1.tmp" / "model.bin").write_text("half")
+    (tmp_path / ".mine.tmp").write_text("mine")
+    with claimed(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".mine.tmp"]
+
+
 def test_a_run_without_a_result_takes_with_it_what_it_made_and_nothing_else(tmp_path):
     out = tmp_path / "a" / "out"
 

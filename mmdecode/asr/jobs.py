@@ -45,6 +45,7 @@ from mmdecode.files import (
     note_settings,
     open_append,
     refuse_foreign,
+    remove_partial,
     to_json,
     write_file,
 )
@@ -111,9 +112,11 @@ def prepare(
         for name in changed:
             for kind in formats:
                 (folder / f"{taken[name]}.{ending(kind)}").unlink(missing_ok=True)
-        suspects = suspects_in(sorted(folder.glob(JOURNAL.format("*"))))
-        for left in folder.rglob(".*.tmp") if settings.get("keep_tree") else folder.glob(".*.tmp"):
-            left.unlink()
+        journals = sorted(folder.glob(JOURNAL.format("*")))
+        suspects = suspects_in(journals)
+        for journal in journals:
+            journal.unlink()
+        remove_partial(folder, tree=bool(settings.get("keep_tree")))
         # into one note, which the leading process goes on with: the others' may never run again
         alone = ended_over(_notes(folder), set(todo))
         Batches(folder / BATCHES.format(0), alone).close()

@@ -81,7 +81,7 @@ def test_parts_of_several_processes_are_merged_also_by_the_next_run(tmp_path):
     out = tmp_path / "b"
     write(out, [told(ENTRIES[2].id)], rank=0, end=False)
     write(out, [told(ENTRIES[1].id)], rank=1, end=False)
-    (out / ".a.txt.7.tmp").write_text("half")
+    (out / ".7-0.tmp").write_text("half")
     with (out / "parts" / "rank-1.jsonl").open("a") as file:
         file.write('{"source": "w/a.wav", "na')
     assert sorted(p.name for p in (out / "parts").iterdir()) == [
