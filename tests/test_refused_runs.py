@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import MMDecodeError, OptionError
-from mmdecode.files import write_file
+from mmdecode.files import note_settings, write_file
 from tests.support.commands import all_commands
 
 NO_MODEL = ["--model", "./nowhere"]
@@ -113,3 +113,27 @@ def test_a_file_of_somebody_else_is_named_before_a_model_is_looked_for(name, inp
 def test_a_file_of_ours_is_no_reason_to_refuse_a_file_of_that_name(name, inputs):
     write_file(inputs / "out" / REPLACED[name], "ours")
     assert "there already" not in str(refused(name))
+
+
+RESUMABLE = {
+    "transcribe": "results.jsonl",
+    "ask": "results.jsonl",
+    "generate-image": "results.jsonl",
+    "evaluate wer": "samples.jsonl",
+    "evaluate silence": "samples.jsonl",
+    "evaluate pope": "items.jsonl",
+    "evaluate spatial": "items.jsonl",
+    "evaluate images": "images.jsonl",
+}
+"""The file of rows of commands that continue a run."""
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_overwrite_costs_no_old_result_where_no_model_could_be_loaded(name, inputs, monkeypatch):
+    rows = inputs / "out" / RESUMABLE[name]
+    write_file(rows, '{"id": "old", "source": "old", "name": "old"}\n')
+    note_settings(rows if name == "ask" else rows.parent, {"model": "old"})
+    before = tree(inputs)
+    monkeypatch.setitem(COMMAND_LINES, name, [*COMMAND_LINES[name], "--overwrite"])
+    assert "nowhere" in str(refused(name))
+    assert tree(inputs) == before

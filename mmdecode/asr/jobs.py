@@ -24,7 +24,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from mmdecode.asr.audio import Blocks, Source
 from mmdecode.asr.formats import FORMATS, Names, ending
@@ -63,11 +63,13 @@ class Prepared(NamedTuple):
         suspects: Ids of recordings that were being decoded when an earlier run died.
         changed: Ids of recordings that are others now under the same paths: their results are gone.
         alone: Ids of recordings to decode one by one, see `mmdecode.crashes.ended_over`.
+        replaced: Results are there that go as the first new one comes.
     """
 
     suspects: set[str]
     changed: set[str]
     alone: dict[str, int]
+    replaced: bool = False
 
 
 def prepare(
@@ -86,7 +88,8 @@ def prepare(
         resume: Continue what is there.
         entries: The input, in order.
         formats: Written per recording.
-        overwrite: Replace files that are not ours, and without ``resume`` results.
+        overwrite: Replace files that are not ours, and without ``resume`` results; those stay
+            until `ResultFolder` has a new one.
 
     Raises:
         OptionError: The folder holds results and ``resume`` is not set, or holds results of other
@@ -94,17 +97,18 @@ def prepare(
         InputError: The folder cannot be written.
     """
     changed: set[str] = set()
+    done: set[str] = set()
+    names: dict[str, str] = {}
     with explained(folder):
+        there = any((folder / name).exists() for name in (RUN, RESULTS, PARTS))
+        replaced = there and overwrite and not resume
         if not (folder / RUN).exists() or not is_own(folder / RUN):
             refuse_foreign([folder / RUN, folder / RESULTS], overwrite)
-        if overwrite and not resume:
-            for path in [folder / RUN, folder / RESULTS, *_parts(folder), *_notes(folder)]:
-                path.unlink(missing_ok=True)
-        elif any((folder / name).exists() for name in (RUN, RESULTS, PARTS)):
+        if there and not replaced:
             check_settings(folder, settings, resume)
             _check_recordings(folder, entries, languages=not settings.get("language"))
-        done, names = _known(folder)
-        changed = _changed(folder, entries)
+            done, names = _known(folder)
+            changed = _changed(folder, entries)
         taken = _named(entries, names)
         todo = [entry.id for entry in entries if entry.id not in done or entry.id in changed]
         files = [folder / f"{taken[name]}.{ending(kind)}" for name in todo for kind in formats]
@@ -118,14 +122,16 @@ def prepare(
             journal.unlink()
         remove_partial(folder, tree=bool(settings.get("keep_tree")))
         # into one note, which the leading process goes on with: the others' may never run again
-        alone = ended_over(_notes(folder), set(todo))
+        alone = {} if replaced else ended_over(_notes(folder), set(todo))
         Batches(folder / BATCHES.format(0), alone).close()
         for left in _notes(folder):
             if left.name != BATCHES.format(0):
                 left.unlink()
-        note_settings(folder, settings)
-    merge(folder, entries, changed)
-    return Prepared(set(suspects), changed, alone)
+        if not replaced:
+            note_settings(folder, settings)
+    if not replaced or (folder / PARTS).exists():
+        merge(folder, entries, changed)
+    return Prepared(set(suspects), changed, alone, replaced)
 
 
 def finish(folder: Path, entries: Sequence[Entry]) -> None:
@@ -192,6 +198,7 @@ class ResultFolder:
         suspects: Those that `prepare` returned.
         alone: Those that `prepare` returned.
         overwrite: Replace files that are not ours.
+        anew: Settings to note as the first result comes; then older results go.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
@@ -212,6 +219,7 @@ class ResultFolder:
         suspects: Iterable[str] = (),
         alone: Mapping[str, int] | None = None,
         overwrite: bool = False,
+        anew: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
         self._overwrite, self._inputs = overwrite, Inputs(folder)
@@ -220,21 +228,30 @@ class ResultFolder:
         self._names: dict[str, str] = {}
         self._failed: dict[str, bytes] = {}
         with explained(folder):
-            for line, found in _lines(folder / RESULTS):
+            for line, found in _lines(folder / RESULTS) if anew is None else ():
                 self._names[found["source"]] = found["name"]
                 if "error" in found:
                     self._failed[found["source"]] = line
                 else:
                     self.done.add(found["source"])
-            part = folder / RESULTS
+            self._part = folder / RESULTS
             if rank is not None:
-                part = folder / PARTS / f"rank-{rank}.jsonl"
-            self._file = open_append(part)
-            lock(self._file.fileno(), folder)
+                self._part = folder / PARTS / f"rank-{rank}.jsonl"
+            self._anew = anew
+            self._file = self._opened() if anew is None else None
             self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
             self.batches = Batches(folder / BATCHES.format(rank or 0), alone or {})
         self._names = _named(entries, self._names)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}
+
+    def _opened(self) -> BinaryIO:
+        """The lines of this process, after what they replace went."""
+        if self._anew is not None:
+            (self.folder / RESULTS).unlink(missing_ok=True)
+            note_settings(self.folder, self._anew, self._overwrite)
+        file = open_append(self._part)
+        lock(file.fileno(), self.folder)
+        return file
 
     def noted(self, entry: Entry, source: Source) -> Source:
         """The source of an entry, whose content is noted before it is first read."""
@@ -262,6 +279,7 @@ class ResultFolder:
         index, entry = self._entries[result.source]
         result = dataclasses.replace(result, index=index)
         with explained(self.folder):
+            self._file = self._file or self._opened()
             if isinstance(result, Transcript):
                 for kind in self.formats:
                     text = FORMATS[kind](result, self.layout)
@@ -277,7 +295,8 @@ class ResultFolder:
 
     def close(self) -> None:
         """No more results."""
-        self._file.close()
+        if self._file:
+            self._file.close()
         self.journal.close()
         self.batches.close()
 

@@ -446,11 +446,10 @@ def _transcribe(
             given = place, settings, output.resume, entries, output.formats, output.overwrite
             return jobs.prepare(*given)
 
-        suspects, changed, alone = team.first(begin)
+        suspects, changed, alone, replaced = team.first(begin)
         rank = team.rank if team.size > 1 else None
-        folder = jobs.ResultFolder(
-            place, output.formats, entries, output.layout, rank, suspects, alone, output.overwrite
-        )
+        given = place, output.formats, entries, output.layout, rank, suspects, alone
+        folder = jobs.ResultFolder(*given, output.overwrite, settings if replaced else None)
         with contextlib.closing(folder):
             todo = [entry for entry in entries if entry.id not in folder.done]
             done_before = len(entries) - len(todo)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from mmdecode.errors import OptionError
 from mmdecode.files import (
@@ -43,7 +43,8 @@ class Journal(Generic[Row]):
         key: What a row is about; of several rows about one thing the last counts.
         settings: What may change a row.
         resume: Continue what is there.
-        overwrite: Begin anew where something is there, and replace files that are not ours.
+        overwrite: Begin anew where something is there, as the first row comes, and replace files
+            that are not ours.
 
     Attributes:
         done: The last row of each key, failures included.
@@ -67,20 +68,33 @@ class Journal(Generic[Row]):
         self._path, self._key, folder = path, key, path.parent
         with explained(folder):
             refuse_foreign([run_of(folder), path], overwrite)
-            if overwrite and not resume:
-                path.unlink(missing_ok=True)
-            elif is_taken(folder, path.name):
+            self._settings, self._overwrite = settings, overwrite
+            self._file: BinaryIO | None = None
+            taken = is_taken(folder, path.name)
+            if taken and overwrite and not resume:
+                return
+            if taken:
                 check_settings(folder, settings, resume)
             if path.exists():
                 self.done = {key(row): row for row in read(path)}
                 os.truncate(path, sum(map(len, complete_lines(path))))
-            note_settings(folder, settings, overwrite)
-            self._file = open_append(path, overwrite)
+            self._file = self._opened()
+
+    def _opened(self) -> BinaryIO:
+        note_settings(self._path.parent, self._settings, self._overwrite)
+        return open_append(self._path, self._overwrite)
+
+    def _anew(self) -> BinaryIO:
+        """The file after what it replaces went."""
+        self._path.unlink(missing_ok=True)
+        return self._opened()
 
     def add(self, row: Row) -> None:
         """Writes a row where a crash cannot lose it."""
         line = json.dumps(row.as_dict(), ensure_ascii=False, allow_nan=False)
-        append_line(self._file, line.encode() + b"\n")
+        with explained(self._path.parent):
+            self._file = self._file or self._anew()
+            append_line(self._file, line.encode() + b"\n")
         self.done[self._key(row)] = row
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -89,7 +103,8 @@ class Journal(Generic[Row]):
 
     def close(self) -> None:
         """No more rows."""
-        self._file.close()
+        if self._file:
+            self._file.close()
 
 
 def refuse_taken(

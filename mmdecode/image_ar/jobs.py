@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -59,7 +59,8 @@ class ImageFolder:
         folder: Created where it does not exist.
         settings: What may change an image.
         resume: Continue what is there.
-        overwrite: Replace files that are not ours, and without ``resume`` results.
+        overwrite: Replace files that are not ours, and without ``resume`` results; those go as
+            the first image comes.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set, or holds images of other
@@ -73,23 +74,37 @@ class ImageFolder:
         self.folder, self._overwrite = folder, overwrite
         self._labels: Mapping[int, str] = {}
         self._texts: Mapping[str, Any] = {}
-        self._results = folder / RESULTS
+        self._results, self._settings = folder / RESULTS, settings
+        self._file: BinaryIO | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(folder))
             with explained(folder):
                 if not is_own(folder / RUN):
                     refuse_foreign([folder / RUN, self._results], overwrite)
-                if overwrite and not resume:
-                    (folder / RUN).unlink(missing_ok=True)
-                    self._results.unlink(missing_ok=True)
-                self._file = stack.enter_context(open_append(self._results))
-                if self._results.stat().st_size:
-                    check_settings(folder, settings, resume)
-                found = list(self._lines())
-                os.truncate(self._results, sum(len(line) for line, _ in found))
-                note_settings(folder, settings)
-            self._done = {line["id"] for _, line in found if "error" not in line}
-            self.close = stack.pop_all().close
+                there = (folder / RUN).exists() or self._results.exists()
+                self._done: set[str] = set()
+                if resume or not (overwrite and there):
+                    self._file = open_append(self._results)
+                    stack.callback(self._file.close)
+                    if self._results.stat().st_size:
+                        check_settings(folder, settings, resume)
+                    found = list(self._lines())
+                    os.truncate(self._results, sum(len(line) for line, _ in found))
+                    note_settings(folder, settings)
+                    self._done = {line["id"] for _, line in found if "error" not in line}
+            self._closing = stack.pop_all()
+
+    def close(self) -> None:
+        """No more images."""
+        self._closing.close()
+
+    def _anew(self) -> BinaryIO:
+        """The file after what it replaces went."""
+        self._results.unlink(missing_ok=True)
+        note_settings(self.folder, self._settings, self._overwrite)
+        file = open_append(self._results)
+        self._closing.callback(file.close)
+        return file
 
     def begin(self, labels: Mapping[int, str], texts: Mapping[str, Any]) -> None:
         """Says what classes are called, and what every PNG is to carry as text."""
@@ -137,6 +152,7 @@ class ImageFolder:
         """
         line = self.line(image)
         with explained(self.folder):
+            self._file = self._file or self._anew()
             if not image.error:
                 png = as_png(image, {**self._texts, **line})
                 write_file(self.folder / line["file"], png, self._overwrite)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
@@ -53,7 +53,8 @@ class AnswerFile:
         settings: What may change an answer.
         resume: Continue what is there.
         requests: What is asked, in order.
-        overwrite: Replace files that are not ours, and without ``resume`` results.
+        overwrite: Replace files that are not ours, and without ``resume`` results; those go as
+            the first answer comes.
 
     Attributes:
         done: Ids of the requests that have an answer.
@@ -84,18 +85,16 @@ class AnswerFile:
             run = run_of(path)
             if not is_own(run):
                 refuse_foreign([run, path], overwrite)
-            if overwrite and not resume:
-                run.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-            self._file = open_append(path)
+            self._settings, self._overwrite, self._file = settings, overwrite, None
             try:
-                lock(self._file.fileno(), path)
-                if path.stat().st_size:
-                    check_settings(path, settings, resume)
-                self._check_questions()
-                os.truncate(path, sum(map(len, complete_lines(path))))
-                self._forget_changed()
-                note_settings(path, settings)
+                if resume or not (overwrite and (path.exists() or run.exists())):
+                    self._file = self._opened()
+                    if path.stat().st_size:
+                        check_settings(path, settings, resume)
+                    self._check_questions()
+                    os.truncate(path, sum(map(len, complete_lines(path))))
+                    self._forget_changed()
+                    note_settings(path, settings, overwrite)
                 reading = path.with_name(f".{path.name}.reading")
                 self.journal = Journal(reading, suspects_in([reading]))
                 note = path.with_name(f".{path.name}.decoding")
@@ -103,7 +102,8 @@ class AnswerFile:
                 alone = {} if overwrite and not resume else ended_over([note], todo)
                 self.batches = Batches(note, alone)
             except BaseException:
-                self._file.close()
+                if self._file:
+                    self._file.close()
                 raise
 
     def noted(self, request: Request) -> Request:
@@ -131,6 +131,7 @@ class AnswerFile:
             InputError: The file cannot be written.
         """
         with explained(self.path):
+            self._file = self._file or self._anew()
             line, contents = as_line(answer), self._contents.pop(answer.id, {})
             if not answer.error:
                 found = [contents.get(name) for name in answer.images]
@@ -154,7 +155,8 @@ class AnswerFile:
 
     def close(self) -> None:
         """No more answers."""
-        self._file.close()
+        if self._file:
+            self._file.close()
         self.journal.close()
         self.batches.close()
 
@@ -187,10 +189,26 @@ class AnswerFile:
         """Takes out the answers about images that are others now."""
         if self.changed:
             kept = [line for line, found in _lines(self.path) if found["id"] not in self.changed]
-            self._file.close()
             write_file(self.path, b"".join(kept))
-            self._file = open_append(self.path)
-            lock(self._file.fileno(), self.path)
+            if self._file:
+                self._file.close()
+            self._file = self._opened()
+
+    def _opened(self) -> BinaryIO:
+        file = open_append(self.path)
+        try:
+            lock(file.fileno(), self.path)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _anew(self) -> BinaryIO:
+        """The file after what it replaces went."""
+        self.path.unlink(missing_ok=True)
+        file = self._opened()
+        note_settings(self.path, self._settings, self._overwrite)
+        return file
 
 
 def as_line(answer: Answer) -> dict[str, Any]:
