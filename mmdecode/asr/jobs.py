@@ -223,7 +223,6 @@ class ResultFolder:
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
         self._overwrite, self._inputs = overwrite, Inputs(folder)
-        self._contents: dict[str, dict[str, Any]] = {}
         self.done: set[str] = set()
         self._names: dict[str, str] = {}
         self._failed: dict[str, bytes] = {}
@@ -257,8 +256,8 @@ class ResultFolder:
         """The source of an entry, whose content is noted before it is first read."""
 
         def read() -> Blocks:
-            if entry.id not in self._contents and entry.audio is not None and not entry.stdin:
-                self._contents[entry.id] = self._inputs.content(entry.audio) or {}
+            if entry.audio is not None and not entry.stdin:
+                self._inputs.reading(entry.audio)
             return source.read()
 
         return dataclasses.replace(source, read=read)
@@ -285,8 +284,12 @@ class ResultFolder:
                     text = FORMATS[kind](result, self.layout)
                     write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
                 self.done.add(result.source)
-            known = _recording(entry) | self._contents.get(entry.id, {})
-            line = {"id": entry.id, **known, "name": name} | dataclasses.asdict(result)
+            known, content = _recording(entry), None
+            if known["audio"] is not None:
+                content = self._inputs.as_read(entry.audio or "")
+            line = {"id": entry.id, **known, **(content or {}), "name": name} | dataclasses.asdict(
+                result
+            )
             data = to_json(line).encode() + b"\n"
             if self._failed.get(result.source) != data:  # it failed just so in an earlier run
                 append_line(self._file, data)

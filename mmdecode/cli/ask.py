@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_show
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
+    from mmdecode.runs.items import Failed
     from mmdecode.vlm.answerer import Answer, Answerer
     from mmdecode.vlm.jobs import AnswerFile
     from mmdecode.vlm.requests import Request
@@ -277,25 +279,40 @@ def _streamed(
     answerer: Answerer, requests: list[Request], options: dict[str, Any], show: _Shown
 ) -> Iterator[Answer]:
     """Answers one after the other, printed while they are decoded."""
+    from mmdecode.runs.items import Watch
+
+    yield from Watch().released(_pieced(answerer, requests, options, show))
+
+
+def _pieced(
+    answerer: Answerer, requests: list[Request], options: dict[str, Any], show: _Shown
+) -> Iterator[tuple[Answer, Failed | None]]:
+    """See `_streamed`; whatever one question raises is its failure."""
     from mmdecode.errors import InputError
-    from mmdecode.vlm.answerer import Answer
+    from mmdecode.runs.items import Failed, tried
+    from mmdecode.vlm.answerer import ADVICE, Answer
 
     for request in requests:
         names = tuple(image.name for image in request.images)
         answer = Answer(id=request.id, index=request.index, images=names, question=request.text)
         text = ""
-        try:
-            name = request.id if request.named else None
-            for piece in answerer.stream(list(request.images), request.text, id=name, **options):
-                # rich prints whole lines only where there is no terminal
-                out.file.write(piece if text else show.before(answer) + piece.lstrip())
-                out.file.flush()
-                text += piece
-        except InputError as error:
-            yield dataclasses.replace(answer, error=str(error), kind=type(error).__name__)
-        else:
+        if request.problem is not None:
+            failed = Failed.of(InputError(request.problem), ADVICE)
+            yield dataclasses.replace(answer, error=failed.error, kind=failed.kind), failed
+            continue
+        name = request.id if request.named else None
+        pieces = answerer.stream(list(request.images), request.text, id=name, **options)
+        while isinstance(piece := tried(partial(next, pieces, None), ADVICE), str):
+            # rich prints whole lines only where there is no terminal
+            out.file.write(piece if text else show.before(answer) + piece.lstrip())
+            out.file.flush()
+            text += piece
+        if text or piece is None:
             out.file.write("\n")
-            yield dataclasses.replace(answer, text=text.strip())
+        if isinstance(piece, Failed):
+            yield dataclasses.replace(answer, error=piece.error, kind=piece.kind), piece
+        else:
+            yield dataclasses.replace(answer, text=text.strip()), None
 
 
 class _Shown:

@@ -30,6 +30,7 @@ class Inputs:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / TIMES
+        self._read: dict[str, dict[str, Any] | None] = {}
         self._known: dict[str, tuple[int, int, str]] = {}
         with contextlib.suppress(OSError):
             for line in complete_lines(self._path):
@@ -53,6 +54,15 @@ class Inputs:
         except OSError:
             return None
         return {"size": found.st_size, "digest": digest}
+
+    def reading(self, path: str) -> None:
+        """Takes the content of a file before it is read, for the first time in this run."""
+        if path not in self._read:
+            self._read[path] = self.content(path)
+
+    def as_read(self, path: str) -> dict[str, Any] | None:
+        """What `content` was before the file was first read; ``None``: it was not read."""
+        return self._read.get(path)
 
     def changed(self, path: str, before: Mapping[str, Any]) -> bool:
         """Whether a file is another than it was; one that vanished, or was not noted, is not.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.stats import Stats
 
 
-_ADVICE = (
+ADVICE = (
     "give smaller images or a shorter question, lower max_new_tokens, or load the model in half "
     "precision"
 )
@@ -309,7 +309,7 @@ class Answerer:
     def _outcomes(
         self, requests: Sequence[Request], settings: AnswerOptions, watch: Watch
     ) -> Iterator[tuple[Answer, Failed | None]]:
-        lengths = [tried(partial(self._length, request), _ADVICE) for request in requests]
+        lengths = [tried(partial(self._length, request), ADVICE) for request in requests]
         ordered = sorted(zip(requests, lengths, strict=True), key=lambda one: _size(one[1]))
         for batch in _batches(ordered, settings.batch_size):
             asked: list[tuple[Request, Question]] = []
@@ -317,7 +317,7 @@ class Answerer:
                 question = (
                     length
                     if isinstance(length, Failed)
-                    else tried(partial(self._question, request, length[1], settings), _ADVICE)
+                    else tried(partial(self._question, request, length[1], settings), ADVICE)
                 )
                 if isinstance(question, Failed):
                     yield _failed(request, question), question
@@ -326,7 +326,7 @@ class Answerer:
             for (request, _), found in each(
                 asked,
                 partial(self._batch, settings=settings),
-                advice=_ADVICE,
+                advice=ADVICE,
                 name=lambda one: one[0].id,
                 watch=watch,
                 attempt=self.stats.attempt,

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from PIL import Image, ImageOps
+from transformers import GenerationMixin
 from typer.testing import CliRunner
 
 from mmdecode import crashes as journals
@@ -380,6 +381,31 @@ def test_a_crash_is_told_by_what_ended_the_process(monkeypatch, status):
 def test_no_journal_is_left_where_nothing_crashed(run, table, tmp_path):
     run("--data", table, "--out", tmp_path / "answers")
     assert not (tmp_path / "answers" / ".results.jsonl.reading").exists()
+
+
+def test_whatever_one_question_of_a_stream_raises_the_others_are_answered(run, images, monkeypatch):
+    whole, calls = GenerationMixin.generate, []
+
+    def generate(*args, **named):
+        calls.append(named)
+        if len(calls) == 1:
+            raise RuntimeError("of the model")
+        return whole(*args, **named)
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    done = run(images / "x.png", images / "y.bmp", "-q", "What?", "--stream")
+    assert done.exit_code == 1, done.output
+    assert "1 answered, 0 done before, 1 failed" in done.stderr
+    assert "failed: RuntimeError: of the model" in " ".join(done.stderr.split())
+
+
+def test_a_stream_passes_over_rows_that_ask_nothing(run, images):
+    table = images / "t.jsonl"
+    rows = [{"image": "x.png", "question": "What?"}, {"image": "y.bmp"}]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("--data", table, "--stream")
+    assert "1 answered, 0 done before, 1 failed" in done.stderr
+    assert "line 2 asks nothing" in " ".join(done.stderr.split())
 
 
 def test_a_stream_draws_what_is_drawn_otherwise(run, table, images):
