@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +28,87 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: The file cannot be read or is no table.
     """
+    for line, row in rows_of(path):
+        if isinstance(row, InputError):
+            raise row
+        yield line, row
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+    """Like `read_rows`, with what is wrong with a line in its place: the others are read.
+
+    Raises:
+        InputError: The file cannot be read or is no table.
+    """
+    data = _content(path)
+    kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     try:
-        refuse_address(path)
-    except InputError as error:
-        raise InputError(f"{path} {error}") from None
-    packed = path.suffix.lower() == ".gz"
-    kind = (path.with_suffix("") if packed else path).suffix.lower()
-    try:
-        with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig") as file:
-            text = file.read()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read as a manifest: it is no whole gzip") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
+        text = _universal(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        if kind in (".csv", ".tsv") or data.lstrip()[:1] == b"[":
+            problem = f"{path} cannot be read as a manifest: it is not UTF-8 text"
+            raise InputError(problem) from error
+        # a line that is no text is left to itself
+        text = _universal(data.decode("utf-8-sig", "surrogateescape"))
     if kind in (".csv", ".tsv"):
         yield from _table(path, text, kind)
     elif kind in (".trn", ".ref", ".hyp"):
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield number, _transcript(line, f"{path}, line {number}")
+                yield number, _tried(_transcript, line, f"{path}, line {number}")
     elif text.lstrip().startswith("["):
         for number, row in enumerate(_parse(text, str(path)), 1):
-            yield number, _mapping(row, f"{path}, item {number}")
+            yield number, _tried(_mapping, row, f"{path}, item {number}")
     elif text.startswith("{\n"):
         yield 1, _mapping(_parse(text, str(path)), str(path))
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                where = f"{path}, line {number}"
-                yield number, _mapping(_parse(line, where), where)
+                yield number, _tried(_object, line, f"{path}, line {number}")
+
+
+def _content(path: Path) -> bytes:
+    """What is in a table's file, unpacked."""
+    try:
+        refuse_address(path)
+    except InputError as error:
+        raise InputError(f"{path} {error}") from None
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read as a manifest: it is no whole gzip") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path} cannot be read as a manifest: {reason}") from error
+
+
+def _universal(text: str) -> str:
+    """Text whose lines all end alike."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _tried(
+    read: Callable[[Any, str], dict[str, Any]], given: Any, where: str
+) -> dict[str, Any] | InputError:
+    """A row, or what is wrong with its line."""
+    try:
+        if isinstance(given, str):
+            _refuse_bytes(given, where)
+        return read(given, where)
+    except InputError as error:
+        return error
+
+
+def _refuse_bytes(line: str, where: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where} is not UTF-8 text; write it as UTF-8") from None
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    return _mapping(_parse(line, where), where)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
@@ -70,22 +121,31 @@ def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
-def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table(path: Path, text: str, kind: str) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     lines = io.StringIO(text, newline="")
     if kind == ".tsv":  # a quotation mark there is part of the text
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         reader = csv.DictReader(lines)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise InputError(
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            where = f"{path}, line {reader.line_num}"
+            yield reader.line_num, InputError(f"{where} cannot be read: {error}")
+            continue
+        if None in row or None in row.values():
+            yield (
+                reader.line_num,
+                InputError(
                     f"{path}, line {reader.line_num} does not have the "
                     f"{len(reader.fieldnames or ())} columns of the header"
-                )
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num} cannot be read: {error}") from error
+                ),
+            )
+            continue
+        yield reader.line_num, row
 
 
 def _transcript(line: str, where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 from mmdecode.asr.audio import Blocks, Source, part, recording
 from mmdecode.errors import InputError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, own_id, read_rows, refuse_all, text_of
+from mmdecode.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 
 AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
 TEXT = ("text", "transcript", "transcription", "sentence", "reference")
@@ -93,6 +93,7 @@ def read_manifest(
     audio: bool = True,
     text: bool = False,
     failing: bool = False,
+    left_out: list[str] | None = None,
 ) -> list[Entry]:
     """Reads a manifest.
 
@@ -104,17 +105,21 @@ def read_manifest(
         failing: Whether a line that lacks what it must have is an entry with a problem, beside
             others; of several with one id the first keeps it, and the others have ``#`` and their
             lines behind it.
+        left_out: Gets what is wrong with such lines, which are no entries then.
 
     Raises:
         InputError: The file cannot be read, a line lacks what it must have, or two have one id;
-            with ``failing``: every line has a problem.
+            with ``failing`` or ``left_out``: every line has a problem.
     """
     path = Path(path)
     entries: list[Entry] = []
     seen: dict[str, int] = {}
-    for line, row in itertools.islice(read_rows(path), limit):
+    for line, found in itertools.islice(rows_of(path), limit):
         where = f"{path}, line {line}"
+        row = {} if isinstance(found, InputError) else found
         try:
+            if isinstance(found, InputError):
+                raise found
             entry = _entry(row, where, path.parent)
             if audio and entry.audio is None:
                 raise InputError(f"{where} names no recording; expected {any_of(AUDIO)}")
@@ -126,7 +131,7 @@ def read_manifest(
                     "'id' of its own"
                 )
         except InputError as error:
-            if not failing:
+            if not failing and left_out is None:
                 raise
             given = first_of(row, ID) or first_of(row, AUDIO)
             name = str(given) if isinstance(given, (str, int)) else ""
@@ -136,7 +141,10 @@ def read_manifest(
     if not entries:
         raise InputError(f"{path} holds no line; expected one recording a line")
     refuse_all(entry.problem for entry in entries)
-    return entries
+    if left_out is None:
+        return entries
+    left_out += [entry.problem for entry in entries if entry.problem is not None]
+    return [entry for entry in entries if entry.problem is None]
 
 
 def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:

@@ -21,7 +21,7 @@ from mmdecode.cli.flags import (
     model_help,
     refuse_without,
 )
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, show_tables
+from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line, show_tables
 from mmdecode.cli.progress import only_our_output, recorded
 from mmdecode.cli.shared import Group
 
@@ -204,6 +204,7 @@ def wer(
     filtered = normalizer == "leaderboard" if only_scored is None else only_scored
     samples: list[Sample] = []
     conditions: dict[str, Any] = {}
+    left_out: list[str] = []
     if rescore:
         samples, conditions = _recorded(rescore)
     folder = out_dir or rescore
@@ -213,7 +214,7 @@ def wer(
             refuse_taken(folder, SAMPLES, resume or bool(own), overwrite, resumable=bool(model))
         if model:
             assert data is not None
-            entries = _entries(data, limit, normalise if filtered else None)
+            entries = _entries(data, limit, normalise if filtered else None, left_out)
             options = {
                 "language": language,
                 "task": task,
@@ -236,13 +237,14 @@ def wer(
                     "seed": seed,
                     "options": options,
                 }
-                | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup},
+                | {"drafts": draft or [], "group": group, "limit": limit, "warmup": warmup}
+                | ({"rows_left_out": len(left_out)} if left_out else {}),
                 out_dir,
                 resume,
                 overwrite,
             )
         elif hypotheses:
-            samples, conditions = _foreign(hypotheses, data, limit, group)
+            samples, conditions = _foreign(hypotheses, data, limit, group, left_out)
         report = WERReport(
             samples,
             normaliser=normalizer,
@@ -266,7 +268,10 @@ def wer(
         emit_json(
             report.summary
             | {
-                "failures": [{"id": s.id, "mode": s.mode, "error": s.error} for s in failures],
+                "failures": [
+                    *({"id": s.id, "mode": s.mode, "error": s.error} for s in failures),
+                    *({"error": problem} for problem in left_out),
+                ],
                 "files": files,
             }
         )
@@ -290,6 +295,9 @@ def wer(
         )
     if failures:
         console.print(f"{len(failures)} failed; their words count as missed", highlight=False)
+    for problem in left_out[:SHOWN]:
+        print_line(f"left out: {problem}", console, "red")
+    if failures or left_out:
         raise typer.Exit(1)
 
 
@@ -302,14 +310,17 @@ for _command in (
     app.command()(_command)
 
 
-def _entries(manifest: Path, limit: int | None, normalise: Any) -> list[Entry]:
-    """Recordings with texts; with a normaliser only those the leaderboard would score."""
+def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[str]) -> list[Entry]:
+    """Recordings with texts; with a normaliser only those the leaderboard would score.
+
+    What is wrong with rows that cannot be used goes to ``left_out``.
+    """
     from mmdecode.asr.manifest import read_manifest
     from mmdecode.errors import InputError
     from mmdecode.evaluation.normalisers import is_scored
     from mmdecode.evaluation.pier import untagged
 
-    entries = read_manifest(manifest, None if normalise else limit, text=True)
+    entries = read_manifest(manifest, None if normalise else limit, text=True, left_out=left_out)
     if normalise:
         entries = [e for e in entries if is_scored(untagged(e.text or ""), normalise)][:limit]
         if not entries:
@@ -389,7 +400,11 @@ def _recorded(folder: Path) -> tuple[list[Sample], dict[str, Any]]:
 
 
 def _foreign(
-    hypotheses: list[str], manifest: Path | None, limit: int | None, group: str | None
+    hypotheses: list[str],
+    manifest: Path | None,
+    limit: int | None,
+    group: str | None,
+    left_out: list[str],
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of transcripts made elsewhere, a mode per file."""
     from mmdecode.asr.manifest import read_manifest
@@ -405,7 +420,9 @@ def _foreign(
             raise OptionError(f"two --hypotheses are called {name!r}; give NAME=FILE")
         sources[name] = Path(path)
     samples = []
-    entries = read_manifest(manifest, limit, audio=False, text=True) if manifest else []
+    entries: list[Entry] = []
+    if manifest:
+        entries = read_manifest(manifest, limit, audio=False, text=True, left_out=left_out)
     for name, source in sources.items():
         if manifest:
             samples += match(entries, source, name, group)
@@ -413,7 +430,8 @@ def _foreign(
             samples += read_results(source, name)[:limit]
     files = {name: str(path) for name, path in sources.items()}
     data = str(manifest or next(iter(sources)))
-    return samples, {"hypotheses": files, "data": data, "group": group, "limit": limit}
+    conditions = {"hypotheses": files, "data": data, "group": group, "limit": limit}
+    return samples, conditions | ({"rows_left_out": len(left_out)} if left_out else {})
 
 
 def _show(report: Any) -> None:

@@ -144,11 +144,12 @@ def images(
             "models in raster order, such as zoo:llamagen-scenes"
         )
     network = load(model, device, dtype)
+    left_out: list[str] = []
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": guidance}
     recorder = Recorder(
         network,
         chosen,
-        _conditions(network, n, class_id, prompts),
+        _conditions(network, n, class_id, prompts, left_out),
         model_id=model,
         seed=seed,
         batch=batch_size,
@@ -169,7 +170,7 @@ def images(
         "sampling": recorder.settings["sampling"],
         "batch_size": batch_size,
         "seed": seed,
-    }
+    } | ({"rows_left_out": len(left_out)} if left_out else {})
     load_average = settings.pop("load_average")
     with warnings_shown("default"), claimed(output) if output else contextlib.nullcontext():
         rows = _drawn(recorder, output, settings, resume, overwrite)
@@ -201,11 +202,14 @@ def images(
             {"mode": r.mode, "condition": r.condition, "ordinal": r.ordinal, "error": r.error}
             for r in failed
         ]
+        told += [{"error": problem} for problem in left_out]
         emit_json(report.summary | {"failures": told, "files": files})
     else:
         _show(report)
     _tell(failed, files)
-    if failed:
+    for problem in left_out[:SHOWN]:
+        print_line(f"left out: {problem}", console, "red")
+    if failed or left_out:
         raise typer.Exit(1)
 
 
@@ -217,15 +221,20 @@ def _is_scenes(model: str) -> bool:
 
 
 def _conditions(
-    model: RasterModel, n: int, classes: Sequence[int] | None, prompts: Path | None
+    model: RasterModel,
+    n: int,
+    classes: Sequence[int] | None,
+    prompts: Path | None,
+    left_out: list[str],
 ) -> list[Any]:
-    """Classes or prompts of the images, in turn.
+    """Classes or prompts of the images, in turn; what is wrong with lines goes to ``left_out``.
 
     Raises:
         OptionError: The model draws of the other kind, or prompts are missing.
         InputError: The file of prompts cannot be read.
     """
     from mmdecode.errors import InputError, OptionError
+    from mmdecode.image_ar.jobs import read_prompts
 
     given: list[Any]
     if model.classes:
@@ -237,13 +246,11 @@ def _conditions(
     else:
         if classes or prompts is None:
             raise OptionError("this model draws of prompts; give --prompts with a file of them")
-        try:
-            lines = prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise InputError(f"{prompts} cannot be read as prompts: {error}") from error
-        given = [line.strip() for line in lines if line.strip()]
+        lines = [line for _, line in read_prompts(prompts)]
+        given = [line for line in lines if isinstance(line, str)]
+        left_out += [str(line) for line in lines if not isinstance(line, str)]
         if not given:
-            raise InputError(f"{prompts} holds no prompts; expected one in each line")
+            raise InputError(f"{left_out[0]}; and no other line is better")
     return [given[index % len(given)] for index in range(n)]
 
 

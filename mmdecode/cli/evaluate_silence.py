@@ -124,8 +124,9 @@ def silence(
         }
         transcribers = _transcribers(model, guides, draft, device, dtype, seed, options)
         made: dict[Path, Callable[[], np.ndarray]] = {}
+        left_out: list[str] = []
         entries = [
-            *_read(sets, recordings, limit),
+            *_read(sets, recordings, limit, left_out),
             *_sounds(made, folder / "audio", clips, seconds, SEEDS[part], limit),
         ]
         if ZOO in sets:
@@ -135,20 +136,24 @@ def silence(
             for path, samples in made.items():
                 write_flac(path, samples(), overwrite)
 
-        settings = conditions_of(transcribers) | {
-            "model": model,
-            "guides": guides,
-            "draft": draft,
-            "options": options,
-            "speech": sets,
-            "recordings": str(recordings) if recordings else None,
-            "part": part,
-            "clips": clips,
-            "seconds": seconds,
-            "seed": seed,
-            "limit": limit,
-            "data_hash": data_hash(entries),
-        }
+        settings = (
+            conditions_of(transcribers)
+            | {
+                "model": model,
+                "guides": guides,
+                "draft": draft,
+                "options": options,
+                "speech": sets,
+                "recordings": str(recordings) if recordings else None,
+                "part": part,
+                "clips": clips,
+                "seconds": seconds,
+                "seed": seed,
+                "limit": limit,
+                "data_hash": data_hash(entries),
+            }
+            | ({"rows_left_out": len(left_out)} if left_out else {})
+        )
         samples = recorded(
             "listening",
             transcribers,
@@ -165,6 +170,7 @@ def silence(
         failures = [sample for sample in samples if sample.error is not None]
         if json:
             failed = [{"id": s.id, "mode": s.mode, "error": s.error} for s in failures]
+            failed += [{"error": problem} for problem in left_out]
             emit_json(report.summary | {"failures": failed, "files": files})
         else:
             show_tables(rows for rows in (report.rows(), report.speech_rows()) if rows)
@@ -175,8 +181,11 @@ def silence(
         print_line(str(path), console, "bold")
     for sample in failures[:SHOWN]:
         print_line(f"failed ({sample.mode}): {sample.id}: {sample.error}", console, "red")
+    for problem in left_out[:SHOWN]:
+        print_line(f"left out: {problem}", console, "red")
     if failures:
         print_line(f"{len(failures)} failed", console)
+    if failures or left_out:
         raise typer.Exit(1)
 
 
@@ -215,17 +224,19 @@ def _transcribers(
     return found
 
 
-def _read(sets: Sequence[str], recordings: Path | None, limit: int | None) -> Iterator[Entry]:
-    """The user's recordings, with speech and without."""
+def _read(
+    sets: Sequence[str], recordings: Path | None, limit: int | None, left_out: list[str]
+) -> Iterator[Entry]:
+    """The user's recordings, with speech and without; what is wrong with others goes to a list."""
     from dataclasses import replace
 
     from mmdecode.asr.manifest import read_manifest
     from mmdecode.evaluation.silence import NON_SPEECH, SPEECH
 
-    for entry in read_manifest(recordings, limit) if recordings else ():
+    for entry in read_manifest(recordings, limit, left_out=left_out) if recordings else ():
         yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
     for path in (Path(one) for one in sets if one not in (ZOO, NONE)):
-        for entry in read_manifest(path, limit, text=True):
+        for entry in read_manifest(path, limit, text=True, left_out=left_out):
             yield replace(entry, id=f"{SPEECH}/{path.stem}/{entry.id}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json as json_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -414,11 +415,12 @@ def _evaluate(
     failures = [item for item in report.recorded if item.error is not None]
     if json:
         told = [{"id": i.id, "mode": i.mode, "seed": i.seed, "error": i.error} for i in failures]
+        told += [{"error": problem} for problem in run.left_out]
         emit_json(report.summary | {"failures": told, "files": files})
     else:
         _show(report, files)
     _tell(run, failures, files)
-    if failures:
+    if failures or run.left_out:
         raise typer.Exit(1)
 
 
@@ -431,6 +433,7 @@ class _Run:
     settings: dict[str, Any]
     conditions: dict[str, Any]
     images: Any
+    left_out: Sequence[str] = ()
 
 
 def _run(
@@ -522,6 +525,11 @@ def _run(
         "modes": [dataclasses.asdict(mode) for mode in modes],
         "notes": list(questions.warnings),
     }
+    if questions.left_out:
+        settings["rows_left_out"] = len(questions.left_out)
+        settings["notes"].append(
+            f"{len(questions.left_out)} rows of the data cannot be used and are left out"
+        )
     load_average = settings.pop("load_average")
     rows = _decoded(recorder, questions, output, settings, resume, overwrite)
     return _Run(
@@ -530,6 +538,7 @@ def _run(
         settings=settings,
         conditions={**settings, "load_average": load_average},
         images=questions.shown,
+        left_out=questions.left_out,
     )
 
 
@@ -640,6 +649,8 @@ def _tell(run: _Run, failures: list[Any], files: list[Path]) -> None:
         print_line(f"failed ({item.mode}): {item.id}: {item.error}", console, "red")
     if failures:
         console.print(f"{len(failures)} failed; they count as wrong", highlight=False)
+    for problem in run.left_out[:SHOWN]:
+        print_line(f"left out: {problem}", console, "red")
     if run.settings["limit"]:
         console.print(
             f"ONLY A PART WAS RUN (--limit {run.settings['limit']}): A SMOKE TEST, NOT A RESULT TO "

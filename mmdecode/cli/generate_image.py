@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnin
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
+    from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator, ImageRequest
 
 FOLDER = Path("outputs/images")
@@ -159,9 +160,9 @@ def command(
 
       mmdecode generate-image --class star --start ring.png --keep-rows 8
     """
-    from mmdecode.errors import OptionError
+    from mmdecode.errors import InputError, OptionError
     from mmdecode.image_ar.generator import ImageGenerator
-    from mmdecode.image_ar.jobs import ImageFolder
+    from mmdecode.image_ar.jobs import ImageFolder, read_prompts
     from mmdecode.image_ar.modes import check_mode
 
     if start is None:
@@ -171,7 +172,7 @@ def command(
     if refiner is None:
         refuse_without("--refiner", ["drafted"], context)
     check_mode(mode, draft, accept)
-    lines = [] if file is None else _read_prompts(file)
+    lines = [] if file is None else read_prompts(file)
     if not any((names, numbers, prompts, lines)):
         raise OptionError("nothing to draw; give --class, --class-id, --prompt or --prompts")
     without_other_bars()
@@ -207,10 +208,14 @@ def command(
         )
 
         generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
-        requests = generator.requests(_conditions(generator, names, numbers, prompts, lines), n)
+        given = _conditions(generator, names, numbers, prompts)
+        read, failures = _drawable(generator, lines)
+        if failures and not given and not read:
+            raise InputError(f"{failures[0]['error']}; and no other line is better")
+        requests = generator.requests([*given, *read], n)
         folder.begin(generator.labels, _told(generator, load))
         todo = folder.todo(requests, grid)
-        tally = _Tally(done_before=len(requests) - len(todo))
+        tally = _Tally(done_before=len(requests) - len(todo), failures=failures)
         options: dict[str, Any] = {"likelihood": likelihood}
         if start is not None:
             options |= _started(generator, model, start, mask, keep_rows)
@@ -270,30 +275,13 @@ def _with_bar(
             yield image
 
 
-def _read_prompts(path: Path) -> list[str]:
-    """The lines of a file that are not empty."""
-    from mmdecode.errors import InputError
-
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path} cannot be read ({error}); expected a text file in UTF-8, one prompt a line"
-        ) from error
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
-        raise InputError(f"{path} is empty; expected one prompt or class on each line")
-    return found
-
-
 def _conditions(
     generator: ImageGenerator,
     names: list[str] | None,
     numbers: list[int] | None,
     prompts: list[str] | None,
-    lines: list[str],
 ) -> list[int | str]:
-    """All that is to be drawn, of the kind that the model draws of.
+    """What the command line asks for, of the kind that the model draws of.
 
     Raises:
         OptionError: It is of the other kind.
@@ -304,10 +292,30 @@ def _conditions(
         raise OptionError("this model draws of classes; give --class or --class-id, no --prompt")
     if not generator.classes and (names or numbers):
         raise OptionError("this model draws of prompts; give --prompt, no --class or --class-id")
-    read = [
-        int(line) if generator.classes and re.fullmatch(r"\d+", line) else line for line in lines
-    ]
-    return [*(names or ()), *(numbers or ()), *(prompts or ()), *read]
+    return [*(names or ()), *(numbers or ()), *(prompts or ())]
+
+
+def _drawable(
+    generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
+) -> tuple[list[int | str], list[dict[str, Any]]]:
+    """What lines of a file name, and failures of those that name nothing."""
+    from mmdecode.errors import InputError, MMDecodeError
+
+    found: list[int | str] = []
+    failures = []
+    for where, line in lines:
+        try:
+            if isinstance(line, InputError):
+                raise line
+            number = generator.classes and re.fullmatch(r"\d+", line)
+            condition = int(line) if number else line
+            generator.requests([condition])
+        except (MMDecodeError, ValueError) as error:  # a number may have too many digits
+            text = str(error) if isinstance(line, InputError) else f"{where}: {error}"
+            failures.append({"id": where, "error": text, "kind": type(error).__name__})
+        else:
+            found.append(condition)
+    return found, failures
 
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
@@ -398,5 +406,7 @@ def _report(tally: _Tally, law: str, output: Path, as_json: bool) -> None:
         line += f"; {how}"
     console.print(line, highlight=False, soft_wrap=True)
     for failure in tally.failures:
-        print_line(f"failed: {failure['id']}: {failure['error']}", console, "red")
+        named = failure["error"].startswith(failure["id"])
+        what = failure["error"] if named else f"{failure['id']}: {failure['error']}"
+        print_line(f"failed: {what}", console, "red")
     print_line(str(output), console, "bold")

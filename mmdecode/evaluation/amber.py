@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.items import YesNoItem, label_of, read_json
+from mmdecode.evaluation.items import (
+    LeftOut,
+    YesNoItem,
+    field_of,
+    label_of,
+    leaving_out,
+    read_json,
+    refuse_empty,
+)
 
 KINDS = {
     "discriminative-hallucination": ("existence",),
@@ -29,30 +37,34 @@ DIMENSIONS = ("existence", "attribute", "state", "number", "action", "relation")
 _START = 0.001  # what every counter of the tool begins with
 
 
-def read_amber(folder: Path) -> list[YesNoItem]:
+def read_amber(folder: Path, left_out: LeftOut = None) -> list[YesNoItem]:
     """Questions to be answered with yes or no; their sets are AMBER's dimensions.
 
     Args:
         folder: With ``query_discriminative.json`` and ``annotations.json``, packed or not.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: A file is missing, or a question has no annotation.
     """
-    known = _annotations(folder)
-    items = []
-    for row in _read(folder, "query_discriminative.json"):
-        note = known.get(row["id"])
-        if note is None or note.get("type") not in KINDS:
-            raise InputError(f"question {row['id']} of {folder} has no annotation of a known type")
-        items.append(
-            YesNoItem(
-                id=str(row["id"]),
-                image=str(row["image"]),
-                question=str(row["query"]),
-                target=label_of(str(note["truth"]), f"question {row['id']} of {folder}"),
-                sets=KINDS[str(note["type"])],
+    known = {row["id"]: row for row in _read(folder, "annotations.json", left_out)}
+    items: list[YesNoItem] = []
+    for row in _read(folder, "query_discriminative.json", left_out):
+        where = f"question {row['id']} of {folder}"
+        with leaving_out(left_out):
+            note = known.get(row["id"])
+            if note is None or note.get("type") not in KINDS:
+                raise InputError(f"{where} has no annotation of a known type")
+            items.append(
+                YesNoItem(
+                    id=str(row["id"]),
+                    image=field_of(row, ("image",), where),
+                    question=field_of(row, ("query",), where),
+                    target=label_of(field_of(note, ("truth",), where), where),
+                    sets=KINDS[str(note["type"])],
+                )
             )
-        )
+    refuse_empty(items, left_out, f"{folder} has no questions")
     return items
 
 
@@ -93,13 +105,15 @@ def _percent(part: float, whole: float) -> float:
     return round(part / whole * 100, 1)
 
 
-def _annotations(folder: Path) -> dict[Any, dict[str, Any]]:
-    return {row["id"]: row for row in _read(folder, "annotations.json")}
-
-
-def _read(folder: Path, name: str) -> list[dict[str, Any]]:
+def _read(folder: Path, name: str, left_out: LeftOut) -> list[dict[str, Any]]:
     path = folder / name
     rows = read_json(path if path.exists() else folder / f"{name}.gz")
-    if not isinstance(rows, list) or not all(isinstance(r, dict) and "id" in r for r in rows):
+    if not isinstance(rows, list):
         raise InputError(f"{path} is no list of objects with an 'id'")
-    return rows
+    found = []
+    for number, row in enumerate(rows, 1):
+        with leaving_out(left_out):
+            if not isinstance(row, dict) or not isinstance(row.get("id"), (int, str)):
+                raise InputError(f"{path}, item {number} is no object with an 'id'")
+            found.append(row)
+    return found

@@ -22,9 +22,12 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.items import (
     QUESTION,
     CaptionItem,
+    LeftOut,
     field_of,
+    leaving_out,
     read_bytes,
     read_json_lines,
+    refuse_empty,
     text_hash,
 )
 from mmdecode.evaluation.statistics import RESAMPLES, drawn_sums, interval
@@ -270,32 +273,33 @@ def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
     return [_cut(caption, cap) for caption in captions]
 
 
-def read_chair(objects: Path) -> list[CaptionItem]:
+def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
     """Images to be described.
 
     Args:
         objects: JSON lines, packed or not, with ``objects`` and with ``image`` or, for COCO's
             val2014, ``image_id``; the request may stand under one of `QUESTION`.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: The file cannot be read, or a line lacks these.
     """
     items = []
-    for where, row in read_json_lines(objects):
-        names = row.get("objects")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
-        image = row.get("image")
-        if image is None and isinstance(row.get("image_id"), int):
-            image = coco_image(row["image_id"])
-        if not isinstance(image, str):
-            raise InputError(f"{where} has neither 'image' nor 'image_id'")
-        item = CaptionItem(id=image, image=image, objects=tuple(names))
-        if any(row.get(name) is not None for name in QUESTION):
-            item = dataclasses.replace(item, question=field_of(row, QUESTION, where))
-        items.append(item)
-    if not items:
-        raise InputError(f"{objects} holds no line; expected one image a line")
+    for where, row in read_json_lines(objects, left_out):
+        with leaving_out(left_out):
+            names = row.get("objects")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
+            image = row.get("image")
+            if image is None and isinstance(row.get("image_id"), int):
+                image = coco_image(row["image_id"])
+            if not isinstance(image, str):
+                raise InputError(f"{where} has neither 'image' nor 'image_id'")
+            item = CaptionItem(id=image, image=image, objects=tuple(names))
+            if any(row.get(name) is not None for name in QUESTION):
+                item = dataclasses.replace(item, question=field_of(row, QUESTION, where))
+            items.append(item)
+    refuse_empty(items, left_out, f"{objects} holds no line; expected one image a line")
     return items
 
 

@@ -7,6 +7,7 @@ model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -28,6 +29,8 @@ ITEMS = "items.jsonl"
 QUESTION = ("text", "question")
 ANSWER = ("label", "answer", "target")
 Some = TypeVar("Some", bound="Item")
+LeftOut = list[str] | None
+"""What is wrong with the rows of a table that are not used; ``None``: any of them is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,19 +219,53 @@ def read_json(path: Path) -> Any:
     return _parsed(read_bytes(path), str(path))
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(path: Path, left_out: LeftOut = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Objects of JSON lines, packed or not, each with where it stands.
+
+    Args:
+        path: The file.
+        left_out: See `leaving_out`.
 
     Raises:
         InputError: The file cannot be read, or a line is no object.
     """
     for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        row = None
+        with leaving_out(left_out):
             row = _parsed(line, where)
             if not isinstance(row, dict):
                 raise InputError(f"{where} holds {type(row).__name__}; expected an object")
+        if isinstance(row, dict):
             yield where, row
+
+
+@contextlib.contextmanager
+def leaving_out(left_out: LeftOut) -> Iterator[None]:
+    """What is wrong with a row in here goes to a list; without one it is raised."""
+    try:
+        yield
+    except InputError as error:
+        if left_out is None:
+            raise
+        left_out.append(str(error))
+
+
+def refuse_empty(items: Sequence[Any], left_out: LeftOut, otherwise: str) -> None:
+    """Refuses a table without a row that can be used.
+
+    Args:
+        items: What was read.
+        left_out: See `leaving_out`.
+        otherwise: What is wrong where nothing was left out.
+
+    Raises:
+        InputError: There is no item.
+    """
+    if not items:
+        raise InputError(f"{left_out[0]}; and no other row is better" if left_out else otherwise)
 
 
 def field_of(row: dict[str, Any], names: Sequence[str], where: str) -> str:

@@ -6,7 +6,7 @@ points of 100 each. A category of 30 images moves by up to 5 points with one ans
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,11 +16,14 @@ from mmdecode.errors import InputError
 from mmdecode.evaluation.items import (
     ANSWER,
     QUESTION,
+    LeftOut,
     YesNoItem,
     field_of,
     label_of,
+    leaving_out,
     read_bytes,
     read_json_lines,
+    refuse_empty,
 )
 
 PERCEPTION = (
@@ -65,7 +68,7 @@ def mme_scores(items: Sequence[YesNoItem], right: Sequence[bool]) -> dict[str, f
     }
 
 
-def read_mme(path: Path) -> list[YesNoItem]:
+def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
     """Questions in MME's form.
 
     Args:
@@ -73,17 +76,33 @@ def read_mme(path: Path) -> list[YesNoItem]:
             with a question and its answer on a line, separated by a tab, and the images beside
             them or in ``images``; or JSON lines, packed or not, with ``category``, ``image``, one
             of `QUESTION` and one of `ANSWER`.
+        left_out: See `mmdecode.evaluation.items.leaving_out`; it gets the other question of a pair
+            too, of which one cannot be used.
 
     Raises:
         InputError: It cannot be read, there is no question, or a line is no pair.
     """
-    items = [item for item, _ in _rows(path)] if path.is_file() else _in_folders(path)
-    if not items:
-        raise InputError(f"{path} has no questions; expected a folder of text files per category")
+    if path.is_file():
+        items = [item for item, _ in _rows(path, left_out)]
+    else:
+        items = _in_folders(path, left_out)
+    if left_out:
+        items = _in_pairs(items, left_out)
+    otherwise = f"{path} has no questions; expected a folder of text files per category"
+    refuse_empty(items, left_out, otherwise)
     return items
 
 
-def _in_folders(folder: Path) -> list[YesNoItem]:
+def _in_pairs(items: Sequence[YesNoItem], left_out: list[str]) -> list[YesNoItem]:
+    """Questions of which an image has two in their category."""
+    counts = Counter((item.image, item.sets) for item in items)
+    for item in items:
+        if counts[item.image, item.sets] == 1:
+            left_out.append(f"{item.id}: the other question of its pair cannot be used")
+    return [item for item in items if counts[item.image, item.sets] != 1]
+
+
+def _in_folders(folder: Path, left_out: LeftOut) -> list[YesNoItem]:
     items = []
     for category in sorted(path for path in folder.glob("*") if path.is_dir()):
         images = {
@@ -92,9 +111,10 @@ def _in_folders(folder: Path) -> list[YesNoItem]:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png")
         }
         for path in sorted(category.rglob("*.txt")):
-            for where, question, answer in _lines(path, 2):
+            for where, question, answer in _lines(path, 2, left_out):
                 image = images.get(path.stem, f"{category.name}/{path.stem}")
-                items.append(_item(category.name, image, question, answer, where))
+                with leaving_out(left_out):
+                    items.append(_item(category.name, image, question, answer, where))
     return items
 
 
@@ -126,12 +146,16 @@ def read_mme_results(path: Path, mode: str = "") -> list[YesNoItem]:
     return items
 
 
-def _rows(path: Path) -> Iterator[tuple[YesNoItem, object]]:
+def _rows(path: Path, left_out: LeftOut = None) -> Iterator[tuple[YesNoItem, object]]:
     """Questions of JSON lines, and what stands under ``prediction``."""
-    for where, row in read_json_lines(path):
-        fields = (("category",), ("image",), QUESTION, ANSWER)
-        category, image, question, answer = (field_of(row, names, where) for names in fields)
-        yield _item(category, image, question, answer, where), row.get("prediction")
+    for where, row in read_json_lines(path, left_out):
+        item = None
+        with leaving_out(left_out):
+            fields = (("category",), ("image",), QUESTION, ANSWER)
+            category, image, question, answer = (field_of(row, names, where) for names in fields)
+            item = _item(category, image, question, answer, where)
+        if item is not None:
+            yield item, row.get("prediction")
 
 
 def _item(category: str, image: str, question: str, answer: str, where: str) -> YesNoItem:
@@ -144,13 +168,15 @@ def _item(category: str, image: str, question: str, answer: str, where: str) -> 
     )
 
 
-def _lines(path: Path, columns: int) -> Iterator[tuple[str, ...]]:
+def _lines(path: Path, columns: int, left_out: LeftOut = None) -> Iterator[tuple[str, ...]]:
     """Where a line stands, and its columns; the last may hold tabs and may be empty."""
     for number, line in enumerate(read_bytes(path).decode(errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         parts = line.split("\t", columns - 1)
         where = f"{path}, line {number}"
-        if len(parts) != columns:
-            raise InputError(f"{where} has {len(parts)} columns; expected {columns}")
-        yield (where, *parts)
+        with leaving_out(left_out):
+            if len(parts) != columns:
+                raise InputError(f"{where} has {len(parts)} columns; expected {columns}")
+        if len(parts) == columns:
+            yield (where, *parts)

@@ -20,10 +20,13 @@ from mmdecode.evaluation.answers import Label
 from mmdecode.evaluation.items import (
     ANSWER,
     QUESTION,
+    LeftOut,
     YesNoItem,
     field_of,
     label_of,
+    leaving_out,
     read_json_lines,
+    refuse_empty,
 )
 from mmdecode.evaluation.yes_no import count_answers, rates
 
@@ -36,13 +39,14 @@ SUFFIXES = {
 """What is put behind a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
 
 
-def read_pope(files: Mapping[str, Path]) -> list[YesNoItem]:
+def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
     """Distinct questions of several splits, in the order in which they first come.
 
     Args:
         files: JSON lines by the name of the split, packed or not, with ``image``, one of
             `QUESTION` and one of `ANSWER`. A question that stands there twice counts
             twice.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: A file cannot be read or is empty, or a question has both answers.
@@ -50,15 +54,18 @@ def read_pope(files: Mapping[str, Path]) -> list[YesNoItem]:
     found: dict[str, tuple[str, str, Label, list[str]]] = {}
     for split, path in files.items():
         before = sum(len(entry[3]) for entry in found.values())
-        for where, row in read_json_lines(path):
-            image, text = field_of(row, ("image",), where), field_of(row, QUESTION, where)
-            label = label_of(field_of(row, ANSWER, where), where)
-            entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
-            if entry[2] != label:
-                raise InputError(f"{where} answers {label!r} to {text!r}, and before {entry[2]!r}")
-            entry[3].append(split)
-        if sum(len(entry[3]) for entry in found.values()) == before:
-            raise InputError(f"{path} holds no line; expected one question a line")
+        for where, row in read_json_lines(path, left_out):
+            with leaving_out(left_out):
+                image, text = field_of(row, ("image",), where), field_of(row, QUESTION, where)
+                label = label_of(field_of(row, ANSWER, where), where)
+                entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
+                if entry[2] != label:
+                    raise InputError(
+                        f"{where} answers {label!r} to {text!r}, and before {entry[2]!r}"
+                    )
+                entry[3].append(split)
+        added = [split for entry in found.values() for split in entry[3]][before:]
+        refuse_empty(added, left_out, f"{path} holds no line; expected one question a line")
     return [
         YesNoItem(id=name, image=image, question=text, target=label, sets=tuple(splits))
         for name, (image, text, label, splits) in found.items()

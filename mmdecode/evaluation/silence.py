@@ -283,6 +283,9 @@ class SilenceReport:
             f"{self.modes[0]!r} (+), or at most {MOST:g} a minute where it has fewer than {FEW:g}, "
             "and word errors on speech not worse beyond their interval"
         ]
+        if self.conditions.get("rows_left_out"):
+            rows = self.conditions["rows_left_out"]
+            parts.append(f"{rows} rows of the data could not be used and were left out")
         if self.left_out:
             parts.append(f"left out, since no recording could be read: {', '.join(self.left_out)}")
         for mode, found in self.verdicts.items():

@@ -21,10 +21,13 @@ from mmdecode.evaluation.items import (
     ANSWER,
     QUESTION,
     ChoiceItem,
+    LeftOut,
     YesNoItem,
     field_of,
+    leaving_out,
     read_json,
     read_json_lines,
+    refuse_empty,
 )
 from mmdecode.evaluation.statistics import RESAMPLES, drawn_sums, interval
 
@@ -186,42 +189,45 @@ def summed(
     )
 
 
-def read_choices(path: Path, name: str = "all") -> list[ChoiceItem]:
+def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
     """Questions with options.
 
     Args:
         path: JSON lines, packed or not, with ``image``, one of `QUESTION`, ``options``, one of
             `ANSWER`, and ``group`` where there are pairs.
         name: Of the set they count in.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: It cannot be read, or a field is missing.
     """
     items = []
-    for where, row in read_json_lines(path):
-        options = row.get("options")
-        if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
-            raise InputError(f"{where} has {options!r} under 'options'; expected a list of texts")
-        image, question, answer = (
-            field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
-        )
-        items.append(
-            ChoiceItem(
-                id=f"{image}: {question}",
-                image=image,
-                question=question,
-                options=tuple(options),
-                target=answer,
-                group=str(row.get("group") or ""),
-                sets=(name,),
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            options = row.get("options")
+            if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+                raise InputError(
+                    f"{where} has {options!r} under 'options'; expected a list of texts"
+                )
+            image, question, answer = (
+                field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
             )
-        )
-    if not items:
-        raise InputError(f"{path} holds no line; expected one question a line")
+            items.append(
+                ChoiceItem(
+                    id=f"{image}: {question}",
+                    image=image,
+                    question=question,
+                    options=tuple(options),
+                    target=answer,
+                    group=str(row.get("group") or ""),
+                    sets=(name,),
+                )
+            )
+    refuse_empty(items, left_out, f"{path} holds no line; expected one question a line")
     return items
 
 
-def read_whats_up(path: Path) -> list[ChoiceItem]:
+def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
     """Questions on What's Up's controlled images: where is one object in relation to the other?
 
     Objects and relation are those of the file's name, ``mug_left_of_table.jpeg``; the options are
@@ -229,6 +235,7 @@ def read_whats_up(path: Path) -> list[ChoiceItem]:
 
     Args:
         path: ``controlled_images_dataset.json`` or ``controlled_clevr_dataset.json``.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: It cannot be read, or an image is not named so.
@@ -239,11 +246,15 @@ def read_whats_up(path: Path) -> list[ChoiceItem]:
     found = []
     for number, row in enumerate(rows, 1):
         where = f"{path}, item {number}"
-        image = field_of(row if isinstance(row, dict) else {}, ("image_path",), where)
-        named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
-        if named is None or named[2] not in WHATS_UP:
-            raise InputError(f"{where} has the image {image!r}; expected mug_left_of_table.jpeg")
-        found.append((image, named[1], WHATS_UP[named[2]], named[3]))
+        with leaving_out(left_out):
+            image = field_of(row if isinstance(row, dict) else {}, ("image_path",), where)
+            named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
+            if named is None or named[2] not in WHATS_UP:
+                raise InputError(
+                    f"{where} has the image {image!r}; expected mug_left_of_table.jpeg"
+                )
+            found.append((image, named[1], WHATS_UP[named[2]], named[3]))
+    refuse_empty(found, left_out, f"{path} is no list of images")
     present = {relation for _, _, relation, _ in found}
     options = tuple(relation for relation in WHATS_UP.values() if relation in present)
     return [
@@ -264,7 +275,10 @@ def read_whats_up(path: Path) -> list[ChoiceItem]:
 
 
 def read_vsr(
-    path: Path, name: str = "vsr", ask: str = "{} Is this statement about the image true?"
+    path: Path,
+    name: str = "vsr",
+    ask: str = "{} Is this statement about the image true?",
+    left_out: LeftOut = None,
 ) -> list[YesNoItem]:
     """Statements of Visual Spatial Reasoning; true ones are to be answered with yes.
 
@@ -272,24 +286,25 @@ def read_vsr(
         path: JSON lines, packed or not.
         name: Of the set they count in.
         ask: The question, with ``{}`` for the statement.
+        left_out: See `mmdecode.evaluation.items.leaving_out`.
 
     Raises:
         InputError: It cannot be read, or a label is neither 0 nor 1.
     """
     items = []
-    for where, row in read_json_lines(path):
-        image, said = field_of(row, ("image",), where), field_of(row, ("caption",), where)
-        if row.get("label") not in (0, 1):
-            raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
-        items.append(
-            YesNoItem(
-                id=f"{image}: {said}",
-                image=image,
-                question=ask.format(said),
-                target="yes" if row["label"] else "no",
-                sets=(name,),
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            image, said = field_of(row, ("image",), where), field_of(row, ("caption",), where)
+            if row.get("label") not in (0, 1):
+                raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
+            items.append(
+                YesNoItem(
+                    id=f"{image}: {said}",
+                    image=image,
+                    question=ask.format(said),
+                    target="yes" if row["label"] else "no",
+                    sets=(name,),
+                )
             )
-        )
-    if not items:
-        raise InputError(f"{path} holds no line; expected one statement a line")
+    refuse_empty(items, left_out, f"{path} holds no line; expected one statement a line")
     return items

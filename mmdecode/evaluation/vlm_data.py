@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +35,7 @@ class Questions:
         folder: Of the images; ``None``: they are the zoo's and drawn when they are asked about.
         synonyms: Words for the objects of captions, see `vocabulary_of`.
         warnings: What makes scores differ from those of the clean files.
+        left_out: What is wrong with rows that are not asked.
     """
 
     task: str
@@ -44,6 +44,7 @@ class Questions:
     folder: Path | None
     synonyms: str | None = None
     warnings: Sequence[str] = field(default=())
+    left_out: Sequence[str] = field(default=())
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -148,20 +149,17 @@ def read_questions(
                 f"{missing[0] if missing else '--data'} does not exist; expected 'zoo', a folder "
                 "or files"
             )
+    left_out: list[str] = []
     if task == "pope":
         files = _pope_files(paths, prefix)
-        items: Sequence[Item] = _within(read_pope(files), splits)
+        items: Sequence[Item] = _within(read_pope(files, left_out), splits)
         warnings = warnings_of(structure([i for i in items if isinstance(i, YesNoItem)]))
     else:
         if len(paths) > 1:
             raise OptionError(f"{task} reads one path, and --data gives {len(paths)}; give one")
         path, warnings = paths[0], []
-        task, items, files = _read(task, path)
-        twice = [name for name, count in Counter(item.id for item in items).items() if count > 1]
-        if twice:
-            raise InputError(
-                f"{path} asks the same {len(twice)} times, first {twice[0]!r}; keep one of each"
-            )
+        task, read, files = _read(task, path, left_out)
+        items = _once(read, path, left_out)
     return Questions(
         task=task,
         items=items,
@@ -169,7 +167,18 @@ def read_questions(
         folder=None if zoo else images or _own_images(task, paths[0]),
         synonyms=synonyms if task == "chair" else None,
         warnings=warnings,
+        left_out=left_out,
     )
+
+
+def _once(items: Sequence[Item], path: Path, left_out: list[str]) -> list[Item]:
+    """Each question once: the first of that id."""
+    found: dict[str, Item] = {}
+    for item in items:
+        if item.id in found:
+            left_out.append(f"{path} asks {item.id!r} again; keep one of each")
+        found.setdefault(item.id, item)
+    return list(found.values())
 
 
 def vocabulary_of(synonyms: str | None) -> Vocabulary:
@@ -228,26 +237,28 @@ def _within(items: Sequence[YesNoItem], splits: Sequence[str]) -> list[YesNoItem
     return found
 
 
-def _read(task: str, path: Path) -> tuple[str, Sequence[Item], dict[str, Path]]:
+def _read(
+    task: str, path: Path, left_out: list[str]
+) -> tuple[str, Sequence[Item], dict[str, Path]]:
     """The task, which statements change, its questions, and the files they stand in."""
     if task == "amber":
         files = sorted(path.glob("*.json*"))
-        return task, read_amber(path), {file.name: file for file in files}
+        return task, read_amber(path, left_out), {file.name: file for file in files}
     if task == "mme":
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         named = {file.relative_to(path.parent).as_posix(): file for file in files}
-        return task, read_mme(path), named
+        return task, read_mme(path, left_out), named
     if path.is_dir():
         raise OptionError(f"{path} is a folder; {task} reads one file: give it with --data")
     one = {path.name: path}
     if task == "chair":
-        return task, read_chair(path), one
+        return task, read_chair(path, left_out), one
     if read_bytes(path).lstrip()[:1] == b"[":
-        return task, read_whats_up(path), one
-    _, first = next(read_json_lines(path), ("", {}))
+        return task, read_whats_up(path, left_out), one
+    _, first = next(read_json_lines(path, []), ("", {}))
     if "caption" in first:
-        return "vsr", read_vsr(path), one
-    return task, read_choices(path), one
+        return "vsr", read_vsr(path, left_out=left_out), one
+    return task, read_choices(path, left_out=left_out), one
 
 
 def _own_images(task: str, path: Path) -> Path:

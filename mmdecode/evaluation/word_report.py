@@ -378,6 +378,9 @@ class WERReport:
         ]
         if self.left_out:
             parts.append(f"{self.left_out} recordings without words to score were left out")
+        if self.conditions.get("rows_left_out"):
+            rows = self.conditions["rows_left_out"]
+            parts.append(f"{rows} rows of the data could not be used and were left out")
         if self.by_characters:
             parts.append(
                 f"{self.by_characters} references of scripts without spaces are scored by "

@@ -9,6 +9,7 @@ asked: nothing in the folder depends on when a run was interrupted.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -216,6 +217,33 @@ class ImageFolder:
                     "--resume draws that image again"
                 ) from None
             yield line, found
+
+
+def read_prompts(path: Path) -> list[tuple[str, str | InputError]]:
+    """Lines of a file that are not empty: where each stands, and it, or what is wrong with it.
+
+    Raises:
+        InputError: The file cannot be read, or has no such line.
+    """
+    try:
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error}); expected a text file in UTF-8, one prompt a line"
+        ) from error
+    found: list[tuple[str, str | InputError]] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError:
+            found.append((where, InputError(f"{where} is not UTF-8 text; write it as UTF-8")))
+            continue
+        if text:
+            found.append((where, text))
+    if not found:
+        raise InputError(f"{path} is empty; expected one prompt or class on each line")
+    return found
 
 
 def as_png(image: GeneratedImage, texts: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, own_id, read_rows, refuse_all, text_of
+from mmdecode.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
 
 QUESTION = ("question", "prompt", "text")
@@ -107,9 +107,12 @@ def read_requests(
     base = path.parent if folder is None else Path(folder)
     requests: list[Request] = []
     lines: dict[str, int] = {}
-    for line, row in itertools.islice(read_rows(path), limit):
+    for line, found in itertools.islice(rows_of(path), limit):
         where = f"{path}, line {line}"
+        row = {} if isinstance(found, InputError) else found
         try:
+            if isinstance(found, InputError):
+                raise found
             request = _request(row, where, base, len(requests))
             if request.id in lines:
                 raise InputError(

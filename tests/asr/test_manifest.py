@@ -181,3 +181,25 @@ def test_lines_that_lack_something_may_fail_alone(tmp_path):
     path.write_text('{"id": "b"}\n')
     with pytest.raises(InputError, match="line 1 names no recording"):
         read_manifest(path, failing=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "said"),
+    [
+        ("a.jsonl", [b'{"audio": "a"}', b"{", b'{"audio": "b"}'], "line 2 is not JSON"),
+        ("a.jsonl", [b'{"audio": "a"}', b'{"audio": "\xff"}'], "line 2 is not UTF-8 text"),
+        ("a.jsonl", [b'{"audio": "a"}', b"[1]", b'{"audio": "b"}'], "line 2 holds list"),
+        ("a.json", [b"[", b'{"audio": "a"},', b"3]"], "item 2 holds int"),
+        ("a.csv", [b"path,text", b"a,one", b"b", b"c,two"], "line 3 does not have the 2 columns"),
+        ("a.trn", [b"one (a)", b"two", b"three (c)"], "line 2 does not end with an id"),
+    ],
+)
+def test_lines_that_cannot_be_read_may_fail_alone(tmp_path, name, lines, said):
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    needed = {"audio": name != "a.trn"}
+    with pytest.raises(InputError, match=said):
+        read_manifest(path, **needed)
+    problems = [entry.problem for entry in read_manifest(path, **needed, failing=True)]
+    assert [problem is not None for problem in problems].count(True) == 1
+    assert problems[0] is None and said in problems[1]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -112,6 +113,60 @@ def finished(tmp_path_factory, checkpoint, data):
         "--suffix", "one-word", "--out", out, "--json",
     )  # fmt: skip
     return done, out
+
+
+BAD_ROWS = {
+    "pope": ["{", '{"image": "0.png"}', '{"image": "0.png", "text": "Is it?", "label": "perhaps"}'],
+    "chair": ["3", '{"image": "0.png"}', '{"image": "0.png", "objects": ["dog"]}'],
+    "mme": ["{", '{"category": "color", "image": "9.png", "question": "One?", "answer": "yes"}'],
+    "spatial": ['{"image": "0.png"}', '{"image": "0.png", "question": "Where?", "options": [3]}'],
+}
+
+
+@pytest.mark.parametrize("task", BAD_ROWS)
+def test_a_row_that_cannot_be_used_is_left_out_and_said(task, settings, data, tmp_path):
+    good = {
+        "pope": data / "my_pope_popular.jsonl",
+        "chair": data / "objects.jsonl",
+        "mme": data / "mme.jsonl",
+        "spatial": data / "images" / "choices.jsonl",
+    }[task]
+    bad = BAD_ROWS[task]
+    table = tmp_path / f"{task}_popular.jsonl"
+    table.write_text(good.read_text() + "".join(row + "\n" for row in bad))
+    assert read_questions(task, [str(good)], images=data).left_out == []
+    asked = read_questions(task, [str(table)], images=data)
+    assert asked.items == read_questions(task, [str(good)], images=data).items
+    assert len(asked.left_out) == len(bad)
+    table.write_text("".join(row + "\n" for row in bad[:1]))
+    with pytest.raises(InputError, match="line 1"):
+        read_questions(task, [str(table)], images=data)
+
+
+def test_left_out_rows_are_counted_and_make_the_exit_code_1(settings, data, tmp_path):
+    table, out = tmp_path / "choices.jsonl", tmp_path / "out"
+    rows = (data / "images" / "choices.jsonl").read_text()
+    table.write_text(rows + '{"image": "0.png"}\n' + rows.splitlines()[0] + "\n")
+    done = run(*settings("spatial", table, "--greedy"), "--out", out, "--json")
+    assert done.exit_code == 1
+    found = parsed(done)
+    assert found["conditions"]["rows_left_out"] == 2
+    assert "line 3 has" in found["failures"][0]["error"]
+    assert "again; keep one of each" in found["failures"][1]["error"]
+    assert "2 rows of the data cannot be used and are left out" in done.stderr
+    assert len((out / "items.jsonl").read_text().splitlines()) == 2
+    again = run("spatial", "--rescore", out, "--resamples", 20)
+    assert "2 rows of the data cannot be used and are left out" in again.stderr
+
+
+def test_a_question_of_amber_without_annotation_is_left_out(settings, data, tmp_path):
+    folder = tmp_path / "amber"
+    shutil.copytree(data / "amber", folder)
+    rows = json.loads((folder / "query_discriminative.json").read_text())
+    rows += [{"id": 9, "image": "0.png", "query": "Is it?"}, {"id": 0}, 3]
+    (folder / "query_discriminative.json").write_text(json.dumps(rows))
+    asked = read_questions("amber", [str(folder)])
+    assert [item.id for item in asked.items] == ["0", "1"] and len(asked.left_out) == 3
 
 
 def test_a_run_prints_and_writes_everything(finished):
@@ -317,12 +372,13 @@ def test_a_part_holds_whole_images_pairs_and_sets(data):
     assert len(read_questions("chair").limited(5).items) == 5
 
 
-def test_a_question_that_is_asked_twice_is_refused_before_anything_is_run(tmp_path):
+def test_a_question_that_is_asked_twice_is_asked_once(tmp_path):
     for name in ("a", "b", "a"):
         with (tmp_path / "objects.jsonl").open("a") as file:
             file.write(json.dumps({"image": name, "objects": ["dog"]}) + "\n")
-    with pytest.raises(InputError, match="asks the same 1 times, first 'a'"):
-        read_questions("chair", [str(tmp_path / "objects.jsonl")], images=tmp_path)
+    asked = read_questions("chair", [str(tmp_path / "objects.jsonl")], images=tmp_path)
+    assert [item.id for item in asked.items] == ["a", "b"]
+    assert ["asks 'a' again" in problem for problem in asked.left_out] == [True]
 
 
 def test_an_image_at_which_a_run_died_is_read_apart(settings, data, tmp_path, monkeypatch):

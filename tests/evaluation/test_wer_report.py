@@ -415,6 +415,27 @@ def settings(manifest, folder, *more):
     ]
 
 
+def test_rows_that_cannot_be_used_are_left_out_and_counted(manifest, tmp_path):
+    table = tmp_path / "test.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows = [{**rows[0], "id": "a"}, {**rows[2], "id": "a"}, {"id": "b", "text": "none"}]
+    lines = [json.dumps(row) for row in rows] + ["{", json.dumps({"audio": rows[0]["audio"]})]
+    table.write_text("\n".join(lines) + "\n")
+    given = ["--data", table, "--model", "zoo:whisper-synth", "--device", "cpu", "--warmup", 0]
+    out = ["--resamples", 20, "--out", tmp_path / "run"]
+    done = run(*given, *out, "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["recordings"] == 1 and found["conditions"]["rows_left_out"] == 4
+    said = ("line 2 has the id 'a' of line 1", "names no recording", "not JSON", "has no text")
+    for failure, text in zip(found["failures"], said, strict=True):
+        assert text in failure["error"] and f"left out: {failure['error']}" in done.stderr
+    table_text = (tmp_path / "run" / "table.md").read_text()
+    assert "4 rows of the data could not be used and were left out" in table_text
+    again = run("--rescore", tmp_path / "run", "--resamples", 20)
+    assert again.exit_code == 0 and "4 rows of the data" in " ".join(again.output.split())
+
+
 @pytest.fixture(scope="module")
 def finished(manifest, tmp_path_factory):
     """A run of two modes, and its summary."""

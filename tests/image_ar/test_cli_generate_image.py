@@ -109,6 +109,34 @@ def test_lines_of_a_file_are_classes_or_prompts(run, tmp_path, captions):
     assert len({line["id"] for line in found}) == 4
 
 
+def test_a_line_that_names_nothing_fails_alone(run, tmp_path, captions):
+    file = tmp_path / "wanted.txt"
+    file.write_bytes(b"star\nunknown\n\xff\xfe\n99\n" + b"9" * 5000 + b"\n3\n")
+    done = run("--prompts", file, "--json")
+    assert done.exit_code == 1, done.output
+    found = json.loads(done.stdout)
+    assert [line["condition"] for line in lines(tmp_path / "out")] == [1, 3]
+    assert (found["drawn"], found["failed"]) == (2, 4)
+    problems = [one["error"] for one in found["failures"]]
+    told = ("line 2: ", "line 3 is not UTF-8", "line 4: class 99 does not exist", "line 5: ")
+    for problem, said in zip(problems, told, strict=True):
+        assert problem.startswith(f"{file}, {said}") and f"failed: {problem}" in done.stderr
+    again = run("--prompts", file, "--resume")
+    assert again.exit_code == 1 and "0 drawn, 2 done before, 4 failed" in again.stderr
+    words = ("--prompts", file, "--raw-prompt")
+    done = run(*words, model=captions, out=tmp_path / "texts")
+    assert done.exit_code == 1 and "line 3 is not UTF-8 text" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"unknown\n99\n", b"\xff\n"])
+def test_a_file_without_a_line_that_can_be_drawn_is_refused(run, tmp_path, content):
+    file = tmp_path / "wanted.txt"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"wanted\.txt, line 1.*no other line is better"):
+        raise run("--prompts", file).exception
+    assert run("--prompts", file, "--class", "star").exit_code == 1
+
+
 # What is completed
 
 

@@ -454,6 +454,18 @@ def test_a_row_that_cannot_be_asked_fails_alone_and_stays_in_the_results(run, im
     assert lines(out / "results.jsonl") == written
 
 
+def test_a_line_that_is_no_json_or_no_text_fails_alone(run, images, tmp_path):
+    table = images / "t.jsonl"
+    rows = [b'{"image": "x.png", "question": "Is it?"}', b"{", b'{"question": "\xe9"}', b"3"]
+    table.write_bytes(b"\n".join(rows))
+    done = run("--data", table, "--out", tmp_path / "out")
+    assert done.exit_code == 1, done.output
+    assert "1 answered, 0 done before, 3 failed" in done.stderr
+    problems = [line.get("error", "") for line in lines(tmp_path / "out" / "results.jsonl")]
+    for problem, said in zip(problems, ("", "not JSON", "not UTF-8", "holds int"), strict=True):
+        assert said in problem
+
+
 def test_a_table_without_any_question_is_refused(run, images, tmp_path):
     table, out = images / "t.jsonl", tmp_path / "out"
     table.write_text('{"image": "x.png"}\n{"image": "y.bmp"}\n')
