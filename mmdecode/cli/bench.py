@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
@@ -180,7 +181,7 @@ def prompts_of(answerer: Any, data: str, limit: int, size: int) -> list[dict[str
 
 
 def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> Table:
-    """For a terminal; ways that could not be timed are rows that say why."""
+    """For a terminal; below it, of ways that could not be timed, why."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("way", overflow="fold")
     for name in ("tokens\na pass", "draft's\nshare", "first\nms", "ms a\ntoken"):
@@ -199,6 +200,7 @@ def table_of(found: Sequence[Speed], title: str, failed: Mapping[str, str]) -> T
             f"x{row.end_to_end[0]:.2f}",
             "" if row.identical is None else f"{row.identical:.0%}",
         )
-    for name, why in failed.items():
-        table.add_row(f"{name}: not timed. {why[0].upper()}{why[1:]}")
+    if failed:
+        lines = [f"{name}: not timed. {why[0].upper()}{why[1:]}" for name, why in failed.items()]
+        table.caption, table.caption_justify = "\n".join(map(escape, lines)), "left"
     return table

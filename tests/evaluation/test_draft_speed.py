@@ -176,7 +176,7 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
     assert failed == {"bad": "transformers' generate fails on this model: ValueError: no"}
 
 
-def test_what_transformers_own_draft_cannot_do_is_a_row_that_says_why(capsys):
+def test_why_transformers_own_draft_cannot_be_timed_is_said_below_the_table(capsys):
     """Its lookup beside images, and in batches, on the model that ships."""
     answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
     reasons = []
