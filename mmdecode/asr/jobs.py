@@ -28,10 +28,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mmdecode.asr.audio import Blocks, Source
 from mmdecode.asr.formats import FORMATS, Names, ending
+from mmdecode.asr.long_form import ADVICE
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
-from mmdecode.asr.transcriber import Failure, Transcript
+from mmdecode.asr.transcriber import Failure, Transcript, failure_of
 from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
@@ -50,6 +51,7 @@ from mmdecode.files import (
     write_file,
 )
 from mmdecode.runs.changes import Inputs
+from mmdecode.runs.items import written
 
 RESULTS, PARTS = "results.jsonl", "parts"
 JOURNAL = ".reading-{}.tmp"
@@ -280,9 +282,8 @@ class ResultFolder:
         with explained(self.folder):
             self._file = self._file or self._opened()
             if isinstance(result, Transcript):
-                for kind in self.formats:
-                    text = FORMATS[kind](result, self.layout)
-                    write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
+                result = self._written(result, name)
+            if isinstance(result, Transcript):
                 self.done.add(result.source)
             known, content = _recording(entry), None
             if known["audio"] is not None:
@@ -295,6 +296,17 @@ class ResultFolder:
                 append_line(self._file, data)
             self.batches.cleared(entry.id)
         return result
+
+    def _written(self, transcript: Transcript, name: str) -> Transcript | Failure:
+        """Writes the files of a recording; one that cannot be made or written is its failure."""
+
+        def write() -> None:
+            for kind in self.formats:
+                text = FORMATS[kind](transcript, self.layout)
+                write_file(self.folder / f"{name}.{ending(kind)}", text, self._overwrite)
+
+        failed = written(write, ADVICE)
+        return failure_of(transcript.source, transcript.index, failed) if failed else transcript
 
     def close(self) -> None:
         """No more results."""

@@ -296,7 +296,7 @@ class Transcriber:
         for index, item in enumerate([inputs] if is_single(inputs) else inputs):
             source = tried(partial(source_of, item, self.sampling_rate, index), ADVICE)
             if isinstance(source, Failed):
-                yield _failure(f"array {index}", index, source), source
+                yield failure_of(f"array {index}", index, source), source
             else:
                 sources.append((index, source))
         places = [index for index, _ in sources]
@@ -314,7 +314,7 @@ class Transcriber:
             else:
                 place, found = done
             if isinstance(found, Failed):
-                yield _failure(opened[place].name, places[place], found), found
+                yield failure_of(opened[place].name, places[place], found), found
             else:
                 yield found, None
 
@@ -497,7 +497,8 @@ class _Segments:
         )
 
 
-def _failure(source: str, index: int, failed: Failed) -> Failure:
+def failure_of(source: str, index: int, failed: Failed) -> Failure:
+    """The result of a recording that failed."""
     return Failure(source=source, index=index, error=failed.error, kind=failed.kind)
 
 

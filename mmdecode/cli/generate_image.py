@@ -222,7 +222,7 @@ def command(
         began = time.perf_counter()
         for image in _with_bar(generator, todo, options):
             line = folder.add(image)
-            (tally.failures if image.error else tally.images).append(line)
+            (tally.failures if "error" in line else tally.images).append(line)
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish(requests, grid)

@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -38,12 +39,15 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
+from mmdecode.runs.items import Failed, tried, written
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmdecode.image_ar.generator import GeneratedImage, ImageRequest
 
+ADVICE = "draw smaller images, or on another device"
+"""What to do where an image needs more memory than there is."""
 RESULTS = "results.jsonl"
 GRID = "grid.png"
 CODES = "codes"
@@ -146,17 +150,23 @@ class ImageFolder:
         """Writes an image where a crash cannot lose it.
 
         Returns:
-            Its line.
+            Its line, with an ``error`` also where its pixels cannot be decoded or written.
 
         Raises:
-            InputError: It cannot be written.
+            InputError: The folder cannot be written.
         """
         line = self.line(image)
         with explained(self.folder):
             self._file = self._file or self._anew()
             if not image.error:
-                png = as_png(image, {**self._texts, **line})
-                write_file(self.folder / line["file"], png, self._overwrite)
+                png = tried(lambda: as_png(image, {**self._texts, **line}), ADVICE)
+                if not isinstance(png, Failed):
+                    file = self.folder / line["file"]
+                    data = png
+                    png = written(lambda: write_file(file, data, self._overwrite), ADVICE) or b""
+                if isinstance(png, Failed):
+                    failed = replace(image, error=png.error, kind=png.kind)
+                    line = self.line(failed)
             append_line(self._file, to_json(line).encode() + b"\n")
         return line
 

@@ -9,6 +9,7 @@ passes through.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import sys
@@ -36,6 +37,7 @@ ENOUGH = 16
 """So many items that failed by one error of the configuration, and none that did not, are a job's
 failure."""
 OUT_OF_MEMORY = "OutOfMemoryError"
+_OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,24 @@ def each(
 def tried(run: Callable[[], Result], advice: str) -> Result | Failed:
     """What one thing comes to."""
     [(_, found)] = each([None], lambda _: [run()], advice=advice)
+    return found
+
+
+def written(write: Callable[[], Result], advice: str) -> Result | Failed:
+    """What writing the files of one item comes to.
+
+    Args:
+        write: Makes and writes them.
+        advice: What to do where memory ran out.
+
+    Raises:
+        OSError: The place cannot be written, as where a disk is full: it is the job's error.
+    """
+    found = tried(write, advice)
+    if isinstance(found, Failed) and isinstance(found.problem, OSError):
+        number = found.problem.errno
+        if number is not None and number not in _OF_ONE_FILE and found.kind != OUT_OF_MEMORY:
+            raise found.problem
     return found
 
 

@@ -1,5 +1,6 @@
 """Results that survive: kills, other numbers of processes, odd names, a second run at once."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from mmdecode.asr.transcriber import Failure, Segment, Transcript
 from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.files import LISTING, claimed, note_settings
+from tests.faults import ERRORS, said
 
 HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]
@@ -47,9 +49,9 @@ def write(folder, results, entries=ENTRIES, resume=False, rank=None, end=True):
     if rank in (None, 0):
         prepare(folder, {"a": 1}, resume, entries)
     one = ResultFolder(folder, ["txt"], entries, rank=rank)
-    for result in results:
-        one.add(result)
-    one.close()
+    with contextlib.closing(one):
+        for result in results:
+            one.add(result)
     if end:
         merge(folder, entries)
     return one
@@ -233,6 +235,46 @@ def test_a_full_disk_is_an_error_with_advice(tmp_path):
 
 
 # What the tests above would not be worth if they could not fail
+
+
+@pytest.mark.parametrize("stage", ["format", "write"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_recording_whose_files_cannot_be_made_fails_alone(name, stage, tmp_path, monkeypatch):
+    bad, put, text = ENTRIES[1].id, jobs.write_file, jobs.FORMATS["txt"]
+
+    def written(path, *given):
+        if stage == "write" and path.name == "a-2.txt":
+            raise ERRORS[name]()
+        put(path, *given)
+
+    def made(transcript, layout):
+        if stage == "format" and transcript.source == bad:
+            raise ERRORS[name]()
+        return text(transcript, layout)
+
+    monkeypatch.setattr(jobs, "write_file", written)
+    monkeypatch.setitem(jobs.FORMATS, "txt", made)
+    if name == "OSError":  # a disk that fails is the job's
+        with pytest.raises(InputError, match="cannot write to"):
+            write(tmp_path, [told(e.id) for e in ENTRIES])
+        return
+    write(tmp_path, [told(e.id) for e in ENTRIES])
+    found = {line["source"]: line for line in lines(tmp_path)}
+    said_there, kind = said(name)
+    assert said_there in found[bad]["error"] and found[bad]["kind"] == kind
+    assert [one for one in found if "error" in found[one]] == [bad]
+
+
+def test_a_folder_in_the_place_of_a_file_fails_its_recording_alone(tmp_path):
+    prepare(tmp_path, {"a": 1}, False, ENTRIES)
+    (tmp_path / "a-2.txt").mkdir()
+    folder = ResultFolder(tmp_path, ["txt"], ENTRIES)
+    found = [folder.add(told(entry.id)) for entry in ENTRIES]
+    folder.close()
+    assert [isinstance(one, Failure) for one in found] == [False, True, False, False]
+    assert "is a folder" in found[1].error and folder.done == {e.id for e in ENTRIES} - {
+        found[1].source
+    }
 
 
 class Unordered(ResultFolder):
