@@ -23,13 +23,16 @@ from mmdecode.cli.output import (
     show_tables,
     warnings_shown,
 )
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.progress import only_our_output, progress_bar, tell_changed
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mmdecode.evaluation.item_report import ItemReport
     from mmdecode.evaluation.items import Item
     from mmdecode.evaluation.vlm_data import Questions
     from mmdecode.evaluation.vlm_runs import Mode, Recorder
+    from mmdecode.vlm.images import ImageSource
 
 READING = ".reading"  # the image that is being read, see mmdecode.crashes
 SHOWN = 5  # failures listed one by one
@@ -555,15 +558,25 @@ def _decoded(
     from mmdecode.evaluation.vlm_runs import journal_of
     from mmdecode.vlm.crashes import watched
 
+    def noted(name: str, source: ImageSource) -> ImageSource:
+        def read() -> Image:
+            if journal and questions.folder is not None:
+                journal.reading(str(questions.folder / name))
+            return source.read()
+
+        return dataclasses.replace(source, read=read)
+
     kind = type(questions.items[0])
-    journal = journal_of(output, kind, settings, resume, overwrite) if output else None
+    given = settings, resume, overwrite, questions.folder
+    journal = journal_of(output, kind, *given) if output else None
     with progress_bar() as bar, contextlib.ExitStack() as stack:
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:
             stack.callback(journal.close)
             reading = Journal(output / READING, suspects_in([output / READING]))
             stack.enter_context(contextlib.closing(reading))
-            recorder.image = lambda name: watched(questions.image(name), reading)
+            recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
+            tell_changed(journal)
             bar.advance(task, sum(row.error is None for row in journal.done.values()))
         return recorder.run(journal, lambda row: bar.advance(task))
 

@@ -21,6 +21,7 @@ from mmdecode.cli.output import console
 if TYPE_CHECKING:
     from mmdecode.asr.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.samples import Sample
 
 
@@ -54,6 +55,13 @@ def only_our_output() -> None:
         logging.set_verbosity_error()
 
 
+def tell_changed(journal: Journal[Any]) -> None:
+    """Says how many files of a run that goes on are others by now."""
+    if journal.changed:
+        text = f"{len(journal.changed)} changed since and done again"
+        console.print(text, style="yellow", highlight=False)
+
+
 def recorded(
     what: str,
     transcribers: Mapping[str, Transcriber],
@@ -81,13 +89,15 @@ def recorded(
     from mmdecode.evaluation.runs import journal_of, record
 
     fixed = {name: value for name, value in conditions.items() if name != "load_average"}
-    journal = journal_of(out_dir, fixed, resume, overwrite) if out_dir else None
+    journal = journal_of(out_dir, fixed, resume, overwrite, entries) if out_dir else None
     with (
         contextlib.closing(journal) if journal else contextlib.nullcontext(),
         progress_bar() as bar,
     ):
         if begin is not None:
             begin()
+        if journal:
+            tell_changed(journal)
         task = bar.add_task(what, total=len(entries) * len(transcribers))
         if journal:
             bar.advance(task, sum(sample.error is None for sample in journal.done.values()))

@@ -20,6 +20,7 @@ from mmdecode.files import (
     refuse_foreign,
     run_of,
 )
+from mmdecode.runs.changes import Noted
 from mmdecode.tables import write_rows
 
 
@@ -45,9 +46,12 @@ class Journal(Generic[Row]):
         resume: Continue what is there.
         overwrite: Begin anew where something is there, as the first row comes, and replace files
             that are not ours.
+        input_of: The file that a row is made of, ``None`` for none; rows of files that are others
+            now under the same paths are taken out.
 
     Attributes:
         done: The last row of each key, failures included.
+        changed: Files that are others now under the same paths.
 
     Raises:
         OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set, or
@@ -63,8 +67,11 @@ class Journal(Generic[Row]):
         settings: Mapping[str, Any],
         resume: bool,
         overwrite: bool = False,
+        input_of: Callable[[Row], str | None] | None = None,
     ) -> None:
         self.done: dict[Any, Row] = {}
+        self.changed: set[str] = set()
+        self._inputs = Noted(path.parent)
         self._path, self._key, folder = path, key, path.parent
         with explained(folder):
             refuse_foreign([run_of(folder), path], overwrite)
@@ -78,7 +85,25 @@ class Journal(Generic[Row]):
             if path.exists():
                 self.done = {key(row): row for row in read(path)}
                 os.truncate(path, sum(map(len, complete_lines(path))))
+                if input_of is not None:
+                    self._forget_changed(input_of)
             self._file = self._opened()
+
+    def _forget_changed(self, input_of: Callable[[Row], str | None]) -> None:
+        """Takes out the rows whose files are others now."""
+        files = {key: input_of(row) for key, row in self.done.items()}
+        found = {file for file in files.values() if file is not None}
+        self.changed = {file for file in found if self._inputs.changed(file)}
+        if self.changed:
+            self.done = {
+                key: row for key, row in self.done.items() if files[key] not in self.changed
+            }
+            self.finish(list(self.done.values()))
+
+    def reading(self, path: str | None) -> None:
+        """Notes what a file is, before rows are made of it."""
+        if path is not None:
+            self._inputs.reading(path)
 
     def _opened(self) -> BinaryIO:
         note_settings(self._path.parent, self._settings, self._overwrite)

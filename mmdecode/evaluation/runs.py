@@ -34,9 +34,14 @@ SAMPLES = "samples.jsonl"
 
 
 def journal_of(
-    folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
+    folder: Path,
+    settings: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool = False,
+    entries: Sequence[Entry] = (),
 ) -> Journal[Sample]:
     """The samples of a run, in a folder; see `Journal`."""
+    audio = {entry.id: entry.audio for entry in entries}
     return Journal(
         folder / SAMPLES,
         lambda path: read_samples(path.parent),
@@ -44,6 +49,7 @@ def journal_of(
         settings,
         resume,
         overwrite,
+        lambda sample: audio.get(sample.id),
     )
 
 
@@ -119,6 +125,8 @@ def record(
                     found[mode, entry.id] = before
                 else:
                     todo.append(entry)
+            for entry in todo if journal else ():
+                journal.reading(entry.audio)
             heard, failed = _read(todo, transcriber, mode, group)
             if heard and mode not in warm:
                 for _ in range(warmup):

@@ -168,8 +168,12 @@ def journal_of(
     settings: Mapping[str, Any],
     resume: bool,
     overwrite: bool = False,
+    images: Path | None = None,
 ) -> Journal[Some]:
-    """The rows of a run, in a folder; see `Journal`."""
+    """The rows of a run, in a folder; see `Journal`.
+
+    Their images stand in the folder ``images``; ``None``: they are drawn.
+    """
     return Journal(
         folder / ITEMS,
         lambda path: read_items(path, kind),
@@ -177,6 +181,7 @@ def journal_of(
         settings,
         resume,
         overwrite,
+        lambda item: str(images / item.image) if images and item.image else None,
     )
 
 

@@ -1,8 +1,9 @@
 """The files that results are made of: whether one changed since under the same path.
 
-A result's line has the size and the digest of its input, taken before it was read. The times of
-files are kept in a file of their own, `TIMES`: where size and time are as they were noted, nothing
-is read again.
+A result's line has the size and the digest of its input, taken before it was read; where rows have
+no place for them, as those of evaluations, they are in a file of their own (`Noted`). The times of
+files are kept apart from both, in `TIMES`: where size and time are as they were noted, nothing is
+read again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmdecode.files import complete_lines, open_append
+from mmdecode.files import complete_lines, explained, open_append
 
 TIMES = ".mmdecode-times"
+CONTENTS = ".mmdecode-inputs"
 
 
 class Inputs:
@@ -82,3 +84,36 @@ class Inputs:
         line = json.dumps([path, *self._known[path]]) + "\n"
         with open_append(self._path) as file:
             file.write(line.encode())
+
+
+class Noted:
+    """Sizes and digests of the files that rows of a run are made of, kept in `CONTENTS`.
+
+    Args:
+        folder: Of the rows; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._inputs = folder / CONTENTS, Inputs(folder)
+        self._known: dict[str, Any] = {}
+        with contextlib.suppress(OSError):
+            for line in complete_lines(self._path):
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    found = json.loads(line)
+                    self._known[found.pop("path")] = found
+
+    def reading(self, path: str) -> None:
+        """Notes what a file is before it is read, for the first time in this run."""
+        path = os.path.abspath(path)
+        self._inputs.reading(path)
+        content = self._inputs.as_read(path)
+        if content is None or content == self._known.get(path):
+            return
+        self._known[path] = content
+        with explained(self._path.parent), open_append(self._path) as file:
+            file.write(json.dumps({"path": path, **content}).encode() + b"\n")
+
+    def changed(self, path: str) -> bool:
+        """Whether a file is another than it was when rows were made of it."""
+        path = os.path.abspath(path)
+        return path in self._known and self._inputs.changed(path, self._known[path])

@@ -265,6 +265,31 @@ def test_an_interrupted_run_is_continued(finished, settings, tmp_path, monkeypat
     assert answers(tmp_path) == answers(finished[1])
 
 
+def test_rows_about_an_image_that_changed_are_computed_again(
+    checkpoint, data, tmp_path, monkeypatch
+):
+    shutil.copytree(data / "images", tmp_path / "images")
+    out = tmp_path / "out"
+    words = ["pope", "--model", checkpoint, "--device", "cpu", "--data", data, "--resamples", 20,
+             "--images", tmp_path / "images", "--max-new-tokens", 3, "--warmup", 0,
+             "--guide", "vcd", "--greedy", "--no-controls", "--out", out]  # fmt: skip
+    run(*words)
+    before, added = answers(out), []
+    picture(7).save(tmp_path / "images" / "0.png")
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", lambda self, row: added.append(row) or add(self, row))
+    done = run(*words, "--resume")
+    assert "1 changed since and done again" in done.stderr
+    assert {row.image for row in added if row.error is None} == {"0.png"}
+    assert len(added) > 2
+    after = answers(out)
+    assert [row["id"] for row in after] == [row["id"] for row in before]
+    same = [one == other for one, other in zip(before, after, strict=True)]
+    assert all(fits for row, fits in zip(before, same, strict=True) if row["image"] != "0.png")
+    assert not all(same)
+    assert "changed since" not in run(*words, "--resume").stderr
+
+
 def answers(folder):
     lines = (folder / "items.jsonl").read_text().splitlines()
     return [json.loads(line) | {"seconds": None} for line in lines]

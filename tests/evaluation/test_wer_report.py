@@ -525,6 +525,28 @@ def test_an_interrupted_run_is_continued(finished, manifest, tmp_path, monkeypat
     assert texts(tmp_path) == texts(finished[0])
 
 
+def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path, monkeypatch):
+    one, two, other = speech_test()[:3]
+    for place, recording in enumerate((one, two)):
+        shutil.copy(recording.path, tmp_path / f"{place}.flac")
+    rows = [{"audio": f"{place}.flac", "text": "some words"} for place in range(2)]
+    data, out = tmp_path / "test.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--data", data, "--model", "zoo:whisper-synth", "--device", "cpu", "--warmup", 0,
+             "--resamples", 20, "--out", out]  # fmt: skip
+    run(*words)
+    before = texts(out)
+    shutil.copy(other.path, tmp_path / "0.flac")
+    added, add = [], Journal.add
+    monkeypatch.setattr(Journal, "add", lambda self, row: added.append(row) or add(self, row))
+    done = run(*words, "--resume")
+    assert "1 changed since and done again" in done.stderr and len(added) == 1
+    [key] = [(sample.mode, sample.id) for sample in added]
+    after = texts(out)
+    assert [name for name in before if before[name] != after[name]] == [key]
+    assert "changed since" not in run(*words, "--resume").stderr and len(added) == 1
+
+
 @pytest.mark.slow
 def test_a_killed_run_loses_nothing_it_reported(finished, manifest, tmp_path):
     words = ["evaluate", "wer", *map(str, settings(manifest, tmp_path, "--resume"))]
