@@ -8,9 +8,11 @@ import pytest
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.correcting import ListCorrection
+from mmdecode.asr.manifest import Entry
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
+from mmdecode.evaluation import runs
 from tests.faults import ERRORS, FEW, Faulty, said
 
 SECONDS = (1.6, 0.8, 1.2, 0.6)
@@ -160,3 +162,50 @@ def test_what_fits_no_recording_is_the_jobs_error(model, processor, kit):
     transcriber = Transcriber(model, processor, Decoder(Faulty(lambda ctx: True, error)), OPTIONS)
     with pytest.raises(OptionError, match="value=1"):
         list(transcriber.stream(sources(kit)))
+
+
+# Evaluated
+
+
+def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
+    error, bad = ERRORS[name], f"clip {BAD}"
+    given = sources(kit, error if stage in ("open", "read") else None, stage)
+    decoder = None
+    if stage in DECODING:
+        decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
+    transcriber = Transcriber(model, processor, decoder, OPTIONS)
+    if stage == "score":
+        said_there = list(transcriber._said(expected[bad]))
+        own = SimpleNamespace(tokenizer=Writing(processor.tokenizer, said_there, error))
+        monkeypatch.setattr(transcriber, "processor", own)
+    known = {one.name: one for one in given}
+    monkeypatch.setattr(runs, "opened", lambda entry, language: known[entry.id])
+    entries = [Entry(id=one.name, audio="x.wav", text="what was said") for one in given]
+    found = {one.id: one for one in runs.record({"plain": transcriber}, entries, warmup=0)}
+    assert said(name)[0] in found.pop(bad).error
+    assert {n: tuple(one.token_ids) for n, one in found.items()} == {
+        n: tuple(tokens) for n, tokens in expected.items() if n != bad
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [("read", "RuntimeError"), ("begin", "OptionError"), ("score", "allocator")]
+)
+def test_a_recording_that_raises_is_scored_as_missed(
+    stage, name, model, processor, kit, expected, monkeypatch
+):
+    evaluated(name, stage, model, processor, kit, expected, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_every_error_at_every_stage_of_an_evaluation_is_its_recordings(
+    model, processor, kit, expected
+):
+    stages = ("open", "read", "score", *DECODING)
+    for stage in stages:
+        for name in ERRORS:
+            with pytest.MonkeyPatch.context() as patch:
+                evaluated(name, stage, model, processor, kit, expected, patch)
+    count = len(ERRORS) * len(stages)
+    print(f"{count} errors of evaluated recordings: {len(ERRORS)} kinds at {len(stages)} stages")

@@ -4,6 +4,8 @@ import pytest
 
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.evaluation.items import YesNoItem
+from mmdecode.evaluation.vlm_runs import Recorder, modes_of
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import Request
@@ -149,3 +151,61 @@ def test_a_question_that_no_prompt_holds_fails_alone_and_quickly(model, processo
     failed = found.pop("long")
     assert "shorten the question" in failed.error
     assert {name: answer.token_ids for name, answer in found.items()} == expected
+
+
+# Evaluated
+
+
+def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
+    error = ERRORS[name]
+    if stage == "score":
+        [answer] = Answerer(model, processor).answers([requests(kit)[BAD]], max_new_tokens=3)
+        monkeypatch.setattr(Writing, "answer", answer.token_ids)
+        processor = Refusing(processor, error, stage)
+    pictures = [one.images[0] for one in requests(kit, error if stage == "read" else None)]
+    items = [
+        YesNoItem(id=str(n), image=str(n), question=text, target="yes")
+        for n, text in enumerate(TEXTS)
+    ]
+    recorder = Recorder(
+        model,
+        processor,
+        items,
+        modes_of(["none"], controls=False),
+        lambda image: pictures[int(image)],
+        max_new_tokens=3,
+        batch_size=4,
+        warmup=0,
+    )
+    if stage in DECODING:
+        answerer = Answerer(model, processor, Decoder(Faulty(is_bad, error, stage)))
+        monkeypatch.setattr(recorder, "_answerer", lambda guide, seed: answerer)
+    rows = {row.id: row for row in recorder.run()}
+    assert said(name)[0] in rows.pop(str(BAD)).error
+    assert {name: row.tokens for name, row in rows.items()} == {
+        name: len(tokens) for name, tokens in expected.items()
+    }
+    assert not any(row.error for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [("read", "RuntimeError"), ("begin", "OptionError"), ("score", "allocator")]
+)
+def test_a_question_that_raises_is_scored_as_wrong(
+    stage, name, model, processor, kit, expected, monkeypatch
+):
+    evaluated(name, stage, model, processor, kit, expected, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_every_error_at_every_stage_of_an_evaluation_is_its_questions(
+    model, processor, kit, expected
+):
+    stages = ("read", "score", *DECODING)
+    for stage in stages:
+        for name in ERRORS:
+            with pytest.MonkeyPatch.context() as patch:
+                evaluated(name, stage, model, processor, kit, expected, patch)
+    count = len(ERRORS) * len(stages)
+    print(f"{count} errors of evaluated questions: {len(ERRORS)} kinds at {len(stages)} stages")
