@@ -125,8 +125,9 @@ def record(
                     found[mode, entry.id] = before
                 else:
                     todo.append(entry)
-            for entry in todo if journal else ():
-                journal.reading(entry.audio)
+            if journal:
+                for entry in todo:
+                    journal.reading(entry.audio)
             heard, failed = _read(todo, transcriber, mode, group)
             if heard and mode not in warm:
                 for _ in range(warmup):
