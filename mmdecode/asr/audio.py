@@ -192,6 +192,8 @@ def source_of(item: Any, rate: int, index: int = 0) -> Source:
     pair = isinstance(item, tuple) and len(item) == 2
     if pair and np.ndim(item[0]) > 0 and np.ndim(item[1]) == 0:
         item, rate = item[0], item[1]
+    if not isinstance(rate, (int, float, np.number, np.ndarray)) and not hasattr(rate, "item"):
+        raise InputError(f"{name}: its rate is {rate!r}; expected samples a second, such as 16000")
     try:
         array = np.asarray(item)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -151,7 +151,7 @@ def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:
     audio = text_of(row, AUDIO, where)
     if audio is not None and (not audio.strip() or "\0" in audio):
         raise InputError(f"{where} has the path {audio!r}; expected the path of a recording")
-    name = text_of(row, ID, where)
+    name = text_of(row, ID, where) or None  # an empty one names nothing
     if name is None and audio is None:
         raise InputError(f"{where} has neither {any_of(ID)} nor {any_of(AUDIO)}")
     offset, duration = seconds_of(row, OFFSET, where), seconds_of(row, DURATION, where)

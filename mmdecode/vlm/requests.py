@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ def requests_of(
     Raises:
         OptionError: They do not pair up.
     """
+    if not isinstance(questions, (str, Iterable)):
+        raise InputError(f"a question is {type(questions).__name__}; expected a text, or a list")
     entries = list(images) if is_list(images) else [images]
     texts = [questions] if isinstance(questions, str) else list(questions)
     if len(entries) == 1:
@@ -136,7 +138,7 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Requ
     if text is None:
         raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
     names = _images(row, where)
-    given = text_of(row, ID, where)
+    given = text_of(row, ID, where) or None  # an empty one names nothing
     sources = tuple(image_source(path_in(base, name), "") for name in names)
     name = described(names, text) if given is None else given
     return Request(name, index, text, sources, named=given is not None)

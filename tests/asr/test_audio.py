@@ -379,3 +379,9 @@ def test_ten_hours_are_read_in_bounded_memory(tmp_path, processor):
     peak, seconds = peak_of_windows(tmp_path / "ten.flac", processor)
     assert seconds == 36_000
     assert peak < 80e6, f"{peak / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("rate", ["x", None])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(InputError, match=r"its rate is .*; expected samples a second"):
+        source_of((np.zeros(16_000, np.float32), rate), 16_000).read()

@@ -168,6 +168,12 @@ def test_no_bytes_end_in_another_error(tmp_path_factory, data, name):
         read_manifest(path)
 
 
+def test_an_empty_id_names_nothing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "", "audio": "a"}\n{"id": null, "audio": "b"}\n')
+    assert [entry.id for entry in read_manifest(path)] == ["a", "b"]
+
+
 def test_lines_that_lack_something_may_fail_alone(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"audio": "a"}\n{"id": "b"}\n{"id": "a", "audio": "c"}\n{"audio": 3.5}\n')

@@ -336,6 +336,11 @@ def test_a_bad_image_fails_alone(answerer, pictures, tmp_path):
         answerer([pictures[0], bad], "What?", on_error="raise")
 
 
+def test_what_is_no_question_is_refused(answerer, pictures):
+    with pytest.raises(InputError, match="a question is NoneType; expected a text"):
+        answerer(pictures[0], None)
+
+
 def test_one_question_gives_one_answer_and_several_a_list_with_failures_in_it(
     answerer, pictures, tmp_path
 ):
