@@ -19,6 +19,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnin
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
+    from mmdecode.crashes import Batches
     from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator, ImageRequest
 
@@ -220,7 +221,7 @@ def command(
         if start is not None:
             options |= _started(generator, model, start, mask, keep_rows)
         began = time.perf_counter()
-        for image in _with_bar(generator, todo, options):
+        for image in _with_bar(generator, todo, options, folder.batches):
             line = folder.add(image)
             (tally.failures if "error" in line else tally.images).append(line)
         tally.wall_s = time.perf_counter() - began
@@ -259,9 +260,19 @@ def _told(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_bar(
-    generator: ImageGenerator, requests: list[ImageRequest], options: dict[str, Any]
+    generator: ImageGenerator,
+    requests: list[ImageRequest],
+    options: dict[str, Any],
+    batches: Batches,
 ) -> Iterator[GeneratedImage]:
-    """Images as their batches end, under a bar of tokens."""
+    """Images as their batches end, under a bar of tokens; what a process ended over last, alone."""
+    from mmdecode.image_ar.generator import note_of
+    from mmdecode.runs.items import Watch
+
+    watch = Watch(batches.decoding)
+    single = [request for request in requests if note_of(request) in batches.alone]
+    single.sort(key=lambda request: batches.alone[note_of(request)])
+    first = [request for request in requests if request not in single]
     with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
         total = len(requests) * generator.tokens
         task = bar.add_task("drawing", total=total, drawn=0)
@@ -269,8 +280,17 @@ def _with_bar(
         def on_tokens(count: int) -> None:
             bar.update(task, advance=count)
 
-        images = generator.images(requests, on_tokens=on_tokens, **options)
-        for number, image in enumerate(images, 1):
+        def drawn() -> Iterator[GeneratedImage]:
+            yield from generator.images(first, on_tokens=on_tokens, watch=watch, **options)
+            for request in single:
+                if problem := batches.problem(note_of(request)):
+                    yield generator.not_drawn(request, problem)
+                else:
+                    yield from generator.images(
+                        [request], on_tokens=on_tokens, watch=watch, **options
+                    )
+
+        for number, image in enumerate(drawn(), 1):
             bar.update(task, advance=generator.tokens if image.error else 0, drawn=number)
             yield image
 

@@ -141,6 +141,11 @@ class GeneratedImage:
         return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy())
 
 
+def note_of(image: ImageRequest | GeneratedImage) -> str:
+    """What an image is called in the note of what is being drawn."""
+    return f"{image.condition} {image.ordinal}"
+
+
 class ImageGenerator:
     """Draws images of classes or prompts.
 
@@ -498,7 +503,7 @@ class ImageGenerator:
                 good,
                 draw,
                 advice=_ADVICE,
-                name=lambda one: f"{one.condition} {one.ordinal}",
+                name=note_of,
                 watch=watch,
                 attempt=self.stats.attempt,
             ):
@@ -560,6 +565,10 @@ class ImageGenerator:
         """Why nothing can be drawn of this."""
         found = tried(lambda: self._painter.check(condition), _ADVICE)
         return found.problem if isinstance(found, Failed) else None
+
+    def not_drawn(self, request: ImageRequest, problem: str) -> GeneratedImage:
+        """The failure of an image that nobody tries to draw."""
+        return self._failed(request, self.seed, Failed.of(InputError(problem), _ADVICE))
 
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:
         return GeneratedImage(**self._asked(request, seed), error=failed.error, kind=failed.kind)

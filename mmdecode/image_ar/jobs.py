@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
+from mmdecode.crashes import Batches, ended_over
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.files import (
     RUN,
@@ -39,12 +40,16 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
+from mmdecode.image_ar.generator import note_of
 from mmdecode.runs.items import Failed, tried, written
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmdecode.image_ar.generator import GeneratedImage, ImageRequest
+
+BATCHES = ".decoding"
+"""In the folder: which images are being drawn, and which a process ended over."""
 
 ADVICE = "draw smaller images, or on another device"
 """What to do where an image needs more memory than there is."""
@@ -66,6 +71,9 @@ class ImageFolder:
         resume: Continue what is there.
         overwrite: Replace files that are not ours, and without ``resume`` results; those go as
             the first image comes.
+
+    Attributes:
+        batches: Of the images that are being drawn; from `todo` on.
 
     Raises:
         OptionError: The folder holds images and ``resume`` is not set, or holds images of other
@@ -144,6 +152,10 @@ class ImageFolder:
         ]
         files = [self.folder / f"{self.name(request)}.png" for request in found]
         refuse_foreign([*files, *([self.folder / GRID] if grid else [])], self._overwrite)
+        note = self.folder / BATCHES
+        alone = {} if self._file is None else ended_over([note], set(map(note_of, found)))
+        self.batches = Batches(note, alone)
+        self._closing.callback(self.batches.close)
         return found
 
     def add(self, image: GeneratedImage) -> dict[str, Any]:
@@ -168,6 +180,7 @@ class ImageFolder:
                     failed = replace(image, error=png.error, kind=png.kind)
                     line = self.line(failed)
             append_line(self._file, to_json(line).encode() + b"\n")
+            self.batches.cleared(note_of(image))
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:

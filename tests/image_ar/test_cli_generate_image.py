@@ -283,6 +283,25 @@ def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_an_image_over_which_processes_ended_is_drawn_alone_and_fails_after_twice(run, tmp_path):
+    words, out = ["--class", "ring", "-n", 3], tmp_path / "out"
+    run(*words, out=tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    run(*words)
+    results = out / "results.jsonl"
+    kept = results.read_bytes().splitlines(keepends=True)
+    results.write_bytes(kept[0])
+    condition = lines(out)[0]["condition"]
+    names = [f"{condition} {ordinal}" for ordinal in (1, 2)]
+    (out / ".decoding").write_text(json.dumps({"alone": {names[0]: 1}, "batch": names[:1]}))
+    done = run(*words, "--resume")
+    assert "1 drawn, 1 done before, 1 failed" in done.stderr
+    assert "ended the process 2 times while this was decoded alone" in done.stderr
+    done = run(*words, "--resume")
+    assert "1 drawn, 2 done before, 0 failed" in done.stderr
+    assert contents(out) == whole and not (out / ".decoding").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
