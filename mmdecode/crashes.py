@@ -12,13 +12,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from mmdecode.errors import InputError
 
 OFTEN = 2
+
+
+Item = TypeVar("Item")
 
 
 class Journal:
@@ -132,6 +136,21 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
         for name in batch:
             alone[name] = alone.get(name, 0) + (len(batch) == 1)
     return {name: count for name, count in alone.items() if name in todo}
+
+
+def in_groups(
+    items: Sequence[Item], alone: Mapping[str, int], name: Callable[[Item], str]
+) -> list[list[Item]]:
+    """Items to decode together, then each over which a process ended, the least often first.
+
+    Args:
+        items: What is to be decoded.
+        alone: See `Batches`.
+        name: Of an item, as notes have it.
+    """
+    single = [item for item in items if name(item) in alone]
+    single.sort(key=lambda item: alone[name(item)])
+    return [[item for item in items if name(item) not in alone], *([item] for item in single)]
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:

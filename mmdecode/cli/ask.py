@@ -257,12 +257,11 @@ def _with_bar(
     file: AnswerFile | None,
 ) -> Iterator[Answer]:
     """Answers as their batches end; what a process ended over is asked last, one by one."""
+    from mmdecode.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     alone = file.batches.alone if file else {}
-    groups = [[request for request in requests if request.id not in alone]]
-    single = [request for request in requests if request.id in alone]
-    groups += [[request] for request in sorted(single, key=lambda one: alone[one.id])]
+    groups = in_groups(requests, alone, lambda request: request.id)
     watch = Watch(file.batches.decoding) if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
         task = bar.add_task("asking", total=len(requests), failed="")

@@ -266,13 +266,12 @@ def _with_bar(
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
     """Images as their batches end, under a bar of tokens; what a process ended over last, alone."""
+    from mmdecode.crashes import in_groups
     from mmdecode.image_ar.generator import note_of
     from mmdecode.runs.items import Watch
 
     watch = Watch(batches.decoding)
-    single = [request for request in requests if note_of(request) in batches.alone]
-    single.sort(key=lambda request: batches.alone[note_of(request)])
-    first = [request for request in requests if request not in single]
+    first, *single = in_groups(requests, batches.alone, note_of)
     with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
         total = len(requests) * generator.tokens
         task = bar.add_task("drawing", total=total, drawn=0)
@@ -282,7 +281,7 @@ def _with_bar(
 
         def drawn() -> Iterator[GeneratedImage]:
             yield from generator.images(first, on_tokens=on_tokens, watch=watch, **options)
-            for request in single:
+            for [request] in single:
                 if problem := batches.problem(note_of(request)):
                     yield generator.not_drawn(request, problem)
                 else:

@@ -476,6 +476,7 @@ def _work(
     from mmdecode.asr import crashes
     from mmdecode.asr.manifest import opened
     from mmdecode.asr.transcriber import Failure
+    from mmdecode.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     tally = _Tally()
@@ -500,9 +501,7 @@ def _work(
         alone = folder.batches.alone if folder else {}
         watch = Watch(folder.batches.decoding) if folder else Watch()
         # what a process ended over is transcribed last, one by one
-        groups = [[source for source in sources if source.name not in alone]]
-        single = [source for source in sources if source.name in alone]
-        groups += [[source] for source in sorted(single, key=lambda one: alone[one.name])]
+        groups = in_groups(sources, alone, lambda source: source.name)
         for result in itertools.chain.from_iterable(
             transcriber.stream(group, meter, watch=watch, batch_size=1 if number else None)
             for number, group in enumerate(groups)

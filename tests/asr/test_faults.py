@@ -99,17 +99,23 @@ def expected(model, processor, kit):
     return {one.source: one.tokens for one in found}
 
 
-def check(name, stage, model, processor, kit, expected, monkeypatch):
-    error, bad = ERRORS[name], f"clip {BAD}"
-    given = sources(kit, error if stage in ("open", "read") else None, stage)
+def faulty(error, stage, model, processor, kit, tokens, monkeypatch):
+    """A transcriber that raises where it decodes or writes the recording of these tokens."""
     decoder = None
     if stage in DECODING:
         decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
     transcriber = Transcriber(model, processor, decoder, OPTIONS)
     if stage == "score":
-        said_there = list(transcriber._said(expected[bad]))
+        said_there = list(transcriber._said(tokens))
         own = SimpleNamespace(tokenizer=Writing(processor.tokenizer, said_there, error))
         monkeypatch.setattr(transcriber, "processor", own)
+    return transcriber
+
+
+def check(name, stage, model, processor, kit, expected, monkeypatch):
+    error, bad = ERRORS[name], f"clip {BAD}"
+    given = sources(kit, error if stage in ("open", "read") else None, stage)
+    transcriber = faulty(error, stage, model, processor, kit, expected[bad], monkeypatch)
     if stage == "correct":
         method = transcriber._correcting(Wrong(error))
 
@@ -170,14 +176,7 @@ def test_what_fits_no_recording_is_the_jobs_error(model, processor, kit):
 def evaluated(name, stage, model, processor, kit, expected, monkeypatch):
     error, bad = ERRORS[name], f"clip {BAD}"
     given = sources(kit, error if stage in ("open", "read") else None, stage)
-    decoder = None
-    if stage in DECODING:
-        decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
-    transcriber = Transcriber(model, processor, decoder, OPTIONS)
-    if stage == "score":
-        said_there = list(transcriber._said(expected[bad]))
-        own = SimpleNamespace(tokenizer=Writing(processor.tokenizer, said_there, error))
-        monkeypatch.setattr(transcriber, "processor", own)
+    transcriber = faulty(error, stage, model, processor, kit, expected[bad], monkeypatch)
     known = {one.name: one for one in given}
     monkeypatch.setattr(runs, "opened", lambda entry, language: known[entry.id])
     entries = [Entry(id=one.name, audio="x.wav", text="what was said") for one in given]
