@@ -1,14 +1,20 @@
-"""Checkpoints by name: a folder, a Hub id or its short name, or ``zoo:NAME``, which ships."""
+"""Checkpoints by name: a folder, a Hub id or its short name, ``zoo:NAME``, which ships, or another.
+
+Other names are ``SCHEME:NAME``, for example ``moonshine:tiny-en``. A scheme is a class of the kind
+``checkpoints`` in the registry, so that a plug-in can add one.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+from mmdecode import registry
 from mmdecode.errors import (
     InputError,
     MMDecodeError,
@@ -30,6 +36,9 @@ Arguments = ParamSpec("Arguments")
 Loaded = TypeVar("Loaded")
 
 ZOO = Path(__file__).parent / "zoo" / "models"
+
+NAMES = "a folder, a Hub id, zoo:NAME or moonshine:tiny-en"
+"""What names a checkpoint, for messages."""
 
 HUB_TIMEOUT_S = 2.0
 """How long the Hub may take to answer whether it has a model."""
@@ -76,6 +85,97 @@ def zoo_names() -> list[str]:
     return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
 
 
+def cache_folder() -> Path:
+    """Where what is made once is kept for all later runs of a user.
+
+    ``MMDECODE_CACHE``, else ``mmdecode`` in ``XDG_CACHE_HOME``, else ``~/.cache/mmdecode``.
+    """
+    own, shared = os.environ.get("MMDECODE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    place = Path(own) if own else Path(shared or "~/.cache") / "mmdecode"
+    return Path(os.path.expanduser(place))
+
+
+class CheckpointScheme:
+    """Base of what finds the checkpoints that are named ``SCHEME:NAME``.
+
+    Its module is imported where such a name is given or listed, and must not load a library for it.
+
+    Attributes:
+        names: Of the checkpoints it knows, without the scheme.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def folder(cls, name: str) -> Path:
+        """A folder that transformers can load; made where it is not there yet.
+
+        Raises:
+            UnknownNameError: There is no checkpoint of that name.
+            InputError: What it is made of is not installed, or not as it should be.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def is_installed(cls, name: str) -> bool:
+        """Whether `folder` finds what it needs; told in milliseconds, without loading anything."""
+        raise NotImplementedError
+
+    @classmethod
+    def holds(cls, folder: Path) -> bool:
+        """Whether a folder has the files that a checkpoint is made of: ``SCHEME:FOLDER``."""
+        return False
+
+    @classmethod
+    def card(cls, name: str) -> dict[str, Any]:
+        """What ``mmdecode zoo`` says of a checkpoint.
+
+        Returns:
+            ``what``, ``measured``, ``licence``, ``origin``, ``notice``, ``install`` (a command) and
+            ``mib``, its size.
+        """
+        return {}
+
+
+def scheme_names() -> list[str]:
+    """All checkpoints of schemes, as ``SCHEME:NAME``."""
+    return [f"{scheme}:{name}" for scheme, cls in registry.schemes().items() for name in cls.names]
+
+
+def scheme_card(name: str) -> dict[str, Any]:
+    """What `CheckpointScheme.card` says of ``SCHEME:NAME``, and whether it is ``installed``."""
+    scheme, rest = _scheme_of(name)
+    return {} if scheme is None else scheme.card(rest) | {"installed": scheme.is_installed(rest)}
+
+
+def is_installed(name: str) -> bool:
+    """Whether a checkpoint can be loaded without installing or downloading anything.
+
+    Args:
+        name: ``SCHEME:NAME``, ``zoo:NAME`` or a folder; of a Hub id nothing is known: ``False``.
+    """
+    if name.startswith("zoo:"):
+        return name[4:] in zoo_names()
+    scheme, rest = _scheme_of(name)
+    return scheme.is_installed(rest) if scheme else Path(name).expanduser().is_dir()
+
+
+def _scheme_of(name: str) -> tuple[Any, str]:
+    """The class of a name's scheme, and what stands after it; ``None``: the name has none."""
+    scheme, colon, rest = name.partition(":")
+    known = registry.scheme_class(scheme) if colon and re.fullmatch(r"\w[\w.-]+", scheme) else None
+    return known, rest
+
+
+def _prepared(folder: Path) -> Path:
+    """A folder that transformers can load, of one that may hold files of a scheme instead."""
+    if not (folder / "config.json").exists():
+        for scheme in registry.schemes().values():
+            if scheme.holds(folder):
+                return scheme.folder(f"{folder.absolute()}")
+    return folder
+
+
 def paired(model_id: str | None, what: str) -> str | None:
     """Name of what is shipped for a shipped model, ``zoo:NAME-WHAT``; ``None``: there is none."""
     name = f"{model_id}-{what}"
@@ -88,11 +188,11 @@ def local_path(name: str | Path) -> str:
     A Hub id whose files are in the cache is given as their folder when the Hub cannot be reached.
 
     Args:
-        name: A folder, a Hub id, a short name of `mmdecode.model_names` or ``zoo:NAME``. A folder
-            that exists comes first.
+        name: A folder, a Hub id, a short name of `mmdecode.model_names`, ``zoo:NAME`` or a name of
+            `scheme_names`. A folder that exists comes before a short name.
 
     Raises:
-        UnknownNameError: ``zoo:NAME`` is not shipped.
+        UnknownNameError: ``zoo:NAME`` is not shipped, or a scheme has no such checkpoint.
         InputError: A path that looks like a folder does not exist, the Hub has no such model, or
             it cannot be reached and the cache does not hold the model.
     """
@@ -101,14 +201,15 @@ def local_path(name: str | Path) -> str:
         if text[4:] not in zoo_names():
             raise UnknownNameError.of("zoo model", text[4:], zoo_names())
         return str(ZOO / text[4:])
+    scheme, rest = _scheme_of(text)
+    if scheme:
+        return str(scheme.folder(rest))
     looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
     path = Path(text).expanduser()
     if looks_local and not path.exists():
-        raise InputError(
-            f"model folder {text!r} does not exist; give a folder, a Hub id or zoo:NAME"
-        )
+        raise InputError(f"model folder {text!r} does not exist; give {NAMES}")
     full = full_name(text)
-    return str(path) if path.exists() and full == text else _hub_path(full)
+    return str(_prepared(path)) if path.exists() and full == text else _hub_path(full)
 
 
 def _hub_path(name: str) -> str:
@@ -129,8 +230,9 @@ def _hub_path(name: str) -> str:
         except LocalEntryNotFoundError:
             raise InputError(
                 f"model {name!r} cannot be loaded: there is no such folder, its files are not in "
-                f"the cache, and {error}{_meant(name)}; give a folder or zoo:NAME, or download it "
-                f"where there is a connection, with 'hf download {name}'"
+                f"the cache, and {error}{_meant(name)}; give a folder, zoo:NAME or "
+                "moonshine:tiny-en, or download it where there is a connection, with "
+                f"'hf download {name}'"
             ) from error
 
 
@@ -168,8 +270,7 @@ def _ask_hub(name: str) -> None:
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise InputError(
             f"model {name!r} cannot be loaded: there is no such folder, and no such model on the "
-            f"Hub{_meant(name)}; give a folder, a Hub id or zoo:NAME; for a private model log in "
-            "with 'hf auth login'"
+            f"Hub{_meant(name)}; give {NAMES}; for a private model log in with 'hf auth login'"
         ) from error
     except OfflineModeIsEnabled as error:
         raise ConnectionError("HF_HUB_OFFLINE forbids to ask the Hub") from error
@@ -183,7 +284,8 @@ def _ask_hub(name: str) -> None:
 
 def _meant(name: str) -> str:
     """A suggestion, unless the name is one of those that are known."""
-    known = {*SHORT, *SHORT.values(), *(f"zoo:{one}" for one in zoo_names())}
+    shipped = (f"zoo:{one}" for one in zoo_names())
+    known = {*SHORT, *SHORT.values(), *shipped, *scheme_names()}
     return "" if name in known else did_you_mean(name, known)
 
 
@@ -307,8 +409,8 @@ def loading(model_id: str) -> Iterator[None]:
             ) from error
         refuse_unfinished(model_id)
         raise InputError(
-            f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give a "
-            "folder, a Hub id that can be reached, or zoo:NAME"
+            f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give "
+            f"{NAMES}; a Hub id must be one that can be reached"
         ) from error
 
 

@@ -188,6 +188,62 @@ def write_folder(folder: Path, fill: Callable[[Path], object], overwrite: bool =
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
+    """Writes a folder of the user's cache that is complete or not there, once for all processes.
+
+    Of several processes that ask for it at once, one makes its files and the others wait. What is
+    there stays as it is.
+
+    Args:
+        folder: In `mmdecode.checkpoints.cache_folder`.
+        make: Gives the files by their names; called where the folder is not there.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    temporary = folder.with_name(_temporary())
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.parent):
+            if folder.exists():
+                return
+            files = make()
+            temporary.mkdir()
+            for name, data in files.items():
+                with (temporary / name).open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.rename(folder)
+    except OSError as error:
+        if folder.exists():  # of another process, where files cannot be locked
+            return
+        raise InputError(
+            f"cannot write to the cache {folder.parent}: {error.strerror}; make room or free the "
+            "way, or set MMDECODE_CACHE to another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here, and removes what killed ones had begun to write."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            remove_partial(folder)
+        yield
+    finally:
+        os.close(handle)
+
+
 def write_arrays(path: Path, arrays: Mapping[str, Any], packed: bool = False) -> None:
     """Writes NumPy arrays by their names to an ``.npz``, under the rule of `write_file`."""
     import numpy as np

@@ -48,7 +48,8 @@ def load(
     model, or a model of image tokens.
 
     Args:
-        name: A folder, a Hub id, a short name as ``large-v3``, or ``zoo:NAME``.
+        name: A folder, a Hub id, a short name as ``large-v3``, ``zoo:NAME``, or another that
+            ``mmdecode zoo`` lists, as ``moonshine:tiny-en``.
         device: ``None``: CUDA where there is one.
         dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
         trust_remote_code: Run Python files that come with the model: read them first.

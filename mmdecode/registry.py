@@ -1,4 +1,4 @@
-"""Names of drafters, rules, guides, correctors, adapters, and how a string becomes an object.
+"""Names of drafters, rules, guides, correctors, adapters and checkpoints, and what they stand for.
 
 A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
 here imports torch: a method's module is imported when the method is asked for.
@@ -8,9 +8,9 @@ Outsiders register theirs with an entry point, no change here needed:
     [project.entry-points."mmdecode.draft"]
     mydraft = "mypackage.draft:MyDraft"
 
-The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide``, ``mmdecode.correct`` and
-``mmdecode.adapters``. A plug-in class may carry ``summary``, ``law`` and ``source`` as class
-attributes; ``mmdecode methods`` shows them.
+The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide``, ``mmdecode.correct``,
+``mmdecode.adapters`` and ``mmdecode.checkpoints``. A plug-in class may carry ``summary``, ``law``
+and ``source`` as class attributes; ``mmdecode methods`` shows them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ __all__ = [
     "parse",
     "resolve",
     "resolve_all",
+    "scheme_class",
+    "schemes",
 ]
 
-KINDS = ("draft", "accept", "guide", "correct", "adapters")
+KINDS = ("draft", "accept", "guide", "correct", "adapters", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -663,6 +665,13 @@ _BUILTIN = (
         target="mmdecode.testing.table:TableAdapter",
         summary="the exact table models of mmdecode.testing",
     ),
+    Entry(
+        kind="checkpoints",
+        name="moonshine",
+        target="mmdecode.models.moonshine.wheel:MoonshineWheel",
+        summary="moonshine:tiny-en, a published recogniser from a Python wheel",
+        source="Jeffries et al. 2024",
+    ),
 )
 
 
@@ -948,6 +957,21 @@ def adapter_for(model: Any, around: Any = None) -> Any:
         if not cls.fits(model):
             raise
     return cls(model)
+
+
+def scheme_class(scheme: str) -> Any | None:
+    """The class that finds checkpoints named ``SCHEME:NAME``; ``None``: none is registered.
+
+    Those of plug-ins are looked for only where it is none of ours.
+    """
+    ours = (one for one in _BUILTIN if (one.kind, one.name) == ("checkpoints", scheme))
+    entry = next(ours, None) or _entries("checkpoints").get(scheme)
+    return None if entry is None else _load(entry)
+
+
+def schemes() -> dict[str, Any]:
+    """The classes of all schemes of checkpoints by name; one that fails to load is left out."""
+    return {entry.name: _load(entry) for entry in describe("checkpoints")}
 
 
 def image_adapter_class(model: Any) -> Any:

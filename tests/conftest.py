@@ -40,6 +40,7 @@ def _without_programs(path: str) -> str:
 os.environ["PATH"] = _without_programs(os.environ.get("PATH", os.defpath))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(_OF_SESSION / "huggingface")
+os.environ["MMDECODE_CACHE"] = str(_OF_SESSION / "mmdecode")
 for _name in FOREIGN:
     os.environ.pop(_name, None)
 for _name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mmdecode
-from mmdecode import errors, registry
+from mmdecode import checkpoints, errors, registry
 from mmdecode.cli import env, output
 from mmdecode.cli.app import COMMANDS
 
@@ -120,10 +120,10 @@ def test_env_as_json_has_versions():
 
 
 def test_env_knows_the_extra_of_every_dependency():
-    declared = {re.split(r"[<>=\[]", d)[0]: "" for d in PROJECT["dependencies"]}
+    declared = {re.split(r"[<>=\[;]", d)[0]: "" for d in PROJECT["dependencies"]}
     for extra, needs in PROJECT["optional-dependencies"].items():
         if extra not in ("all", "dev"):
-            for need in needs:
+            for need in (re.split(r"[<>=\[;]", n)[0] for n in needs):
                 before = declared.get(need)
                 declared[need] = f"{before}, {extra}" if before else extra
     assert declared == env.PACKAGES
@@ -166,7 +166,7 @@ def test_every_direct_dependency_is_pinned():
     )
     extras = PROJECT["optional-dependencies"]
     needs = {*PROJECT["dependencies"], *(n for extra in extras.values() for n in extra)}
-    wanted = {re.split(r"[<>=\[]", need)[0] for need in needs} - {"mmdecode"}
+    wanted = {re.split(r"[<>=\[;]", need)[0] for need in needs} - {"mmdecode"}
     assert wanted <= {name.lower().replace("_", "-") for name in pins}
 
 
@@ -346,6 +346,39 @@ def test_the_command_line_lists_plugins(plugins):
     done = run_cli("methods", "draft", "--json", path=[plugins])
     assert "mine" in [e["name"] for e in json.loads(done.stdout)["draft"]]
     assert "'broken' of outsider" in done.stderr
+
+
+def test_a_plugin_adds_a_scheme_of_checkpoints_and_a_broken_one_is_left_out(tmp_path, monkeypatch):
+    info = tmp_path / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[mmdecode.checkpoints]\nattic = stranger_mod:Attic\nlost = stranger_gone:Nope\n"
+        "moonshine = stranger_mod:Attic\n"
+    )
+    (tmp_path / "stranger_mod.py").write_text(
+        """
+from pathlib import Path
+from mmdecode.checkpoints import CheckpointScheme
+class Attic(CheckpointScheme):
+    names = ("box",)
+    @classmethod
+    def folder(cls, name):
+        return Path(__file__).parent / name
+    @classmethod
+    def is_installed(cls, name):
+        return name in cls.names
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(RuntimeWarning, match="'moonshine', which exists already"):
+        assert checkpoints.local_path("attic:box") == str(tmp_path / "box")
+    assert checkpoints.is_installed("attic:box")
+    assert not checkpoints.is_installed("attic:crate")
+    with pytest.warns(RuntimeWarning, match="'lost' of stranger"):
+        assert checkpoints.scheme_names() == ["moonshine:tiny-en", "attic:box"]
+    with pytest.raises(errors.MMDecodeError, match="uninstall stranger"):
+        checkpoints.local_path("lost:box")
 
 
 # Errors

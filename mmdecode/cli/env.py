@@ -39,6 +39,7 @@ PACKAGES = {
     "silero-vad": "vad",
     "av": "media",
     "ctranslate2": "bench",
+    "moonshine-voice": "moonshine",
 }
 
 

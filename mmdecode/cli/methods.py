@@ -17,11 +17,13 @@ from mmdecode.errors import UnknownNameError
 def command(
     kind: Annotated[
         str | None,
-        typer.Argument(help="draft, accept, guide, correct or adapters; all where left out."),
+        typer.Argument(
+            help="draft, accept, guide, correct, adapters or checkpoints; all where left out."
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """List drafters, acceptance rules, guides, correctors and adapters."""
+    """List drafters, acceptance rules, guides, correctors, adapters and schemes of checkpoints."""
     if kind is not None and kind not in registry.KINDS:
         raise UnknownNameError.of("kind", kind, registry.KINDS)
     found = {k: registry.describe(k) for k in registry.KINDS if kind in (None, k)}

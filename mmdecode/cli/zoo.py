@@ -1,27 +1,44 @@
-"""``mmdecode zoo``: what ships with the package."""
+"""``mmdecode zoo``: what ships with the package, and published checkpoints that it can make."""
 
 from __future__ import annotations
 
 import json as json_module
+from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from mmdecode.checkpoints import ZOO, zoo_names
+from mmdecode.checkpoints import ZOO, scheme_card, scheme_names, zoo_names
 from mmdecode.cli.output import JsonFlag, emit_json, out
 
 
 def command(json: JsonFlag = False) -> None:
-    """List the tiny models that ship with the package, with their measured numbers."""
+    """List the tiny models that ship with the package, and the published ones it finds by name."""
     rows = []
     for name in zoo_names():
         card = ZOO / name / "card.json"
         facts = json_module.loads(card.read_text(encoding="utf-8")) if card.exists() else {}
         size = sum(f.stat().st_size for f in (ZOO / name).rglob("*") if f.is_file())
         rows.append({"name": f"zoo:{name}", "mib": round(size / 2**20, 1)} | facts)
+    published = [{"name": name} | scheme_card(name) for name in scheme_names()]
     if json:
-        emit_json(rows)
+        emit_json(rows + published)
         return
     table = Table("name", "MiB", "what", "measured")
     for row in rows:
         table.add_row(row["name"], str(row["mib"]), row.get("what", ""), row.get("measured", ""))
     out.print(table)
+    for card in published:
+        out.print(_published(card))
+
+
+def _published(card: dict[str, Any]) -> Table:
+    """What is known of a checkpoint that does not ship."""
+    table = Table("", "", title=card["name"], title_justify="left", show_header=False)
+    installed = "yes" if card["installed"] else f"no; {card.get('install', '')}"
+    facts = {"installed": installed, "MiB": card.get("mib", "")}
+    for key in ("what", "measured", "licence", "notice", "origin"):
+        facts[key] = card.get(key, "")
+    for key, value in facts.items():
+        table.add_row(key, escape(str(value)))
+    return table

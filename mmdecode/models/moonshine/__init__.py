@@ -1,0 +1,5 @@
+"""Moonshine tiny-en, a published recogniser, from the files of a Python wheel to transformers'.
+
+`wheel` finds and checks the files, `ort_file` reads their format, `convert` and `tokenizer` make a
+checkpoint of them. Nothing of the wheel's own code is imported.
+"""

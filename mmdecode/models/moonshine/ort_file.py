@@ -1,0 +1,207 @@
+"""Weights and nodes of a model in onnxruntime's own format (``.ort``), read as data.
+
+The format is a flatbuffer. A table begins with the distance to its vtable, which holds, for each
+field of the schema, where it stands from the table's beginning; zero: it is left out. Strings,
+vectors and inner tables are reached by offsets counted from where the offset stands. Whatever would
+lead out of the file is an `InputError`; nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmdecode.errors import InputError
+
+MARK = b"ORTM"
+"""Bytes 4 to 8 of every such file."""
+
+# numbers of fields in the schema
+SESSION_MODEL, MODEL_GRAPH = 1, 7
+GRAPH_TENSORS, GRAPH_NODES = 0, 2
+NODE_NAME, NODE_KIND, NODE_INPUTS, NODE_ATTRIBUTES = 0, 5, 8, 10
+ATTRIBUTE_GRAPH = 7
+TENSOR_NAME, TENSOR_SHAPE, TENSOR_DTYPE, TENSOR_DATA = 0, 2, 3, 4
+
+DTYPES = {1: "<f4", 2: "u1", 3: "i1", 6: "<i4", 7: "<i8", 10: "<f2", 11: "<f8"}
+"""NumPy's dtypes by their numbers in the schema; tensors of others are left out."""
+
+MOST_NESTED = 8
+"""Graphs inside of graphs; a published one has two levels."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of a graph.
+
+    Attributes:
+        name: For example ``/layers.0/self_attn/q_proj/MatMul_quant``.
+        kind: Of the operation, for example ``DynamicQuantizeMatMul``.
+        inputs: Names of its inputs; an empty one is left out.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a file holds, branches included.
+
+    Attributes:
+        tensors: Stored arrays by name, read-only views of the file.
+        nodes: Operations, those of a branch after those around it.
+    """
+
+    tensors: dict[str, np.ndarray]
+    nodes: list[Node]
+
+
+def read_graph(file: Path) -> Graph:
+    """The stored tensors and the nodes of a file.
+
+    Raises:
+        InputError: It cannot be read, is of another format, or leads out of itself.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}; check the path") from error
+    if data[4:8] != MARK:
+        raise InputError(
+            f"{file} is no model in onnxruntime's format: bytes 4 to 8 are {data[4:8]!r}, expected "
+            f"{MARK!r}; give an .ort file"
+        )
+    try:
+        model = _Table(data, _offset(data, 0)).table(SESSION_MODEL)
+        graph = model and model.table(MODEL_GRAPH)
+        if graph is None:
+            raise _DamagedError("it holds no graph")
+        return Graph(*_read(graph, 0))
+    except _DamagedError as error:
+        raise InputError(
+            f"{file} is damaged: {error}; get the file again from where it came"
+        ) from error
+
+
+def _read(graph: _Table, depth: int) -> tuple[dict[str, np.ndarray], list[Node]]:
+    """Tensors and nodes of a graph and those inside of it."""
+    if depth == MOST_NESTED:
+        raise _DamagedError(f"more than {MOST_NESTED} graphs inside of each other")
+    tensors, nodes = {}, []
+    for tensor in graph.tables(GRAPH_TENSORS):
+        array = _array(tensor)
+        if array is not None:
+            tensors[tensor.text(TENSOR_NAME)] = array
+    for node in graph.tables(GRAPH_NODES):
+        inputs = tuple(node.texts(NODE_INPUTS))
+        nodes.append(Node(node.text(NODE_NAME), node.text(NODE_KIND), inputs))
+        for attribute in node.tables(NODE_ATTRIBUTES):
+            branch = attribute.table(ATTRIBUTE_GRAPH)
+            if branch is not None:
+                inner, more = _read(branch, depth + 1)
+                tensors = inner | tensors
+                nodes += more
+    return tensors, nodes
+
+
+def _array(tensor: _Table) -> np.ndarray | None:
+    dtype = DTYPES.get(tensor.number(TENSOR_DTYPE, "<i"))
+    shape = tensor.vector(TENSOR_SHAPE, "<i8")
+    raw = tensor.vector(TENSOR_DATA, "u1")
+    if dtype is None:
+        return None
+    size = math.prod(map(int, shape)) * np.dtype(dtype).itemsize
+    if (shape < 0).any() or size != len(raw):
+        raise _DamagedError(f"{len(raw)} bytes for a {dtype} tensor of shape {shape.tolist()}")
+    return raw.view(dtype).reshape(shape) if size else np.zeros(0, dtype)
+
+
+class _DamagedError(Exception):
+    """A file leads out of itself, or contradicts itself."""
+
+
+def _unpack(data: bytes, kind: str, place: int) -> int:
+    """A number at a place.
+
+    Raises:
+        _DamagedError: The place is outside of the file.
+    """
+    if not 0 <= place <= len(data) - struct.calcsize(kind):
+        raise _DamagedError(f"it leads to byte {place} of {len(data)}")
+    return struct.unpack_from(kind, data, place)[0]
+
+
+def _offset(data: bytes, place: int) -> int:
+    """Where the offset that stands at a place leads."""
+    return place + _unpack(data, "<I", place)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of the flatbuffer, at a place of the file."""
+
+    data: bytes
+    place: int
+
+    def _field(self, number: int) -> int | None:
+        """Where a field stands; ``None``: it is left out."""
+        vtable = self.place - _unpack(self.data, "<i", self.place)
+        entry = 4 + 2 * number
+        if entry >= _unpack(self.data, "<H", vtable):
+            return None
+        distance = _unpack(self.data, "<H", vtable + entry)
+        return self.place + distance if distance else None
+
+    def number(self, field: int, kind: str) -> int:
+        place = self._field(field)
+        return 0 if place is None else _unpack(self.data, kind, place)
+
+    def table(self, field: int) -> _Table | None:
+        place = self._field(field)
+        return None if place is None else _Table(self.data, _offset(self.data, place))
+
+    def vector(self, field: int, dtype: str) -> np.ndarray:
+        """A view of a vector of numbers, read-only; empty where it is left out."""
+        place = self._field(field)
+        if place is None:
+            return np.zeros(0, dtype)
+        begin = _offset(self.data, place)
+        count = _unpack(self.data, "<I", begin)
+        if count * np.dtype(dtype).itemsize > len(self.data) - begin - 4:
+            raise _DamagedError(f"a vector of {count} at byte {begin} of {len(self.data)}")
+        return np.frombuffer(self.data, dtype, count, begin + 4)
+
+    def _inner(self, field: int) -> Iterator[int]:
+        """Places that a vector of offsets leads to."""
+        place = self._field(field)
+        if place is not None:
+            begin = _offset(self.data, place) + 4
+            offsets = self.vector(field, "<u4")
+            yield from (begin + 4 * i + int(offset) for i, offset in enumerate(offsets))
+
+    def tables(self, field: int) -> Iterator[_Table]:
+        return (_Table(self.data, place) for place in self._inner(field))
+
+    def texts(self, field: int) -> Iterator[str]:
+        return (_text(self.data, place) for place in self._inner(field))
+
+    def text(self, field: int) -> str:
+        place = self._field(field)
+        return "" if place is None else _text(self.data, _offset(self.data, place))
+
+
+def _text(data: bytes, place: int) -> str:
+    count = _unpack(data, "<I", place)
+    if count > len(data) - place - 4:
+        raise _DamagedError(f"a name of {count} bytes at byte {place} of {len(data)}")
+    try:
+        return data[place + 4 : place + 4 + count].decode()
+    except UnicodeDecodeError as error:
+        raise _DamagedError(f"a name at byte {place} is no UTF-8") from error

@@ -1,0 +1,127 @@
+"""The tokenizer of Moonshine's files, ``tokenizer.bin``, as one of the library ``tokenizers``.
+
+Pieces stand in the order of their ids, each after its length in bytes: one byte, or where that is
+128 or more, two, of which the second counts 128 each. Ids 0 to 2 are unknown, start and end, 3 to
+258 the bytes, and from 32,000 on stand ``<<ST_0>>`` to ``<<ST_767>>``, which no text holds.
+"""
+
+from __future__ import annotations
+
+import json
+
+from mmdecode.errors import InputError
+
+FIRST_BYTE, AFTER_BYTES, FIRST_SPECIAL = 3, 259, 32_000
+UNKNOWN, START, END = "<unk>", "<s>", "</s>"
+SPACE = "\u2581"
+"""Stands for a space in pieces, and before every text."""
+
+
+def read_pieces(data: bytes) -> list[bytes]:
+    """The pieces of a ``tokenizer.bin``, in the order of their ids.
+
+    Raises:
+        InputError: It ends within a piece.
+    """
+    pieces, place = [], 0
+    while place < len(data):
+        size = data[place]
+        place += 1
+        if size >= 128 and place < len(data):
+            size = data[place] * 128 + size - 128
+            place += 1
+        if place + size > len(data):
+            raise InputError(
+                f"tokenizer.bin is damaged: piece {len(pieces)} of {size} bytes at byte {place} of "
+                f"{len(data)}; get the file again from where it came"
+            )
+        pieces.append(data[place : place + size])
+        place += size
+    return pieces
+
+
+def tokenizer_json(pieces: list[bytes]) -> str:
+    """The text of a ``tokenizer.json``: byte-pair encoding that falls back to bytes.
+
+    The file has no merges. As in every vocabulary of SentencePiece's byte-pair encoding, ids stand
+    in the order in which pieces were merged, so that they follow from it: all the pairs of pieces
+    that make a piece, the piece with the lowest id first. It adds neither start nor end token.
+
+    Raises:
+        InputError: The pieces are not those of such a tokenizer.
+    """
+    if pieces[:FIRST_BYTE] != [UNKNOWN.encode(), START.encode(), END.encode()]:
+        raise InputError(
+            f"tokenizer.bin begins with {pieces[:FIRST_BYTE]}, expected the pieces {UNKNOWN}, "
+            f"{START} and {END}; give Moonshine's"
+        )
+    names = [
+        f"<0x{number - FIRST_BYTE:02X}>"
+        if FIRST_BYTE <= number < AFTER_BYTES
+        else piece.decode("utf-8", "backslashreplace")
+        for number, piece in enumerate(pieces)
+    ]
+    ids = {name: number for number, name in enumerate(names)}
+    special = [*range(FIRST_BYTE), *range(FIRST_SPECIAL, len(names))]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [_added(number, names[number]) for number in special],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": SPACE},
+                {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+            ],
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": UNKNOWN,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": ids,
+            "merges": _merges(names[AFTER_BYTES:FIRST_SPECIAL], ids),
+        },
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _added(number: int, name: str) -> dict[str, object]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": name, "special": True, **flags}
+
+
+def _merges(names: list[str], ids: dict[str, int]) -> list[list[str]]:
+    """Pairs of pieces that make a piece, in the order of their ids."""
+    merges = []
+    for name in names:
+        pairs = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
+        known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return [list(pair) for pair in merges]
+
+
+def tokenizer_config(longest: int) -> dict[str, object]:
+    """What ``tokenizer_config.json`` holds.
+
+    Args:
+        longest: Tokens of the longest text that the model writes.
+    """
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "processor_class": "Wav2Vec2Processor",
+        "unk_token": UNKNOWN,
+        "bos_token": START,
+        "eos_token": END,
+        "pad_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+    }

@@ -1,0 +1,257 @@
+"""``moonshine:tiny-en``: the files of the wheel ``moonshine-voice``, converted once into the cache.
+
+The wheel is found without importing it, and its files are read as data. They are taken only with
+the content that the conversion was compared with (`SHA256`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from mmdecode.checkpoints import CheckpointScheme, cache_folder
+from mmdecode.errors import InputError, UnknownNameError
+
+PACKAGE, WHEEL = "moonshine_voice", "moonshine-voice==0.1.0"
+INSTALL = f"pip install --no-deps {WHEEL}"
+
+SHA256 = {
+    "encoder_model.ort": "94e90a4654fc45cdfedb77c4c08e1739f48862998e58fada384b25118134f221",
+    "decoder_model_merged.ort": "cf524c4862d36e9e5ab032eddc73637efd822d70e868ac575cf1a46e1e4708a0",
+    "tokenizer.bin": "6884b35fd6377d4c4d32336a0bc152f36b64d1e45b6503683cdc238250a8472d",
+}
+SIZES = {
+    "encoder_model.ort": 13_281_600,
+    "decoder_model_merged.ort": 30_412_256,
+    "tokenizer.bin": 249_974,
+}
+"""In bytes."""
+
+FORMAT = 1
+"""Of what is written; one more when that changes, so that an older cache is not taken for it."""
+
+CARD = {
+    "what": "Moonshine tiny for English, a published recogniser of 27.1 M parameters; no times, no "
+    "languages",
+    "measured": "5.7 % of 265 reference words wrong on 22 real recordings: few words, and some may "
+    "be in its training data",
+    "licence": "MIT",
+    "origin": f"Moonshine AI, the wheel {WHEEL} (Linux, x86_64); weights of 8 bits, restored to "
+    "float32",
+    "notice": "Copyright (c) 2025 Moonshine AI",
+    "install": INSTALL,
+}
+
+
+class MoonshineWheel(CheckpointScheme):
+    """Moonshine's recogniser for English, from its Python wheel or a folder of the same files."""
+
+    names = ("tiny-en",)
+
+    @classmethod
+    def folder(cls, name: str) -> Path:
+        """See `CheckpointScheme`; a name with a slash is a folder that holds the three files."""
+        if _is_path(name):
+            source = Path(name).expanduser()
+            _check(source)
+            return _cached(source)
+        if name not in cls.names:
+            raise UnknownNameError.of("moonshine checkpoint", name, cls.names)
+        source = _assets() or Path()
+        if not _is_complete(cache_place()):
+            if source == Path():
+                raise InputError(
+                    f"moonshine:{name} needs the wheel {WHEEL}, which is not installed; install it "
+                    f"with: {INSTALL}; it exists for Linux on x86_64: elsewhere, give a folder "
+                    f"that holds its files {', '.join(SHA256)} as the model"
+                )
+            _check(source)
+        return _cached(source)
+
+    @classmethod
+    def is_installed(cls, name: str) -> bool:
+        """See `CheckpointScheme`; files of another size are of another version."""
+        if name not in cls.names:
+            return _is_path(name) and _has_sizes(Path(name).expanduser())
+        return _has_sizes(_assets()) or _is_complete(cache_place())
+
+    @classmethod
+    def holds(cls, folder: Path) -> bool:
+        """See `CheckpointScheme`."""
+        return all((folder / file).is_file() for file in SHA256)
+
+    @classmethod
+    def card(cls, name: str) -> dict[str, Any]:
+        """See `CheckpointScheme`."""
+        return {"mib": round(sum(SIZES.values()) / 2**20, 1)} | CARD
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or os.sep in name
+
+
+def cache_place() -> Path:
+    """Where the converted checkpoint stands, or will: its name tells format and files."""
+    digest = "".join(value[:4] for value in SHA256.values())
+    return cache_folder() / f"moonshine-tiny-en-{FORMAT}-{digest}"
+
+
+def _assets() -> Path | None:
+    """The folder of the files in the installed wheel."""
+    found = importlib.util.find_spec(PACKAGE)  # of a package at the top this imports nothing
+    for place in (found and found.submodule_search_locations) or ():
+        folder = Path(place) / "assets" / "tiny-en"
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def _has_sizes(folder: Path | None) -> bool:
+    if folder is None:
+        return False
+    try:
+        return all((folder / name).stat().st_size == size for name, size in SIZES.items())
+    except OSError:
+        return False
+
+
+def _check(folder: Path) -> None:
+    """Raises unless the folder holds the files that the conversion was compared with.
+
+    Raises:
+        InputError: One is missing, cut off, or of another version.
+    """
+    for name in SHA256:
+        file = folder / name
+        try:
+            about = file.stat()
+        except OSError as error:
+            raise InputError(
+                f"{file} cannot be read: {error.strerror}; expected a folder that holds "
+                f"{', '.join(SHA256)}; install them with: {INSTALL}"
+            ) from error
+        found = _digest(file, about.st_size, about.st_mtime_ns)
+        if found != SHA256[name]:
+            raise InputError(
+                f"{file} is not the file of {WHEEL}: its sha256 is {found}, expected "
+                f"{SHA256[name]}; it is cut off, changed or of another version; install the right "
+                f"one with: {INSTALL} --force-reinstall"
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(file: Path, size: int, changed: int) -> str:
+    """The sha256 of a file, read once while its size and time stay."""
+    import hashlib
+
+    try:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}; check its rights") from error
+
+
+def _cached(source: Path) -> Path:
+    """The converted checkpoint, made of the files in a folder where it is not there yet.
+
+    Raises:
+        InputError: It cannot be written, or what is there is not whole.
+    """
+    place = cache_place()
+    if not _is_complete(place):
+        from mmdecode.files import write_once
+
+        write_once(place, lambda: _made(source))
+        missing = [name for name in _FILES if not (place / name).is_file()]
+        if missing:
+            raise InputError(
+                f"{place} lacks {', '.join(missing)}, which somebody removed; delete that folder, "
+                "and it is made anew"
+            )
+    return place
+
+
+_FILES = (
+    *("LICENSE", "README.md", "config.json", "generation_config.json", "model.safetensors"),
+    *("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"),
+)
+
+
+def _is_complete(place: Path) -> bool:
+    return all((place / name).is_file() for name in _FILES)
+
+
+def _made(source: Path) -> dict[str, bytes]:
+    import hashlib
+
+    from mmdecode.models.moonshine.convert import converted
+
+    files = converted(source)
+    digest = hashlib.sha256(files["model.safetensors"]).hexdigest()
+    return files | {"LICENSE": LICENSE.encode(), "README.md": _page(digest).encode()}
+
+
+def _page(weights: str) -> str:
+    """The model card.
+
+    Args:
+        weights: The sha256 of the converted weights.
+    """
+    hashes = "\n".join(f"| `{name}` | `{value}` |" for name, value in SHA256.items())
+    return f"""\
+---
+license: mit
+language: en
+library_name: transformers
+pipeline_tag: automatic-speech-recognition
+---
+
+# Moonshine tiny-en, converted
+
+A `MoonshineForConditionalGeneration` of 27,092,736 parameters in float32, converted by mmdecode
+from the files that Moonshine AI publishes for onnxruntime in the wheel `{WHEEL}`
+(https://github.com/moonshine-ai/moonshine). The published weights have 8 bits, with a scale and a
+zero point for each matrix; here they are multiplied out. The published program also rounds the
+activations to 8 bits, so its logits differ a little.
+
+- **Input:** samples at 16 kHz, one channel, up to about 30 seconds. No times, languages or tasks.
+- **Licence:** MIT, see `LICENSE`. {CARD["notice"]}.
+- **Recalled, shown by no file:** `pad_head_dim_to_multiple_of` 8 and `max_position_embeddings` 194
+  in `config.json`, and the publisher's limit of 6.5 tokens for a second of audio.
+- **Tokenizer:** pieces and ids are the publisher's; merges follow from the order of ids. It adds
+  neither start nor end token. Its encoding was not compared with the publisher's.
+- **Not for:** other languages than English. What it was trained on is not known to mmdecode.
+
+| file | sha256 |
+|---|---|
+{hashes}
+| `model.safetensors` (made) | `{weights}` |
+"""
+
+
+LICENSE = """\
+MIT License
+
+Copyright (c) 2025 Moonshine AI
+
+Permission is hereby granted, free of charge, to any person obtaining a copy
+of this software and associated documentation files (the "Software"), to deal
+in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+copies of the Software, and to permit persons to whom the Software is
+furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+"""
