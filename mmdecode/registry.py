@@ -543,6 +543,13 @@ _BUILTIN = (
     ),
     Entry(
         kind="adapters",
+        name="moonshine",
+        target="mmdecode.adapters.moonshine:MoonshineAdapter",
+        summary="Moonshine, which reads samples and has rotary positions",
+        source="Jeffries et al. 2024",
+    ),
+    Entry(
+        kind="adapters",
         name="t5",
         target="mmdecode.adapters.t5:T5Adapter",
         summary="T5, Flan-T5 and mT5",

@@ -30,7 +30,9 @@ class EncoderDecoderAdapter:
     windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
     max_positions: int | None = None
     source_is_padded: ClassVar = True
-    """Whether the call's attention mask says which of the encoder's states are padding."""
+    """Whether some of the encoder's states may be padding; see `source_mask`."""
+    takes_positions: ClassVar = False
+    """Whether the decoder's forward pass takes ``position_ids``."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         refuse_attention(model)
@@ -39,6 +41,15 @@ class EncoderDecoderAdapter:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self.num_layers = num_layers
+
+    @property
+    def source_width(self) -> int:
+        """Width of the encoder's states."""
+        return int(self.model.config.d_model)
+
+    def source_mask(self, ctx: Context) -> Tensor | None:
+        """Which of the encoder's states are not padding, ``(B, S)``; ``None``: all of them."""
+        return ctx.model_inputs.get("attention_mask")
 
     def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the source it came with."""
@@ -54,7 +65,7 @@ class EncoderDecoderAdapter:
         if spec.prompt == "last_token":
             ids, mask = ids[:, -1:], mask[:, -1:]
         source = ctx.model_inputs["encoder_outputs"][0]
-        width = self.model.config.d_model
+        width = self.source_width
         if source.shape[0] != len(ids) or source.shape[-1] != width:
             raise IncompatibleError(
                 f"encoder states of shape {tuple(source.shape)} for {len(ids)} decoder rows; "
@@ -62,8 +73,8 @@ class EncoderDecoderAdapter:
                 "encoder must have its width"
             )
         inputs = {"source": source}
-        read = ctx.model_inputs.get("attention_mask")
-        if read is not None and self.source_is_padded:
+        read = self.source_mask(ctx) if self.source_is_padded else None
+        if read is not None:
             inputs["source_mask"] = read.bool()
         return Prompt(ids=ids, mask=mask, inputs=inputs)
 
@@ -93,13 +104,16 @@ class EncoderDecoderAdapter:
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the decoder's final norm."""
+        options = {"position_ids": positions} if self.takes_positions else {}
+        if self.source_is_padded:
+            options["encoder_attention_mask"] = past.source_mask
         return self._decoder(
             input_ids=tokens,
             attention_mask=mask,
             encoder_hidden_states=past.source,
-            encoder_attention_mask=past.source_mask,
             past_key_values=past.caches,
             use_cache=True,
+            **options,
         ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:

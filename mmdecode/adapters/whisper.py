@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
-from mmdecode.adapters import audio_views, whisper_step
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
-from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.adapters import audio_views
+from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
+from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.engine.setup import token_ids
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    from mmdecode.engine.cache import RaggedCache
 
-
-class WhisperAdapter(EncoderDecoderAdapter):
+class WhisperAdapter(LeanAdapter):
     """Audio is never padding: its windows are of one length. Its views: `audio_views`."""
 
     model_types = ("whisper",)
@@ -29,9 +27,8 @@ class WhisperAdapter(EncoderDecoderAdapter):
     hears_audio = True
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
-        super().__init__(model, model.config.decoder_layers)
         self.max_positions = model.config.max_target_positions
-        self._lean = whisper_step.usable(self._decoder)
+        super().__init__(model, model.config.decoder_layers)
 
     @property
     def end(self) -> int:
@@ -68,26 +65,41 @@ class WhisperAdapter(EncoderDecoderAdapter):
         kind = encoder.conv1.weight
         return encoder(features.to(kind.device, kind.dtype)).last_hidden_state
 
-    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """As of any encoder-decoder; the lean step's layers are read when they are asked for."""
-        return WhisperPast(cache, prompt)
+    @staticmethod
+    def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
+        """Of a ``WhisperDecoderLayer`` that hears ``source (B, S, H)``, all of it."""
+        own, cross = layer.self_attn, layer.encoder_attn
+        return Layer(
+            place=own.layer_idx,
+            heads=own.num_heads,
+            self_norm=norm(layer.self_attn_layer_norm),
+            q=affine(own.q_proj),
+            k=affine(own.k_proj),
+            v=affine(own.v_proj),
+            out=affine(own.out_proj),
+            cross_norm=norm(layer.encoder_attn_layer_norm),
+            cross_q=affine(cross.q_proj),
+            cross_out=affine(cross.out_proj),
+            keys=split(linear(source, *affine(cross.k_proj)), cross.num_heads),
+            values=split(linear(source, *affine(cross.v_proj)), cross.num_heads),
+            source_mask=source_mask,
+            final_norm=norm(layer.final_layer_norm),
+            up=affine(layer.fc1),
+            activation=layer.activation_fn,
+            down=affine(layer.fc2),
+        )
 
-    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States after the decoder's final norm."""
-        if self._lean and not any(layer._forward_pre_hooks for layer in self._decoder.layers):
-            assert isinstance(mask, Tensor), "layers of one type"
-            layers = past.read(self._decoder.layers)
-            return whisper_step.step(
-                self._decoder, tokens, mask, positions, layers, past.cache.layers
-            )
-        return self._decoder(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            encoder_hidden_states=past.source,
-            past_key_values=past.caches,
-            use_cache=True,
-        ).last_hidden_state
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
+        """Scaled embeddings with learned positions added; nothing is rotated."""
+        decoder = self._decoder
+        hidden = decoder.embed_tokens.weight[tokens]
+        if decoder.embed_scale != 1.0:
+            hidden = hidden * decoder.embed_scale
+        return hidden + decoder.embed_positions.weight[positions], None
+
+    def final_norm(self) -> torch.nn.LayerNorm:
+        """After the last layer."""
+        return self._decoder.layer_norm
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""
@@ -104,26 +116,7 @@ class WhisperAdapter(EncoderDecoderAdapter):
 
     @staticmethod
     def run_extra_layer(
-        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: WhisperPast
+        layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: LeanPast
     ) -> Tensor:
         """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
-        return whisper_step.run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0])
-
-
-class WhisperPast(SourcePast):
-    """Beside what the stock modules take, weights, keys and values for the lean step."""
-
-    def __init__(self, cache: RaggedCache, prompt: Prompt) -> None:
-        super().__init__(cache, prompt)
-        self._layers: list[whisper_step.Layer] = []
-
-    def read(self, layers: Iterable[torch.nn.Module]) -> list[whisper_step.Layer]:
-        """Weights, and keys and values of the audio, by layer."""
-        if not self._layers:
-            self._layers = [whisper_step.Layer.of(layer, self.source) for layer in layers]
-        return self._layers
-
-    def reorder_cache(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``, in that order."""
-        super().reorder_cache(rows)
-        self._layers = [layer.reorder(rows) for layer in self._layers]
+        return run_layer(past.read([layer])[0], hidden, mask, past.cache.layers[0])

@@ -12,13 +12,14 @@ from mmdecode.engine import decoder as engine
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder, Run
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
-from tests.conformance.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
+from tests.conformance.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
 
 UNLIKE = ("known", "known_tree", "random_trees")  # drafts of tests, which run on the host
 UNLIKE += ("assistant_is_target",)  # too soon at the end
 DRAFTS = [
     *(("llama", name) for name in TEXT_DRAFTS if name not in UNLIKE),
     *(("whisper", name) for name in WHISPER_DRAFTS if name not in UNLIKE),
+    *(("moonshine", name) for name in ("none", "assistant", "medusa_tree")),
 ]
 
 
@@ -45,7 +46,7 @@ def assert_replayed(generate, make, taped, **options):
 
 
 def draft_of(family, name):
-    table = WHISPER_DRAFTS if family == "whisper" else TEXT_DRAFTS
+    table = {"whisper": WHISPER_DRAFTS, "moonshine": MOONSHINE_DRAFTS}.get(family, TEXT_DRAFTS)
     return lambda: table[name](family, [])
 
 

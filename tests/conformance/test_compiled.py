@@ -74,6 +74,10 @@ def test_drafts(family, name, counter):
     assert_compiled(lambda d: tiny.ours(d, family), lambda: table[name](family, []), counter, 4)
 
 
+def test_moonshine(counter):
+    assert_compiled(lambda d: tiny.ours(d, "moonshine"), lambda: None, counter, graphs=2)
+
+
 def test_a_view_of_the_whole_model(counter):
     assert_compiled(
         lambda d: tiny.ours(d, "llama"), lambda: LayerSkip(skip=(), length=3), counter, 4

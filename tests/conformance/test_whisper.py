@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from mmdecode import registry
-from mmdecode.adapters import whisper_step
+from mmdecode.adapters import lean_step
 from mmdecode.draft.layer_skip import shallow
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.decoder import Decoder
@@ -51,7 +51,7 @@ def test_eager_attention_gives_the_same(draft):
 
 def test_layers_that_draft_take_the_lean_step():
     view = shallow(registry.adapter_for(whisper_model()), [1])
-    assert whisper_step.usable(view.get_decoder())
+    assert lean_step.usable(view.get_decoder())
 
 
 def inner_generate(decoder=None, extra=()):

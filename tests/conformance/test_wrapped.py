@@ -18,7 +18,7 @@ from tests.conformance.tiny import (
 # peft asks a model of transformers by a name that is on its way out
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3", "whisper"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3", "whisper", "moonshine"])
 OPTIONS = {"do_sample": False, "max_new_tokens": 14}
 ON_DISK = {
     "llama": {
@@ -40,6 +40,15 @@ ON_DISK = {
     },
 }
 ON_DISK["gemma3"] = ON_DISK["llama"]
+ON_DISK["moonshine"] = {
+    "model.encoder": "cpu",
+    "model.decoder.embed_tokens": "cpu",
+    "model.decoder.rotary_emb": "cpu",
+    "model.decoder.layers.0": "disk",
+    "model.decoder.layers.1": "disk",
+    "model.decoder.norm": "cpu",
+    "proj_out": "cpu",
+}
 
 
 def assert_same(model, family):

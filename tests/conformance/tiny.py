@@ -12,6 +12,8 @@ from transformers import (
     LlamaConfig,
     LogitsProcessor,
     MistralConfig,
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
     Qwen2Config,
     Qwen3Config,
     WhisperConfig,
@@ -122,15 +124,47 @@ def whisper_model(attention="sdpa", seed=2, layers=2, multilingual=True):
     return model
 
 
+@functools.cache
+def moonshine_model(attention="sdpa", seed=3, layers=2, width=WIDTH, multiple=None):
+    """Of each head's dimensions 14 of 16 are rotated; of width 36, 16 of 18, as the real 32 of 36.
+
+    ``multiple``: what a head's width is padded to, 8 in the real one.
+    """
+    config = MoonshineConfig(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=48,
+        encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=layers,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+        partial_rotary_factor=0.9,
+        pad_head_dim_to_multiple_of=multiple,
+        max_position_embeddings=32,
+        initializer_range=0.4,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    return MoonshineForConditionalGeneration(config).eval()
+
+
+MODELS = {
+    "whisper": whisper_model,
+    "moonshine": moonshine_model,
+    "moonshine_padded": functools.partial(moonshine_model, width=36, multiple=8),
+}
+
+
 def model_of(family, attention="sdpa"):
-    return whisper_model(attention) if family == "whisper" else text_model(family, attention)
+    return MODELS[family](attention) if family in MODELS else text_model(family, attention)
 
 
 def small_of(family):
     """A smaller model with the same vocabulary."""
-    if family == "whisper":
-        return whisper_model(seed=9, layers=1)
-    return text_model(family, seed=9, layers=1)
+    options = {"seed": 9, "layers": 1}
+    return MODELS[family](**options) if family in MODELS else text_model(family, **options)
 
 
 def prompts(batch, seed=1):
@@ -151,7 +185,18 @@ def audio(batch, seed=1):
     return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
 
 
+def waves(batch, seed=1):
+    """Samples of uneven length, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [6000, 1800, 4000, 2900][:batch]
+    samples = torch.randn(batch, max(lengths), generator=generator)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_values": samples * mask, "attention_mask": mask.long()}
+
+
 def inputs_of(family, batch):
+    if family.startswith("moonshine"):
+        return waves(batch)
     if family == "whisper":
         return {**audio(batch), "language": "en", "task": "transcribe"}
     return prompts(batch)
@@ -288,6 +333,15 @@ WHISPER_DRAFTS = {
 }
 
 
+MOONSHINE_DRAFTS = {
+    **DRAFTS,
+    "first_layer_skipped": lambda family, rows: LayerSkip(skip=[0], length=3),
+    "lookahead": lambda family, rows: registry.create("draft", "lookahead"),
+    "recycling": lambda family, rows: registry.create("draft", "recycling"),
+}
+TABLES = {"whisper": WHISPER_DRAFTS, "moonshine": MOONSHINE_DRAFTS}
+
+
 class DifferentError(AssertionError):
     """A decoder generated something else than `generate`."""
 
@@ -295,7 +349,7 @@ class DifferentError(AssertionError):
 def assert_same(family, draft, **options):
     """Asserts that a decoder with the named draft generates what `generate` does."""
     expected, rows = reference(family, tuple(sorted(options.items())))
-    table = WHISPER_DRAFTS if family == "whisper" else TEXT_DRAFTS
+    table = TABLES.get(family.split("_")[0], TEXT_DRAFTS)
     decoder = Decoder(table[draft](family, rows))
     assert_generates(decoder, draft, lambda: ours(decoder, family, **options), expected)
     return decoder

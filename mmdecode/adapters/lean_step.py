@@ -1,0 +1,365 @@
+"""A step of a speech decoder with its work and little else.
+
+At small batch a step of a stock decoder spends more time between the operations than in them:
+module calls, dropout that drops nothing, attention dispatch, mask utilities. This runs the same
+weights through the same formulas in 14 to 20 operations a layer. A family says by
+`LeanAdapter.describe` where its layers hold their weights, and by `LeanAdapter.embed` what goes
+into the first one.
+
+It is used only where it gives what the modules give. Two things are looked at: the modules are
+exact ``nn.Linear``, ``nn.LayerNorm`` and ``nn.Embedding`` without hooks, quantisation, offload or
+adapters, in evaluation mode, with sdpa attention; and, once for each model, a small prompt and a
+small tree of random tokens lead to the same states both ways. Else the adapter runs the modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from mmdecode._compat import attention_implementation
+from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
+from mmdecode.engine.branch import block_mask
+from mmdecode.engine.cache import RaggedCache, RaggedLayer, bucket
+from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.views import origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Affine = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+Norm = tuple[tuple[int, ...], Tensor, Tensor | None, float]
+"""What ``torch.layer_norm`` takes after its input."""
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of rotary positions, ``(B, Q, 1, D)``; see `rotated`."""
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, looked up once a call: attributes of modules are slow to read.
+
+    Attributes:
+        place: That of its own keys and values in the cache: a view may leave layers out.
+        heads: Of both attentions.
+        scale: Of their scores; ``None``: the square root of the head's width, inverted.
+        padding: Zeros behind each head's width while it attends.
+        keys: Of the audio, ``(B, heads, S, D)``.
+        values: Likewise.
+        source_mask: Additive, ``(B, 1, 1, S)``; ``None``: nothing of the audio is padding.
+        activation: From what ``up`` gives to what ``down`` takes.
+    """
+
+    place: int
+    heads: int
+    self_norm: Norm
+    q: Affine
+    k: Affine
+    v: Affine
+    out: Affine
+    cross_norm: Norm
+    cross_q: Affine
+    cross_out: Affine
+    keys: Tensor
+    values: Tensor
+    source_mask: Tensor | None
+    final_norm: Norm
+    up: Affine
+    activation: Callable[[Tensor], Tensor]
+    down: Affine
+    scale: float | None = None
+    padding: int = 0
+
+    def reorder(self, rows: Tensor) -> Layer:
+        """The rows ``rows`` of the audio."""
+        mask = self.source_mask
+        return self._replace(
+            keys=self.keys[rows],
+            values=self.values[rows],
+            source_mask=None if mask is None else mask[rows],
+        )
+
+
+class LeanPast(SourcePast):
+    """What the stock modules take, and weights, keys and values for the lean step.
+
+    Args:
+        cache: The engine's.
+        prompt: With the source.
+        describe: What a layer holds; see `LeanAdapter.describe`.
+    """
+
+    def __init__(
+        self,
+        cache: RaggedCache,
+        prompt: Prompt,
+        describe: Callable[[Any, Tensor, Tensor | None], Layer],
+    ) -> None:
+        super().__init__(cache, prompt)
+        self._describe = describe
+        self._layers: list[Layer] = []
+
+    def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
+        """Weights, and keys and values of the audio, by layer; read when first asked for."""
+        if not self._layers:
+            self._layers = [
+                self._describe(layer, self.source, self.source_mask) for layer in layers
+            ]
+        return self._layers
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        """Keeps the rows ``rows``, in that order."""
+        super().reorder_cache(rows)
+        self._layers = [layer.reorder(rows) for layer in self._layers]
+
+
+class LeanAdapter(EncoderDecoderAdapter):
+    """An encoder-decoder of pre-norm layers, run directly where that gives the same states.
+
+    Args:
+        model: The whole model.
+        num_layers: Of its decoder.
+    """
+
+    takes_positions: ClassVar = True
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        super().__init__(model, num_layers)
+        modules = list(self._decoder.modules())
+        hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in modules]
+        self._hooks = [each for pair in hooks for each in pair]
+        self._lean = usable(self._decoder) and agrees(self)
+
+    @staticmethod
+    @abstractmethod
+    def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
+        """Where a layer of the family, which reads ``source (B, S, H)``, has its weights."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
+        """What the first layer is given of ``(B, Q)`` tokens, and how all layers rotate."""
+
+    @abstractmethod
+    def final_norm(self) -> nn.LayerNorm:
+        """After the last layer."""
+
+    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
+        """Same as the base class; the layers are read when they are asked for."""
+        return LeanPast(cache, prompt, self.describe)
+
+    def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
+        """States after the decoder's final norm."""
+        if self._lean and not any(self._hooks):
+            return self.step(tokens, mask, positions, past)
+        return super().forward(tokens, mask, positions, past)
+
+    def step(self, tokens: Tensor, mask: Mask, positions: Tensor, past: LeanPast) -> Tensor:
+        """The same states, ``(B, Q, H)``, without the modules.
+
+        Args:
+            tokens: ``(B, Q)``.
+            mask: Additive, ``(B, 1, Q, K)``.
+            positions: ``(B, Q)``.
+            past: From `open`.
+        """
+        assert isinstance(mask, Tensor), "layers of one type"
+        hidden, rotation = self.embed(tokens, positions)
+        for layer in past.read(self._decoder.layers):
+            hidden = run_layer(layer, hidden, mask, past.cache.layers[layer.place], rotation)
+        return torch.layer_norm(hidden, *norm(self.final_norm()))
+
+
+def run_layer(
+    layer: Layer,
+    hidden: Tensor,
+    mask: Tensor,
+    cache: RaggedLayer,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """One pre-norm layer: causal attention, attention to the audio, feed-forward.
+
+    Args:
+        layer: Its weights.
+        hidden: ``(B, Q, H)``.
+        mask: Additive, ``(B, 1, Q, K)``.
+        cache: Its own keys and values.
+        rotation: Of queries and keys; ``None``: positions were added to the embedding.
+    """
+    heads = layer.heads
+    x = torch.layer_norm(hidden, *layer.self_norm)
+    queries, keys = _heads(linear(x, *layer.q), heads), _heads(linear(x, *layer.k), heads)
+    if rotation is not None:
+        queries, keys = rotated(queries, rotation), rotated(keys, rotation)
+    keys, values = cache.update(
+        keys.transpose(1, 2), _heads(linear(x, *layer.v), heads).transpose(1, 2)
+    )
+    x = _attend(layer, queries, keys, values, mask)
+    hidden = hidden + linear(x, *layer.out)
+
+    x = torch.layer_norm(hidden, *layer.cross_norm)
+    queries = _heads(linear(x, *layer.cross_q), heads)
+    x = _attend(layer, queries, layer.keys, layer.values, layer.source_mask)
+    hidden = hidden + linear(x, *layer.cross_out)
+
+    x = linear(torch.layer_norm(hidden, *layer.final_norm), *layer.up)
+    return hidden + linear(layer.activation(x), *layer.down)
+
+
+def _attend(
+    layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
+    """What ``(B, Q, heads, D)`` queries read, ``(B, Q, heads * D)``.
+
+    Keys and values are ``(B, heads, K, D)``.
+    """
+    queries = queries.transpose(1, 2)
+    if layer.padding:
+        added = (0, layer.padding)
+        queries, keys, values = pad(queries, added), pad(keys, added), pad(values, added)
+    x = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+    if layer.padding:
+        x = x[..., : -layer.padding]
+    return x.transpose(1, 2).flatten(2)
+
+
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """``x (B, Q, heads, D)`` with its pairs of neighbours, 2i and 2i + 1, turned by position."""
+    cos, sin = rotation
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + swapped * sin
+
+
+def rotation_of(cos: Tensor, sin: Tensor, width: int) -> Rotation:
+    """From what a rotary embedding of transformers gives; dimensions past its own stay.
+
+    Args:
+        cos: ``(B, Q, R)``; its first half holds one cosine for each pair.
+        sin: Likewise.
+        width: Of a head.
+    """
+    pairs, rest = cos.shape[-1] // 2, (0, width - cos.shape[-1])
+    cos, sin = cos[..., :pairs, None], sin[..., :pairs, None]
+    cos = cos.expand(*cos.shape[:-1], 2).flatten(-2)
+    sin = torch.cat([-sin, sin], -1).flatten(-2)
+    return pad(cos, rest, value=1.0).unsqueeze(2), pad(sin, rest).unsqueeze(2)
+
+
+def affine(module: nn.Linear) -> Affine:
+    """Weight and bias."""
+    return module.weight, module.bias
+
+
+def norm(module: nn.LayerNorm) -> Norm:
+    """What ``torch.layer_norm`` takes after its input."""
+    return module.normalized_shape, module.weight, module.bias, module.eps
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """``(B, S, H)`` to ``(B, heads, S, D)``, contiguous."""
+    return _heads(x, heads).transpose(1, 2).contiguous()
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """``(B, Q, H)`` to ``(B, Q, heads, D)``."""
+    return x.view(x.shape[0], x.shape[1], heads, -1)
+
+
+# Where the lean step may be used
+
+
+def usable(decoder: Any) -> bool:
+    """Whether the stock modules are plain enough to be run directly."""
+    if decoder.training or attention_implementation(decoder.config) != "sdpa":
+        return False
+    plain = {nn.Linear, nn.LayerNorm, nn.Embedding}
+    return all(_plain(module, plain) for module in decoder.modules())
+
+
+def _plain(module: nn.Module, plain: set[type]) -> bool:
+    holds_weights = bool(module._parameters) and type(module).__module__.startswith("torch.")
+    foreign = holds_weights and type(module) not in plain
+    patched = "forward" in vars(module) or "_hf_hook" in vars(module)
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    wrapped = not type(module).__module__.startswith(("torch.", "transformers."))
+    return not (foreign or patched or hooked or wrapped)
+
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far the lean step's states may be off, by their largest."""
+
+_checked: weakref.WeakKeyDictionary[Any, tuple[torch.device, torch.dtype, bool]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By model: where and in what dtype it was checked, and what came of it."""
+
+
+def agrees(adapter: LeanAdapter) -> bool:
+    """Whether the lean step gives the states of the stock modules; tried once for each model.
+
+    Warns where it does not. What was found of a model holds for views of it.
+    """
+    model = origin(adapter.model)
+    weight = next(adapter.model.get_decoder().parameters())
+    kind = (weight.device, weight.dtype)
+    if model in _checked and _checked[model][:2] == kind:
+        return _checked[model][2]
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    why = _difference(adapter)
+    if why:
+        warn(
+            f"{type(model).__name__}: the lean decoder step {why}; the model's own modules are run "
+            "instead, which is slower and changes nothing else",
+            stacklevel=2,
+        )
+    if model is adapter.model:
+        _checked[model] = (*kind, not why)
+    return not why
+
+
+def _difference(adapter: LeanAdapter) -> str:
+    """What is wrong with the lean step's states; empty: nothing."""
+    expected = _states(adapter, lambda *inputs: EncoderDecoderAdapter.forward(adapter, *inputs))
+    try:
+        found = _states(adapter, adapter.step)
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        return f"fails ({type(error).__name__}: {error})"
+    largest = float(expected.abs().amax())
+    worst = float((found - expected).abs().amax())
+    if worst <= TOLERANCE.get(adapter.model.dtype, 0.0) * largest:
+        return ""
+    return f"differs from them by {worst:.2g} in states of up to {largest:.2g}"
+
+
+@torch.no_grad()
+def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
+    """States of two prompts, one padded, and of a small tree after each, ``(2, 7, H)``, float32."""
+    weight = next(adapter.model.get_decoder().parameters())
+    device, dice = weight.device, torch.Generator().manual_seed(0)
+    ids = torch.randint(adapter.vocab, (2, 8), generator=dice).to(device)
+    source = torch.randn(2, 6, adapter.source_width, generator=dice).to(device, weight.dtype)
+    inputs = {"source": source}
+    if adapter.source_is_padded:
+        inputs["source_mask"] = torch.arange(6, device=device) < ids.new_tensor([[6], [4]])
+    mask = torch.arange(4, device=device) >= ids.new_tensor([[0], [1]])
+    cache = RaggedCache(adapter.num_layers, 2, device)
+    past = adapter.open(cache, Prompt(ids=ids[:, :4], mask=mask, inputs=inputs))
+    chain = torch.arange(4, device=device)[None]
+    tree = ids.new_tensor([[0, 1, 1, 2]])  # a root, two children of it, and one of the second
+    sees = ids.new_tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()[None]
+    top = None if adapter.max_positions is None else adapter.max_positions - 1
+    found, visible = [], bucket(8)
+    for begin, depths, ancestors in ((0, chain, None), (4, tree, sees)):
+        start = torch.full_like(ids[:, 0], begin)
+        cache.set_start(start)
+        cache.open(visible)
+        seen = block_mask(start, past.pads, depths, ancestors, visible, weight.dtype, None)
+        positions = ((start - past.pads)[:, None] + depths).clamp(min=0, max=top)
+        found.append(run(ids[:, begin : begin + 4], seen, positions, past))
+    return torch.cat(found, 1)[:, 1:].float()  # the first is padding in one of them
