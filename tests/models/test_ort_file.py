@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmdecode.errors import InputError
-from mmdecode.models.moonshine.ort_file import MARK, Node, read_graph
+from mmdecode.models.moonshine.ort_file import MARK, Node, graph_of, read_graph
 
 
 class Writer:
@@ -59,17 +59,11 @@ GRAPH = {
 FILE = bytes(Writer({1: {7: GRAPH}}).data)
 
 
-@pytest.fixture
-def read(tmp_path):
-    def read(data):
-        file = tmp_path / "model.ort"
-        file.write_bytes(data)
-        return read_graph(file)
-
-    return read
+def read(data):
+    return graph_of(data, "model.ort")
 
 
-def test_tensors_and_nodes_are_found_in_branches_too(read):
+def test_tensors_and_nodes_are_found_in_branches_too():
     graph = read(FILE)
     assert graph.nodes == [Node("", "If", ("cond",)), Node("/in", "Add", ("x", ""))]
     assert list(graph.tensors) == ["inner", "weight", "scale"]
@@ -79,13 +73,13 @@ def test_tensors_and_nodes_are_found_in_branches_too(read):
     assert graph.tensors["inner"].dtype == np.int64
 
 
-def test_a_file_cut_off_anywhere_is_refused(read):
+def test_a_file_cut_off_anywhere_is_refused():
     for size in range(len(FILE)):
         with pytest.raises(InputError, match=r"model\.ort is (damaged|no model)"):
             read(FILE[:size])
 
 
-def test_a_byte_that_changed_gives_a_graph_or_a_refusal(read):
+def test_a_byte_that_changed_gives_a_graph_or_a_refusal():
     refused = 0
     for place in range(len(FILE)):
         for value in (0x00, 0x7F, 0x80, 0xFF):
@@ -98,7 +92,7 @@ def test_a_byte_that_changed_gives_a_graph_or_a_refusal(read):
     assert refused > len(FILE) // 2
 
 
-def test_graphs_without_end_inside_of_each_other_are_refused(read):
+def test_graphs_without_end_inside_of_each_other_are_refused():
     graph = {0: []}
     for _ in range(9):
         graph = {2: [{5: "If", 10: [{7: graph}]}]}
@@ -107,7 +101,7 @@ def test_graphs_without_end_inside_of_each_other_are_refused(read):
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4 a zip", b"\x08\x07\x12\x04onnx"])
-def test_a_file_of_another_format_is_named(read, data):
+def test_a_file_of_another_format_is_named(data):
     with pytest.raises(InputError, match="no model in onnxruntime's format"):
         read(data)
 

@@ -73,6 +73,15 @@ def read_graph(file: Path) -> Graph:
         data = file.read_bytes()
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}; check the path") from error
+    return graph_of(data, str(file))
+
+
+def graph_of(data: bytes, file: str) -> Graph:
+    """The stored tensors and the nodes in the content of a file, whose name is for messages.
+
+    Raises:
+        InputError: It is of another format, or leads out of itself.
+    """
     if data[4:8] != MARK:
         raise InputError(
             f"{file} is no model in onnxruntime's format: bytes 4 to 8 are {data[4:8]!r}, expected "
