@@ -8,6 +8,8 @@ Open ASR leaderboard among them). The recording stands under one of `AUDIO`, the
 A line with an ``offset`` is a part of its recording, from there on and as long as ``duration``
 says, as in NeMo's manifests; without an offset a duration is only told. The language that is spoken
 stands under one of `LANGUAGE`.
+
+``zoo:NAME`` is the manifest of recordings that ship: ``zoo:real-clips``, ``zoo:speech-test``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.asr.audio import Blocks, Source, part, recording
-from mmdecode.errors import InputError
+from mmdecode.checkpoints import ZOO
+from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.runs.inputs import path_in
 from mmdecode.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 
@@ -98,7 +101,7 @@ def read_manifest(
     """Reads a manifest.
 
     Args:
-        path: Its file.
+        path: Its file, or ``zoo:NAME``.
         limit: Only the first so many recordings; ``None``: all.
         audio: Whether every line must name a recording; whether it exists is not looked at.
         text: Whether every line must have a text; it may be empty.
@@ -110,8 +113,9 @@ def read_manifest(
     Raises:
         InputError: The file cannot be read, a line lacks what it must have, or two have one id;
             with ``failing`` or ``left_out``: every line has a problem.
+        UnknownNameError: No recordings of that name ship.
     """
-    path = Path(path)
+    path = manifest_path(path)
     entries: list[Entry] = []
     seen: dict[str, int] = {}
     for line, found in itertools.islice(rows_of(path), limit):
@@ -145,6 +149,26 @@ def read_manifest(
         return entries
     left_out += [entry.problem for entry in entries if entry.problem is not None]
     return [entry for entry in entries if entry.problem is None]
+
+
+def shipped_manifests() -> dict[str, Path]:
+    """Manifests of the recordings that ship, by name without ``zoo:``."""
+    return {path.parent.name: path for path in sorted(ZOO.parent.glob("data/*/manifest.jsonl"))}
+
+
+def manifest_path(path: str | os.PathLike[str]) -> Path:
+    """The file of a manifest: the path itself, or that of ``zoo:NAME``.
+
+    Raises:
+        UnknownNameError: No recordings of that name ship.
+    """
+    scheme, colon, name = str(path).partition(":")
+    if not colon or scheme != "zoo" or Path(path).exists():
+        return Path(path)
+    known = shipped_manifests()
+    if name not in known:
+        raise UnknownNameError.of("recordings", f"zoo:{name}", [f"zoo:{one}" for one in known])
+    return known[name]
 
 
 def _entry(row: dict[str, Any], where: str, folder: Path) -> Entry:

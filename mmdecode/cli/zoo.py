@@ -13,12 +13,16 @@ from mmdecode.cli.output import JsonFlag, emit_json, out
 
 
 def command(json: JsonFlag = False) -> None:
-    """List the tiny models that ship with the package, and the published ones it finds by name."""
+    """List the tiny models and recordings that ship, and published models that have a name."""
+    from mmdecode.asr.manifest import shipped_manifests
+
+    folders = {name: ZOO / name for name in zoo_names()}
+    folders |= {name: manifest.parent for name, manifest in shipped_manifests().items()}
     rows = []
-    for name in zoo_names():
-        card = ZOO / name / "card.json"
+    for name, folder in folders.items():
+        card = folder / "card.json"
         facts = json_module.loads(card.read_text(encoding="utf-8")) if card.exists() else {}
-        size = sum(f.stat().st_size for f in (ZOO / name).rglob("*") if f.is_file())
+        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
         rows.append({"name": f"zoo:{name}", "mib": round(size / 2**20, 1)} | facts)
     published = [{"name": name} | scheme_card(name) for name in scheme_names()]
     if json:

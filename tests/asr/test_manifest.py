@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmdecode.asr.manifest import opened, read_manifest
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.tables import write_rows
 
 
@@ -42,6 +42,17 @@ def test_absolute_paths_ids_and_further_columns_are_kept(tmp_path):
     assert (entry.id, entry.audio, entry.fields) == ("7", "/data/x.wav", row)
     (entry,) = read_manifest(write(tmp_path, "a.tsv", 'audio\ttext\na.wav\tsay "5"\n'))
     assert entry.text == 'say "5"'
+
+
+def test_recordings_that_ship_are_read_by_name(tmp_path, monkeypatch):
+    entries = read_manifest("zoo:real-clips", text=True)
+    assert len(entries) == 11 and all(opened(entry).name == entry.id for entry in entries)
+    assert len(read_manifest("zoo:speech-test", text=True)) == 31
+    with pytest.raises(UnknownNameError, match="did you mean 'zoo:real-clips'"):
+        read_manifest("zoo:real-clip")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "zoo:real-clips", '{"audio": "mine.wav"}')
+    assert [entry.id for entry in read_manifest("zoo:real-clips")] == ["mine.wav"]
 
 
 def test_a_line_with_an_offset_is_a_part(tmp_path):

@@ -18,6 +18,7 @@ import soundfile
 from typer.testing import CliRunner
 
 import mmdecode as mm
+from mmdecode import checkpoints
 from mmdecode.asr.manifest import Entry, read_manifest
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
@@ -582,7 +583,6 @@ def test_the_table_is_for_people_and_a_limit_is_noted(finished):
     [
         ([], "none of them"),
         (["--model", "m", "--rescore", "d"], "--model, --rescore"),
-        (["--model", "m"], "give --data too"),
         (["--rescore", "d", "--draft", "lookup"], "--draft is a way"),
         (["--rescore", "d", "--limit", "3"], "leave --data"),
         (["--hypotheses", "x", "--resume"], "--resume continues"),
@@ -607,6 +607,16 @@ def test_options_that_do_not_fit_are_refused(given, said):
 def test_options_without_what_they_belong_to_are_refused(given, said):
     with pytest.raises(OptionError, match=said):
         run(*given)
+
+
+def test_without_data_a_model_is_scored_on_recordings_that_ship(tmp_path):
+    copy = shutil.copytree(checkpoints.ZOO / "whisper-synth", tmp_path / "model")
+    given = ["--device", "cpu", "--warmup", 0, "--limit", 1, "--resamples", 10, "--json"]
+    for model, data in (("zoo:whisper-synth", "zoo:speech-test"), (copy, "zoo:real-clips")):
+        done = run("--model", model, *given)
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["conditions"]["data"] == data and found["recordings"] == 1
+        assert f"data: {data} (" in done.stderr
 
 
 def test_an_earlier_report_is_not_overwritten(finished, manifest, tmp_path):

@@ -1,0 +1,87 @@
+"""``zoo:real-clips``: recordings of people, with what they say, at the rates they were made with.
+
+Eleven short clips of English ship, 65 s and 174 words: enough to see that a recogniser works, and
+too little for a claim about its word errors. A checkout that has more of them next to it, under
+``../shared/data/speech``, adds those; `all_clips` finds them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mmdecode
+from mmdecode.asr.audio import blocks, recording
+from mmdecode.asr.manifest import Entry, read_manifest
+
+FOLDER = Path(__file__).parent / "data" / "real-clips"
+MORE = Path(mmdecode.__file__).parents[2] / "shared" / "data" / "speech"
+"""Where a checkout may have further clips next to it, which must not ship."""
+RATE = 16_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealClip:
+    """One recording of a person.
+
+    Attributes:
+        name: Unique.
+        path: Its file.
+        text: What is said, spelled as its source does: some in capitals, some without marks.
+        duration_s: Seconds.
+        speaker: Who speaks; ``None``: not known.
+        origin: What it is a recording of.
+        licence: Under which terms it is given.
+        source: Repository and path it was taken from.
+    """
+
+    name: str
+    path: Path
+    text: str
+    duration_s: float
+    speaker: str | None
+    origin: str
+    licence: str
+    source: str
+
+    def samples(self, rate: int = RATE) -> np.ndarray:
+        """Mono float32 samples at ``rate``, ``(samples,)``: channels averaged, resampled."""
+        return np.concatenate([*blocks(recording(self.path), rate)])
+
+
+def real_clips(folder: str | os.PathLike[str] = FOLDER) -> list[RealClip]:
+    """The English clips of a folder with a ``manifest.jsonl``; by default those that ship.
+
+    Args:
+        folder: Its manifest has text, language, licence and so on of each clip.
+
+    Raises:
+        InputError: The manifest cannot be read.
+    """
+    entries = read_manifest(Path(folder) / "manifest.jsonl", text=True)
+    return [_clip(entry) for entry in entries if entry.language == "en"]
+
+
+def all_clips() -> list[RealClip]:
+    """The shipped clips, and those of `MORE` where they are there: 11 or 22."""
+    shipped = real_clips()
+    if not (MORE / "manifest.jsonl").exists():
+        return shipped
+    known = {clip.source for clip in shipped}
+    return [*shipped, *(clip for clip in real_clips(MORE) if clip.source not in known)]
+
+
+def _clip(entry: Entry) -> RealClip:
+    facts: dict[str, Any] = {key: entry.fields.get(key) for key in ("origin", "licence", "source")}
+    return RealClip(
+        name=entry.id,
+        path=Path(entry.audio or ""),
+        text=entry.text or "",
+        duration_s=entry.duration_s or 0.0,
+        speaker=entry.speaker,
+        **facts,
+    )
