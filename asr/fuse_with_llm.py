@@ -27,10 +27,10 @@ from mmdecode import registry
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
 from mmdecode.asr.audio import SUFFIXES, blocks
 from mmdecode.asr.calibration import calibrate
-from mmdecode.asr.fusion import Recogniser
+from mmdecode.asr.fusion import Acoustic
 from mmdecode.asr.manifest import opened, read_manifest
 from mmdecode.asr.n_best_lists import lists_of
-from mmdecode.asr.prompts import Prompts
+from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.errors import run_script
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.files import (
@@ -76,7 +76,7 @@ def fitted(hears, entries, args):
         for heard in lists_of(found)[:1]:  # of silence there is none
             lists.append(dataclasses.replace(heard, id=one.id, reference=one.text))
             audio.append(Given(features=own, prompt=prompt))
-    recogniser = Recogniser(model=hears.model, tokenizer=hears.processor.tokenizer)
+    recogniser = Acoustic(model=hears.model, tokenizer=hears.processor.tokenizer)
     spec = f"{args.method}:model={args.language_model}"
     method = registry.create("correct", spec, recogniser=recogniser)
     return dataclasses.asdict(calibrate(method.corrector, lists, audio))

@@ -29,9 +29,9 @@ from mmdecode.asr import Transcriber
 from mmdecode.asr.calibration import calibrate
 from mmdecode.asr.correcting import FusedCorrection, LanguageModelCorrection
 from mmdecode.asr.correction import Corrector
-from mmdecode.asr.fusion import Recogniser
+from mmdecode.asr.fusion import Acoustic
 from mmdecode.asr.n_best_lists import NBestList, lists_of
-from mmdecode.asr.prompts import Prompts
+from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.asr.selection import TextScorer, highest, joined_scores
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import run_script
@@ -96,7 +96,7 @@ class Bench:
         prompts = Prompts.of(model.generation_config, self.transcriber.options)
         self.prompt = tuple(prompts.initial(prompts.language))
         self.extractor = processor.feature_extractor
-        self.recogniser = Recogniser(model=model, tokenizer=processor.tokenizer)
+        self.recogniser = Acoustic(model=model, tokenizer=processor.tokenizer)
         self.language = language
         self.corrector = Corrector.from_pretrained(
             language, device="cpu", batch_size=BATCH, max_new_tokens=60, draft=None

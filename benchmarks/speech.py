@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.prompts import processors
+from mmdecode.asr.recognizers.whisper_prompts import processors
 from mmdecode.train.medusa import whisper_prompt
 
 HERE = Path(__file__).parent

@@ -9,8 +9,8 @@ Outsiders register theirs with an entry point, no change here needed:
     mydraft = "mypackage.draft:MyDraft"
 
 The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide``, ``mmdecode.correct``,
-``mmdecode.adapters`` and ``mmdecode.checkpoints``. A plug-in class may carry ``summary``, ``law``
-and ``source`` as class attributes; ``mmdecode methods`` shows them.
+``mmdecode.adapters``, ``mmdecode.recognizers`` and ``mmdecode.checkpoints``. A plug-in class may
+carry ``summary``, ``law`` and ``source`` as class attributes; ``mmdecode methods`` shows them.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ __all__ = [
     "image_adapter_for",
     "names",
     "parse",
+    "recognizer_class",
     "resolve",
     "resolve_all",
     "scheme_class",
     "schemes",
 ]
 
-KINDS = ("draft", "accept", "guide", "correct", "adapters", "checkpoints")
+KINDS = ("draft", "accept", "guide", "correct", "adapters", "recognizers", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -679,6 +680,26 @@ _BUILTIN = (
         summary="moonshine:tiny-en, a published recogniser from a Python wheel",
         source="Jeffries et al. 2024",
     ),
+    Entry(
+        kind="recognizers",
+        name="whisper",
+        target="mmdecode.asr.recognizers.whisper:WhisperRecognizer",
+        summary="Whisper and its distillations: prompts, timestamps, languages, word times",
+        source="Radford et al. 2023",
+    ),
+    Entry(
+        kind="recognizers",
+        name="moonshine",
+        target="mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
+        summary="Moonshine: raw samples, windows cut at pauses",
+        source="Jeffries et al. 2024, arXiv:2410.15608",
+    ),
+    Entry(
+        kind="recognizers",
+        name="generic",
+        target="mmdecode.asr.recognizers.generic:GenericRecognizer",
+        summary="other encoder-decoders of AutoModelForSpeechSeq2Seq: windows cut at pauses",
+    ),
 )
 
 
@@ -979,6 +1000,30 @@ def scheme_class(scheme: str) -> Any | None:
 def schemes() -> dict[str, Any]:
     """The classes of all schemes of checkpoints by name; one that fails to load is left out."""
     return {entry.name: _load(entry) for entry in describe("checkpoints")}
+
+
+def recognizer_class(model_type: str) -> Any:
+    """The recogniser class of a model type; the generic one comes last.
+
+    Raises:
+        UnsupportedModelError: It is no speech recogniser that transformers knows.
+    """
+    known: list[str] = []
+    entries = [entry for entry in _entries("recognizers").values() if entry.name != "generic"]
+    for entry in entries:
+        cls: Any = _load(entry)
+        if model_type in cls.model_types:
+            return cls
+        known += cls.model_types
+    generic: Any = _load(_entries("recognizers")["generic"])
+    if generic.fits(model_type):
+        return generic
+    raise UnsupportedModelError(
+        f"a Transcriber runs speech recognisers with an encoder and a decoder, and this is a "
+        f"{model_type} model; expected one of {', '.join(sorted(known))} or another of "
+        "transformers' AutoModelForSpeechSeq2Seq, or register a recogniser under the entry-point "
+        "group mmdecode.recognizers"
+    )
 
 
 def image_adapter_class(model: Any) -> Any:

@@ -26,7 +26,7 @@ Change = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Heard(Protocol):
-    """A window as a waveform; `mmdecode.asr.features.Heard` is one."""
+    """A window as a waveform; `mmdecode.asr.recognizers.whisper_features.Heard` is one."""
 
     samples: Tensor
     """``(T,)``, with what the features look at beyond both ends of the window."""
@@ -66,7 +66,8 @@ def changed(
     asked = f"branch {spec.name!r} with view 'audio'"
     advice = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
-        "mm_inputs={'audio': [mmdecode.asr.features.heard(samples, extractor), ...]}"
+        "mm_inputs={'audio': [heard(samples, extractor), ...]}, heard from "
+        "mmdecode.asr.recognizers.whisper_features"
     )
     if given is None:
         raise IncompatibleError.between(

@@ -29,7 +29,6 @@ from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.asr.audio import import_or_explain
-from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.letters import CTCModel, Letters, letters_of
 from mmdecode.asr.words import Token, is_marks, opens, split_units
 from mmdecode.engine.contracts import Context
@@ -365,7 +364,7 @@ class Timer:
 
     def text(self, tokens: Sequence[int]) -> list[Any]:
         """Those that are text."""
-        return text_tokens(tokens, self.stamps, self.special)
+        return [token for token in tokens if self._is_text(token)]
 
     def _is_text(self, token: int) -> bool:
         return token < self.stamps and token not in self.special

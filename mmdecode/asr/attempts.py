@@ -1,4 +1,4 @@
-"""`Attempts`: windows decoded once, and judged by Whisper's gates.
+"""`Attempts`: windows decoded once, and judged by gates that serve every recogniser.
 
 Formulas and their order follow transformers' ``generation_whisper.py``.
 """
@@ -8,24 +8,17 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
-from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr.beams import Scored, beam_search
-from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.loops import first_round_end
-from mmdecode.asr.prompts import Prompts, processors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mmdecode.asr.features import Heard
+    from mmdecode.asr.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.recognizers.base import Encoded, Recognizer
     from mmdecode.engine.decoder import Decoder
 
 
@@ -60,45 +53,39 @@ class Attempts:
     """Decodes windows once.
 
     Args:
-        model: A ``WhisperForConditionalGeneration``.
+        recognizer: The model, and what is known of its family.
         decoder: How.
-        options: Settings.
-        prompts: What the model's windows start with.
+        options: Settings; the thresholds are looked at here.
     """
 
     def __init__(
-        self, model: Any, decoder: Decoder, options: TranscribeOptions, prompts: Prompts
+        self, recognizer: Recognizer, decoder: Decoder, options: TranscribeOptions
     ) -> None:
-        self.model, self.decoder, self.options, self.prompts = model, decoder, options, prompts
-        self.config = model.generation_config
+        self.recognizer, self.decoder, self.options = recognizer, decoder, options
 
     def __call__(
         self,
         prompt: Tensor,
-        audio: Tensor,
-        features: Tensor,
+        encoded: Encoded,
         temperature: float,
         names: list[str],
         sources: list[list[int]],
-        heard: Sequence[Heard] = (),
     ) -> list[Result]:
         """One judged attempt at each window.
 
         Args:
             prompt: Of one length, ``(B, P)``.
-            audio: Encoder states, ``(B, T, H)``.
-            features: ``(B, mels, window frames)``.
+            encoded: The windows.
             temperature: 0 is greedy.
             names: What noise is keyed by.
             sources: What a draft may copy from.
-            heard: The windows as waveforms, for a guide that changes them.
         """
-        options, width = self.options, prompt.shape[1]
+        options, width, ours = self.options, prompt.shape[1], self.recognizer
         no_speech: list[float | None] = [None] * len(prompt)
         if options.no_speech_threshold is not None or options.scores:
-            no_speech = self._no_speech(prompt, audio)
+            no_speech = ours.no_speech(prompt, encoded)
         if options.beams > 1 and not temperature:
-            found = self.searched(prompt, audio, options.beams, 1)
+            found = self.searched(prompt, encoded, options.beams, 1)
             results = [
                 Result(ids, temperature, avg_logprob=score, no_speech_prob=no_speech[row])
                 for row, [(ids, score)] in enumerate(found)
@@ -107,30 +94,21 @@ class Attempts:
                 self.judge(result)
             return results
         scored = options.logprob_threshold is not None or options.scores
-        config = self.generation(width)
+        limits = self._limits(encoded)
+        config = ours.generation(width, max(limits))
         config.update(
             do_sample=temperature > 0,
             num_beams=1,
             output_scores=scored,
             return_dict_in_generate=scored,
         )
-        raw: dict[str, Any] = {"input_features": features, "source_ids": sources}
-        if heard:
-            raw["audio"] = heard
-        output = self.decoder(
-            self.model,
-            prompt,
-            logits_processor=processors(self.config, width, options, temperature),
-            stopping_criteria=StoppingCriteriaList(),
-            generation_config=config,
-            encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-            mm_inputs=raw,
-            mm_request=names,
-        )
+        output = ours.generate(self.decoder, prompt, encoded, config, temperature, names, sources)
         sequences = (output.sequences if scored else output)[:, width:].tolist()
         results = []
         for row, ids in enumerate(sequences):
-            end = ids.index(self.prompts.eos) + 1 if self.prompts.eos in ids else len(ids)
+            if limits[row] < max(limits):
+                ids = ids[: limits[row]]  # as it would have ended alone
+            end = next((at for at, token in enumerate(ids, 1) if token in ours.ends), len(ids))
             result = Result(ids[:end], temperature, no_speech_prob=no_speech[row])
             if scored:
                 scores = torch.stack([step[row] for step in output.scores[:end]])
@@ -140,19 +118,24 @@ class Attempts:
             results.append(result)
         return results
 
-    def searched(self, prompt: Tensor, audio: Tensor, beams: int, keep: int) -> list[list[Scored]]:
+    def _limits(self, encoded: Encoded) -> list[int]:
+        """Most new tokens of each row."""
+        asked = self.options.max_new_tokens
+        found = [self.recognizer.most_tokens(seconds) for seconds in encoded.seconds]
+        return found if asked is None else [min(asked, most) for most in found]
+
+    def searched(
+        self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
+    ) -> list[list[Scored]]:
         """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
-        rules = processors(self.config, prompt.shape[1], self.options, 0.0)
-        # generate makes the others by itself, from the checkpoint's settings
-        times = [rule for rule in rules if isinstance(rule, WhisperTimeStampLogitsProcessor)]
-        config = self.generation(prompt.shape[1])
-        return beam_search(self.model, prompt, audio, times, config, beams, keep)
+        config = self.recognizer.generation(prompt.shape[1], max(self._limits(encoded)))
+        return self.recognizer.searched(prompt, encoded, config, beams, keep)
 
     def judge(self, result: Result) -> None:
         """Sets ``failed``, ``silent`` and ``looped``, and takes the end token off."""
         options, tokens = self.options, result.tokens
         if options.compression_ratio_threshold is not None:
-            ratio = compression_ratio(tokens, self.model.config.vocab_size)
+            ratio = compression_ratio(tokens, self.recognizer.model.config.vocab_size)
             result.failed = ratio > options.compression_ratio_threshold
         if options.logprob_threshold is not None and result.avg_logprob is not None:
             unlikely = result.avg_logprob < options.logprob_threshold
@@ -160,40 +143,10 @@ class Attempts:
             threshold = options.no_speech_threshold
             if threshold is not None and unlikely and (result.no_speech_prob or 0.0) > threshold:
                 result.failed, result.silent = False, True
-        if tokens[-1] == self.prompts.eos:
+        if tokens[-1] in self.recognizer.ends:
             result.tokens = tokens[:-1]
-        said = text_tokens(result.tokens, self.prompts.timestamp_begin)
+        said = [token for token in result.tokens if self.recognizer.is_text(token)]
         result.looped = first_round_end(said) is not None
-
-    def generation(self, width: int) -> GenerationConfig:
-        """Lengths and special tokens behind a prompt of ``width`` tokens."""
-        most = self.model.config.max_target_positions
-        if self.options.max_new_tokens is not None:
-            most = min(width + self.options.max_new_tokens, most)
-        elif self.config.max_new_tokens is not None:
-            most = min(width + self.config.max_new_tokens, most)
-        elif self.config.max_length is not None:
-            most = min(width + self.config.max_length, most)
-        return GenerationConfig(
-            max_length=most,
-            eos_token_id=self.config.eos_token_id,
-            pad_token_id=self.prompts.pad,
-        )
-
-    def logits_at_end(self, ids: Tensor, audio: Tensor) -> Tensor:
-        """What the model says behind ``ids (B, P)``, ``(B, V)``."""
-        encoded = BaseModelOutput(last_hidden_state=audio)
-        output = self.model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False)
-        return output.logits[:, -1]
-
-    def _no_speech(self, prompt: Tensor, audio: Tensor) -> list[float | None]:
-        """The probability of the no-speech token where the transcript starts."""
-        language = self.prompts.language
-        if language is None and self.prompts.languages:
-            language = self.prompts.languages[0]  # any: its place alone counts
-        at = prompt.shape[1] - len(self.prompts.initial(language))
-        law = self.logits_at_end(prompt[:, : at + 1], audio).float().softmax(-1)
-        return law[:, self.prompts.no_speech].tolist()
 
 
 def compression_ratio(tokens: list[int], vocab: int) -> float:

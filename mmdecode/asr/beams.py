@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
-from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.engine.setup import token_ids, up_to_end
 
@@ -22,7 +22,7 @@ Scored = tuple[list[int], float]
 def beam_search(
     model: Any,
     prompt: Tensor,
-    audio: Tensor,
+    inputs: Mapping[str, Any],
     rules: list[LogitsProcessor],
     config: GenerationConfig,
     beams: int,
@@ -31,9 +31,9 @@ def beam_search(
     """The best token sequences of each row, best first.
 
     Args:
-        model: A ``WhisperForConditionalGeneration``.
+        model: An encoder-decoder.
         prompt: ``(B, P)``, without padding.
-        audio: Encoder states, ``(B, T, H)``.
+        inputs: What ``generate`` takes besides: the windows, or the encoder's states of them.
         rules: Processors beside those that the checkpoint asks for.
         config: Lengths and special tokens.
         beams: Sequences followed.
@@ -54,12 +54,11 @@ def beam_search(
     # not the model's own generate, which is the loop over windows
     output = GenerationMixin.generate(
         model,
-        encoder_outputs=BaseModelOutput(last_hidden_state=audio),
         decoder_input_ids=prompt,
-        attention_mask=torch.ones_like(audio[:, :, 0], dtype=torch.long),
         decoder_attention_mask=torch.ones_like(prompt),
         logits_processor=LogitsProcessorList(rules),
         generation_config=config,
+        **inputs,
     )
     ends = token_ids(config.eos_token_id)
     tokens = [up_to_end(row, ends) for row in output.sequences[:, prompt.shape[1] :].tolist()]

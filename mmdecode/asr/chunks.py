@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mmdecode.asr.long_form import Piece
 
@@ -50,24 +50,42 @@ class Said:
     seconds: float
 
 
-def join(left: Sequence[Piece], right: Sequence[Piece], begin: float, stamps: int) -> list[Piece]:
+def join(
+    left: Sequence[Piece],
+    right: Sequence[Piece],
+    begin: float,
+    is_text: Callable[[int], bool],
+    starts_word: Callable[[int], bool] | None = None,
+) -> list[Piece]:
     """One list of pieces from those of two neighbouring windows.
 
     Args:
         left: Of the earlier window, or of all windows up to it.
         right: Of the later window.
         begin: Where the later window begins, in seconds.
-        stamps: The first timestamp's id; a text is what is below it.
+        is_text: Whether an id stands for text.
+        starts_word: Whether an id begins a word, where pieces are whole windows: they stay apart,
+            and meet at the word next to the middle of what they share. ``None``: the two pieces
+            that meet become one, as parts of one sentence.
     """
     end = max((piece.end for piece in left if piece.tokens), default=begin)
-    before = _said(left, [piece.end > begin for piece in left], stamps)
-    behind = _said(right, [piece.start < end for piece in right], stamps)
+    before = _said(left, [piece.end > begin for piece in left], is_text)
+    behind = _said(right, [piece.start < end for piece in right], is_text)
     first, second, size = longest_run(before, behind, APART * (end - begin))
     if size < 2:
         new = [piece for piece in right if piece.start + piece.end > 2 * end]
         return [*left, *(replace(piece, start=max(piece.start, end)) for piece in new)]
-    here, there = before[first + size // 2], behind[second + size // 2]
+    middle = size // 2
+    if starts_word is not None:
+        words = [at for at in range(size) if starts_word(before[first + at].token)]
+        middle = min(words, key=lambda at: abs(at - size // 2), default=middle)
+    here, there = before[first + middle], behind[second + middle]
     from_left, from_right = left[here.piece], right[there.piece]
+    if starts_word is not None:
+        at = min(max(here.seconds, begin), end)
+        earlier = replace(from_left, end=at, tokens=from_left.tokens[: here.place])
+        later = replace(from_right, start=at, tokens=from_right.tokens[there.place :])
+        return [*left[: here.piece], earlier, later, *right[there.piece + 1 :]]
     seam = replace(
         from_left,
         end=max(from_left.start, from_right.end),
@@ -76,11 +94,13 @@ def join(left: Sequence[Piece], right: Sequence[Piece], begin: float, stamps: in
     return [*left[: here.piece], seam, *right[there.piece + 1 :]]
 
 
-def _said(pieces: Sequence[Piece], wanted: Sequence[bool], stamps: int) -> list[Said]:
+def _said(
+    pieces: Sequence[Piece], wanted: Sequence[bool], is_text: Callable[[int], bool]
+) -> list[Said]:
     """The text tokens of the pieces that are wanted."""
     found = []
     for index, piece in enumerate(pieces):
-        places = [place for place, token in enumerate(piece.tokens) if token < stamps]
+        places = [place for place, token in enumerate(piece.tokens) if is_text(token)]
         if wanted[index] and places:
             step = (piece.end - piece.start) / len(places)
             found += [

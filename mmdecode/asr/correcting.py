@@ -23,11 +23,10 @@ import torch
 
 from mmdecode.asr.attempts import Attempts
 from mmdecode.asr.correction import Correction, Corrector
-from mmdecode.asr.fusion import Recogniser, Route
+from mmdecode.asr.fusion import Acoustic, Route
 from mmdecode.asr.long_form import ADVICE
 from mmdecode.asr.n_best import hypotheses
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.asr.prompts import Prompts
 from mmdecode.checkpoints import local_path
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 By = Literal["audio", "language model", "both"]
 CARD = "card.json"
+_SHORTEST_S = 0.025  # a stretch that is heard again
 _PAD_S = 0.2  # of silence around what is heard again, where neighbours leave room
 
 
@@ -110,7 +110,7 @@ class LanguageModelCorrection(ListCorrection):
     def from_options(
         cls,
         model: str,
-        recogniser: Recogniser | None = None,
+        recogniser: Acoustic | None = None,
         count: int | None = None,
         batch_size: int = 8,
         max_new_tokens: int = 256,
@@ -146,7 +146,7 @@ class FusedCorrection(ListCorrection):
         recogniser: The model that hears.
         join: Makes the guide of the acoustic branch: how the two models are joined.
         candidates: Of the language model's tokens, how many the audio is asked about.
-        route: How they are scored, see `mmdecode.asr.fusion.Recogniser.branch`.
+        route: How they are scored, see `mmdecode.asr.fusion.Acoustic.branch`.
 
     Raises:
         OptionError: The language model is no causal one.
@@ -155,7 +155,7 @@ class FusedCorrection(ListCorrection):
     def __init__(
         self,
         corrector: Corrector,
-        recogniser: Recogniser,
+        recogniser: Acoustic,
         join: Callable[[BranchSpec], Fusion],
         candidates: int = 8,
         route: Route = "auto",
@@ -267,7 +267,7 @@ class UADFCorrection(FusedCorrection):
     def from_options(
         cls,
         model: str,
-        recogniser: Recogniser,
+        recogniser: Acoustic,
         beta: float = 0.5,
         scale: float = 1.0,
         main_temperature: float | None = None,
@@ -314,7 +314,7 @@ class _Weighted(FusedCorrection):
     def from_options(
         cls,
         model: str,
-        recogniser: Recogniser,
+        recogniser: Acoustic,
         weight: float = 0.5,
         main_temperature: float | None = None,
         acoustic_temperature: float | None = None,
@@ -364,7 +364,7 @@ class ShallowCorrection(_Weighted):
 
 def load_corrector(
     model: str,
-    recogniser: Recogniser | None,
+    recogniser: Acoustic | None,
     count: int | None,
     batch_size: int,
     max_new_tokens: int,
@@ -419,11 +419,10 @@ class WindowCorrector:
     Args:
         method: What corrects.
         loop: The transcriber's.
-        processor: The model's.
     """
 
-    def __init__(self, method: ListCorrection, loop: LongForm, processor: Any) -> None:
-        self.method, self.loop, self.extractor = method, loop, processor.feature_extractor
+    def __init__(self, method: ListCorrection, loop: LongForm) -> None:
+        self.method, self.loop = method, loop
         options = replace(
             loop.options,
             timestamps=False,
@@ -432,9 +431,8 @@ class WindowCorrector:
             mode="sequential",
             overlap_s=None,
         )
-        self.prompts = Prompts.of(loop.config, options, processor.tokenizer)
-        self.attempts = Attempts(loop.model, loop.attempts.decoder, options, self.prompts)
-        self.tokenizer = processor.tokenizer
+        self.recognizer = loop.recognizer.with_options(options)
+        self.attempts = Attempts(self.recognizer, loop.attempts.decoder, options)
 
     @torch.no_grad()
     def __call__(self, job: Job, transcript: Transcript) -> Transcript:
@@ -442,7 +440,7 @@ class WindowCorrector:
         heard = self._stretches(job.pieces, transcript.segments)
         if not heard:
             return transcript
-        prompt = tuple(self.prompts.initial(job.language))
+        prompt = tuple(self.recognizer.prompt(job.language, ()))
         assert job.speech is not None, "somebody speaks"
         tape = job.speech.tape()
         waves = [tape.read(one.start, one.end) for one in heard]
@@ -476,8 +474,8 @@ class WindowCorrector:
 
     def _stretches(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> list[Stretch]:
         """Neighbouring segments that one window made, with text and no longer than a window."""
-        mel = self.loop.mel
-        longest = mel.window_frames * mel.hop
+        ours = self.recognizer
+        longest = round(ours.window_frames * ours.frame_s * ours.rate)
         found = []
         for _, group in groupby(range(len(pieces)), key=lambda place: id(pieces[place].result)):
             own = list(group)
@@ -486,43 +484,34 @@ class WindowCorrector:
             behind = pieces[last + 1].start if last + 1 < len(pieces) else pieces[last].end + 1.0
             start_s = pieces[first].start - min(_PAD_S, max(0.0, pieces[first].start - before) / 2)
             end_s = pieces[last].end + min(_PAD_S, max(0.0, behind - pieces[last].end) / 2)
-            start, end = (round(seconds * mel.rate) for seconds in (start_s, end_s))
+            start, end = (round(seconds * ours.rate) for seconds in (start_s, end_s))
             said = any(segments[place].text for place in own)
-            if said and mel.size < end - start <= longest:
+            if said and _SHORTEST_S * ours.rate < end - start <= longest:
                 found.append(Stretch((first, last + 1), start, end))
         return found
 
     def _given(self, waves: Sequence[Any], prompt: tuple[int, ...]) -> list[Given]:
         """What the model is given of some stretches."""
-        features = self.extractor(
-            list(waves), sampling_rate=self.loop.mel.rate, return_tensors="pt"
-        ).input_features
-        return [Given(features=one, prompt=prompt) for one in features]
+        return [Given(features=one, prompt=prompt) for one in self.recognizer.features(waves)]
 
     def _lists(
         self, transcript: Transcript, heard: Sequence[Stretch], given: Sequence[Given]
     ) -> list[NBestList]:
         """Of each stretch the text it has, and what a beam search finds."""
-        encoder = self.loop.encoder
-        features = torch.stack([one.features for one in given])
-        audio = encoder(
-            features.to(self.loop.model.device, encoder.conv1.weight.dtype)
-        ).last_hidden_state
-        prompt = torch.tensor([one.prompt for one in given], device=audio.device)
+        ours = self.recognizer
+        seconds = [(one.end - one.start) / ours.rate for one in heard]
+        encoded = ours.encode([one.features for one in given], seconds)
+        prompt = torch.tensor([one.prompt for one in given], device=ours.model.device)
         count = max(self.method.count, 2)
         lists = []
-        rows = self.attempts.searched(prompt, audio, count, count)
+        rows = self.attempts.searched(prompt, encoded, count, count)
         for one, found in zip(heard, rows, strict=True):
             own = " ".join(s.text for s in transcript.segments[slice(*one.segments)] if s.text)
-            texts = (hypothesis.text for hypothesis in hypotheses(found, self._text))
+            texts = (hypothesis.text for hypothesis in hypotheses(found, ours.text))
             unlike = [text for text in texts if text != own]
             name = f"{transcript.source}#{one.segments[0]}"
             lists.append(NBestList(name, (own, *unlike)))
         return lists
-
-    def _text(self, tokens: list[int]) -> str:
-        decode = self.tokenizer.decode
-        return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
 
 def shared_out(segments: Sequence[Segment], words: Sequence[DecidedWord]) -> list[Segment]:

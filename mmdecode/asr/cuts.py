@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from mmdecode.asr.loops import first_round_end
 
 Cut = tuple[int, int, list[int]]
 """Start, end and tokens of a segment; in timestamp steps from the start of the window."""
-
-
-def text_tokens(
-    tokens: Sequence[int], begin: int, special: Container[int] = frozenset()
-) -> list[Any]:
-    """Those that are text, as they are: timed ones stay timed.
-
-    Args:
-        tokens: Some.
-        begin: The first timestamp's id.
-        special: Others that are no text.
-    """
-    return [token for token in tokens if token < begin and token not in special]
 
 
 def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut], int | None]:
@@ -66,16 +52,16 @@ def unfinished(tokens: list[int], cuts: list[Cut]) -> list[int]:
     return rest if len(rest) > 1 else []
 
 
-def without_loop(cuts: list[Cut], begin: int) -> list[Cut]:
+def without_loop(cuts: list[Cut], is_text: Callable[[int], bool]) -> list[Cut]:
     """Segments with the first round of the loop at their end, and none of the others.
 
     Times are kept: what the model said of them while it looped is all that is known.
 
     Args:
         cuts: Segments of a window that looped.
-        begin: The first timestamp's id.
+        is_text: Whether an id stands for text.
     """
-    left = first_round_end(text_tokens([t for _, _, tokens in cuts for t in tokens], begin))
+    left = first_round_end([t for _, _, tokens in cuts for t in tokens if is_text(t)])
     if left is None:  # part of it was in a tail that the next window decodes
         return cuts
     kept: list[Cut] = []
@@ -84,9 +70,9 @@ def without_loop(cuts: list[Cut], begin: int) -> list[Cut]:
             break
         said = []
         for token in tokens:
-            is_text = token < begin
-            if left or not is_text:
+            spoken = is_text(token)
+            if left or not spoken:
                 said.append(token)
-                left -= is_text
+                left -= spoken
         kept.append((first, last, said))
     return kept

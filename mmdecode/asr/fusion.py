@@ -555,7 +555,7 @@ def shared_ids(main: Any, acoustic: Any, vocab: int, end: int) -> Tensor | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recogniser:
+class Acoustic:
     """A Whisper as the one that hears, for the guides of `mmdecode.guide.fusion`.
 
     Attributes:

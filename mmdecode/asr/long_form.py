@@ -1,18 +1,20 @@
-"""START HERE for long audio: `LongForm`, Whisper's sequential algorithm over many recordings.
+"""START HERE for long audio: `LongForm`, the loop over the windows of many recordings.
 
-A recording is read window by window; where the model says a segment ended decides where the next
-window starts. Inside transformers' batched long form nothing can know which recording, window and
-attempt a row is, so the loop is here: each step takes one window of every open recording, encodes
-them once, decodes them together, and redoes those that fail a threshold at the next temperature. A
-recording's text depends on nothing but the recording: rows of unequal prompt length are decoded in
-separate calls, and noise is keyed by (recording, window, attempt).
+A recording is read window by window. Of a model with timestamps, where it says that a segment ended
+decides where the next window starts; for others windows are cut at pauses before they are decoded,
+several of one recording in a step (`mmdecode.asr.recognizers`). Inside transformers' batched long
+form nothing can know which recording, window and attempt a row is, so the loop is here: each step
+takes windows of every open recording, encodes them once, decodes them together, and redoes those
+that fail a threshold at the next temperature. A recording's text depends on nothing but the
+recording: rows of unequal prompt length are decoded in separate calls, and noise is keyed by
+(recording, window, attempt).
 
 Read on: `attempts` (how a window is decoded and judged), `cuts` (where its segments end), `chunks`
 (how windows are joined), `n_best`, `alignment` (when words were said).
 
-The rules follow transformers' ``generation_whisper.py`` for one recording at a time; a test holds
-tokens and segments to it. In ``chunked`` mode windows are at fixed places instead, several of one
-recording in a step, and joined at the end by `mmdecode.asr.chunks`.
+For Whisper the rules follow transformers' ``generation_whisper.py`` for one recording at a time; a
+test holds tokens and segments to it. In ``chunked`` mode windows are at fixed places instead,
+several of one recording in a step, and joined at the end by `mmdecode.asr.chunks`.
 
 A draft that copies from a text gets one per row, as ``mm_inputs["source_ids"]``: what the last
 window left unfinished, its times counted from the new window's start, then what it finished; and
@@ -32,25 +34,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr import hallucinations, prompts
+from mmdecode.asr import hallucinations
 from mmdecode.asr.alignment import Spoken, Timer
 from mmdecode.asr.attempts import Attempts, Result
 from mmdecode.asr.chunks import join
-from mmdecode.asr.cuts import split_segments, unfinished, without_loop
-from mmdecode.asr.features import Heard, Mel, Speech
+from mmdecode.asr.cuts import without_loop
 from mmdecode.asr.hallucinations import Place, Verdict
 from mmdecode.asr.n_best import Alternatives
+from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span
 from mmdecode.asr.voice import Timeline, VoiceActivity
 from mmdecode.asr.words import timed_words
 from mmdecode.engine.decoder import NoDraft
-from mmdecode.errors import OptionError, UnsupportedModelError
+from mmdecode.errors import OptionError
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mmdecode.asr.audio import Source
-    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.recording import Recording
     from mmdecode.engine.decoder import Decoder
 
 
@@ -76,13 +78,15 @@ class Job:
     Attributes:
         index: Its place in the input.
         name: What it is called.
-        speech: Its features; ``None``: nobody speaks.
+        speech: Its audio; ``None``: nobody speaks.
+        frame_s: Seconds in a frame.
         timeline: Where the stretches that are transcribed stand in the recording.
         language: Its language token.
         conditioned: Whether the next window is shown the text so far.
         shown: The last tokens of the text so far.
         source: What a draft may copy from in the next window.
         seek: First frame not yet read.
+        joins: Whether the window that begins there overlaps the one before.
         windows: Windows begun.
         attempts: Windows decoded, repeats included.
         results: What each window that ended came to.
@@ -93,13 +97,15 @@ class Job:
 
     index: int
     name: str
-    speech: Speech | None
+    speech: Recording | None
+    frame_s: float
     timeline: Timeline
     language: int | None
     conditioned: bool
     shown: list[int]
     source: list[int] = field(default_factory=list)
     seek: int = 0
+    joins: bool = False
     windows: int = 0
     attempts: int = 0
     results: list[Result] = field(default_factory=list)
@@ -117,8 +123,7 @@ class Job:
         """Seconds of the recording behind which nothing is transcribed yet."""
         if self.speech is None or self.seek >= self.frames:
             return self.timeline.duration_s
-        mel = self.speech.mel
-        return self.timeline.at(self.seek * mel.hop / mel.rate)
+        return self.timeline.at(self.seek * self.frame_s)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Window:
         number: Which of its windows, from 0.
         seek: Its first frame.
         count: Frames of the recording in it.
+        joined: Whether it overlaps the window before, so that their texts are joined.
         samples: What it was made of, where words are timed by it.
         heard: The same as a guide may change it, where one does.
     """
@@ -138,78 +144,41 @@ class Window:
     number: int
     seek: int
     count: int
+    joined: bool = False
     samples: np.ndarray | None = None
-    heard: Heard | None = None
+    heard: Any = None
 
 
 class LongForm:
     """The window loop of one model.
 
     Args:
-        model: A ``WhisperForConditionalGeneration``.
-        extractor: Its feature extractor.
+        recognizer: The model, and what is known of its family.
         decoder: How windows are decoded.
-        options: Settings.
-        tokenizer: Its tokenizer; needed where the options show it a text or ask for words.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        extractor: Any,
-        decoder: Decoder,
-        options: TranscribeOptions,
-        tokenizer: Any = None,
-    ) -> None:
-        self.model, self.options = model, options
-        self.encoder = model.get_encoder()
-        self.stride = self.encoder.conv1.stride[0] * self.encoder.conv2.stride[0]
-        self.mel = Mel(extractor, self.stride * model.config.max_source_positions)
-        if len(self.mel.filters) != model.config.num_mel_bins:
-            raise UnsupportedModelError(
-                f"the feature extractor makes {len(self.mel.filters)} mel bands, the model takes "
-                f"{model.config.num_mel_bins}; load the processor that belongs to the model"
-            )
-        self.frame_s = self.mel.hop / self.mel.rate
-        self.stamp_s = self.stride * self.mel.hop / self.mel.rate
-        self.config = model.generation_config
-        self.prompts = prompts.Prompts.of(self.config, options, tokenizer)
-        self.most_shown = model.config.max_target_positions // 2 - 1
-        given = len(self.prompts.hotwords) + len(self.prompts.prompt)
-        if given > self.most_shown:
-            raise OptionError(
-                f"prompt and hotwords have {given} tokens; the model can be shown "
-                f"{self.most_shown}: shorten them"
-            )
-        if options.beams > 1:
+    def __init__(self, recognizer: Recognizer, decoder: Decoder) -> None:
+        self.recognizer, self.options = recognizer, recognizer.options
+        self.overlap = self._overlap()
+        if self.options.beams > 1:
             _check_plain(decoder)
-        self.attempts = Attempts(model, decoder, options, self.prompts)
-        self.alternatives = Alternatives(self.attempts) if options.n_best else None
-        self.voice = VoiceActivity(options) if options.vad else None
+        self.attempts = Attempts(recognizer, decoder, self.options)
+        self.alternatives = Alternatives(self.attempts) if self.options.n_best else None
+        self.voice = VoiceActivity(self.options) if self.options.vad else None
         branches = getattr(getattr(decoder, "guide", None), "branches", ())
         self.hears = any(spec.view == "audio" for spec in branches)
-        self.overlap = self._overlap()
-        self.timer: Timer | None = None
-        if options.word_timestamps:
-            self.timer = Timer(
-                model,
-                tokenizer,
-                options.word_timestamps,
-                stamps=self.prompts.timestamp_begin,
-                frame_s=self.stamp_s,
-                rate=self.mel.rate,
-            )
+        self.timer = recognizer.timer()
 
     def _overlap(self) -> int:
         """Frames that two windows share; timestamps then stay on the grid of the encoder."""
-        whole = self.mel.window_frames
-        seconds = self.options.overlap_s
-        frames = whole // 2 if seconds is None else round(seconds / self.frame_s)
+        ours, seconds = self.recognizer, self.options.overlap_s
+        whole = ours.window_frames
+        frames = whole // 2 if seconds is None else round(seconds / ours.frame_s)
         if frames >= whole:
             raise OptionError(
-                f"overlap_s={seconds}; expected less than a window, {whole * self.frame_s:g} s"
+                f"overlap_s={seconds}; expected less than a window, {whole * ours.frame_s:g} s"
             )
-        return frames - frames % self.stride
+        return frames - frames % ours.stride
 
     @torch.no_grad()
     def run(
@@ -243,7 +212,7 @@ class LongForm:
                 return
             before = {job.index: job.done_s if job.seek else 0.0 for job in jobs}
             failed: dict[int, Failed] = {}
-            windows: list[tuple[Window, Tensor]] = []
+            windows: list[tuple[Window, Any]] = []
             for job in jobs:  # one may have changed or vanished since it was measured
                 read = tried(partial(self._windows, job, size - len(windows)), ADVICE)
                 if isinstance(read, Failed):
@@ -276,96 +245,106 @@ class LongForm:
 
     def _open(self, index: int, source: Source) -> Job:
         """A recording, measured; with ``vad`` without its silence."""
-        language = self.prompts.language_of(source)
+        language = self.recognizer.language_of(source)
         if self.options.allow_truncated:
             source = replace(source, allow_truncated=True)
-        speech: Speech | None = None
+        speech: Recording | None = None
         if self.voice is None:
-            speech = Speech(source, self.mel, self.options.padding)
+            speech = self.recognizer.open(source)
             timeline = Timeline.whole(speech.duration_s)
         else:
-            source, timeline = self.voice.cut(source, self.mel.rate)
+            source, timeline = self.voice.cut(source, self.recognizer.rate)
             if timeline.stretches or not timeline.duration_s:  # no samples are still an error
-                speech = Speech(source, self.mel, self.options.padding)
+                speech = self.recognizer.open(source)
         return Job(
             index=index,
             name=source.name,
             speech=speech,
+            frame_s=self.recognizer.frame_s,
             timeline=timeline,
             language=language,
             conditioned=self.options.condition_on_prev_tokens,
-            shown=self._first_shown(),
+            shown=self.recognizer.first_shown,
             missing=source.missing,
         )
-
-    def _first_shown(self) -> list[int]:
-        everywhere = self.options.prompt_condition_type == "all-segments"
-        return [] if everywhere else list(self.prompts.prompt)
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
         """What fails in here is not counted."""
         decoder = self.attempts.decoder
         return decoder.stats.attempt() if decoder is not None else contextlib.nullcontext()
 
-    def _windows(self, job: Job, room: int) -> list[tuple[Window, Tensor]]:
+    def _windows(self, job: Job, room: int) -> list[tuple[Window, Any]]:
         return list(self._read(job, room))
 
-    def _read(self, job: Job, room: int) -> Iterator[tuple[Window, Tensor]]:
+    def _read(self, job: Job, room: int) -> Iterator[tuple[Window, Any]]:
         """The windows of a recording that can be decoded now, at most ``room``."""
-        chunked = self.options.mode == "chunked"
-        for _ in range(room if chunked else 1):
+        ours = self.recognizer
+        for _ in range(room):
             if job.speech is None or job.seek >= job.frames:
                 return
-            count = min(job.frames - job.seek, self.mel.window_frames)
-            mel = job.speech.window(job.seek)
+            span = self._span(job)
+            inputs = ours.read(job.speech, job.seek, span.frames)
             reads = self.timer is not None and self.timer.reads_samples
-            samples = job.speech.samples(job.seek) if reads else None
-            heard = job.speech.heard(job.seek) if self.hears else None
-            window = Window(job, job.windows, job.seek, count, samples, heard)
+            samples = ours.samples(job.speech, job.seek, span.frames) if reads else None
+            heard = ours.heard(job.speech, job.seek, span.frames) if self.hears else None
+            joined = job.joins or self.options.mode == "chunked"
+            window = Window(job, job.windows, job.seek, span.frames, joined, samples, heard)
             job.windows += 1
-            if chunked:  # what a last window would hold alone is less than the overlap
-                last = job.seek + self.mel.window_frames >= job.frames
-                job.seek = job.frames if last else job.seek + count - self.overlap
-            yield window, mel
+            if span.following is not None:
+                job.seek, job.joins = span.following, span.joined
+            yield window, inputs
+            if span.following is None:
+                return
 
-    def _step(self, read: Sequence[tuple[Window, Tensor]]) -> list[Result]:
+    def _span(self, job: Job) -> Span:
+        """The next window of a recording."""
+        assert job.speech is not None, "it has frames"
+        if self.options.mode != "chunked":
+            return self.recognizer.span(job.speech, job.seek, job.timeline.seams)
+        whole = self.recognizer.window_frames
+        count = min(job.frames - job.seek, whole)
+        # what a last window would hold alone is less than the overlap
+        last = job.seek + whole >= job.frames
+        following = job.frames if last else job.seek + count - self.overlap
+        return Span(count, following, joined=True)
+
+    def _step(self, read: Sequence[tuple[Window, Any]]) -> list[Result]:
         """Some windows: encode, decode, repeat where needed."""
+        ours = self.recognizer
         windows = [window for window, _ in read]
-        features = torch.stack([mel for _, mel in read])
-        features = features.to(self.model.device, self.encoder.conv1.weight.dtype)
-        audio = self.encoder(features).last_hidden_state
-        self._detect_languages(windows, audio)
+        seconds = [window.count * ours.frame_s for window in windows]
+        encoded = ours.encode([inputs for _, inputs in read], seconds)
+        heard = [window.heard for window in windows if window.heard is not None]
+        encoded = replace(encoded, heard=heard)
+        self._detect_languages(windows, encoded)
         ids = [self._prompt(window.job) for window in windows]
-        results = self._decode(windows, ids, audio, features)
+        device = ours.model.device
+        results = self._decode(windows, ids, encoded)
         if self.alternatives is not None:
-            for rows, prompt in _by_length(ids, range(len(windows)), audio.device):
+            for rows, prompt in _by_length(ids, range(len(windows)), device):
                 names = [self._request(windows[row], "n-best") for row in rows]
-                found = self.alternatives(
-                    prompt, audio[rows], features[rows], names, _heard(windows, rows)
-                )
+                found = self.alternatives(prompt, encoded.rows(rows), names)
                 for row, tries in zip(rows, found, strict=True):
                     results[row].n_best = tries
         if self.timer is not None:
-            self._time(self.timer, windows, ids, results, audio, features)
+            self._time(self.timer, windows, ids, results, encoded)
         return results
 
     def _decode(
-        self, windows: list[Window], ids: list[list[int]], audio: Tensor, features: Tensor
+        self, windows: list[Window], ids: list[list[int]], encoded: Encoded
     ) -> list[Result]:
         """The last attempt at each window: the first that did not fail, if any."""
         results: dict[int, Result] = {}
         sources = [window.job.source for window in windows]
         pending = list(range(len(windows)))
         for attempt, temperature in enumerate(self.options.temperatures):
-            for rows, prompt in _by_length(ids, pending, audio.device):
+            for rows, prompt in _by_length(ids, pending, self.recognizer.model.device):
                 found = self.attempts(
                     prompt,
-                    audio[rows],
-                    features[rows],
+                    encoded.rows(rows),
                     temperature,
                     [self._request(windows[row], attempt) for row in rows],
                     [sources[row] for row in rows],
-                    _heard(windows, rows),
                 )
                 for row, result in zip(rows, found, strict=True):
                     results[row] = replace(result, attempts=attempt + 1)
@@ -380,23 +359,24 @@ class LongForm:
         windows: list[Window],
         ids: list[list[int]],
         results: list[Result],
-        audio: Tensor,
-        features: Tensor,
+        encoded: Encoded,
     ) -> None:
         """Has the tokens of windows know when they were said."""
+        ours, states = self.recognizer, encoded.states
+        assert states is not None, "only families that encode windows time words"
         spoken = [
             Spoken(
                 prompt=ids[row],
                 tokens=[] if results[row].silent else results[row].tokens,
-                rules=prompts.processors(self.config, len(ids[row]), self.options, 0.0),
-                offset_s=window.seek * self.frame_s,
-                frames=-(-window.count // self.stride),
-                features=features[row],
+                rules=ours.rules(len(ids[row])),
+                offset_s=window.seek * ours.frame_s,
+                frames=-(-window.count // ours.stride),
+                features=encoded.inputs[row],
                 samples=window.samples,
             )
             for row, window in enumerate(windows)
         ]
-        for result, tokens in zip(results, timer(spoken, audio), strict=True):
+        for result, tokens in zip(results, timer(spoken, states), strict=True):
             if tokens:
                 result.tokens = [*tokens]
 
@@ -405,65 +385,50 @@ class LongForm:
         assert window.job.speech is not None
         return f"{window.job.speech.key}/{window.number}/{attempt}"
 
-    def _detect_languages(self, windows: list[Window], audio: Tensor) -> None:
+    def _detect_languages(self, windows: list[Window], encoded: Encoded) -> None:
         """By the first window of each recording whose language is not known."""
         first: dict[int, int] = {}
         for row, window in enumerate(windows):
-            if window.job.language is None and self.prompts.languages:
+            if window.job.language is None and self.recognizer.detects:
                 first.setdefault(window.job.index, row)
         rows = list(first.values())
         if not rows:
             return
-        start = torch.full((len(rows), 1), self.prompts.start, device=audio.device)
-        logits = self.attempts.logits_at_end(start, audio[rows])
-        choices = torch.tensor(self.prompts.languages, device=audio.device)
-        best = choices[logits[:, choices].argmax(1)].tolist()
-        for row, language in zip(rows, best, strict=True):
+        found = self.recognizer.detected(encoded.rows(rows))
+        for row, language in zip(rows, found, strict=True):
             windows[row].job.language = language
 
     def _prompt(self, job: Job) -> list[int]:
-        """What the decoder reads before it writes: texts shown to it, then the window's start."""
-        head = list(self.prompts.hotwords)
-        if self.options.prompt_condition_type == "all-segments":
-            head += self.prompts.prompt
-        shown = job.shown if job.conditioned else self._first_shown()
-        before = head + shown[max(0, len(shown) + len(head) - self.most_shown) :]
-        initial = self.prompts.initial(job.language)
-        return [int(self.prompts.previous or 0), *before, *initial] if before else initial
+        """What the decoder reads before it writes."""
+        shown = job.shown if job.conditioned else self.recognizer.first_shown
+        return self.recognizer.prompt(job.language, shown)
 
     def _advance(self, window: Window, result: Result) -> None:
         """Takes a window's segments over, and says where and how the next one begins."""
-        job, count, begin = window.job, window.count, self.prompts.timestamp_begin
+        job, count, ours = window.job, window.count, self.recognizer
         job.results.append(result)
         job.attempts += result.attempts
         job.conditioned = self.options.condition_on_prev_tokens and result.temperature < 0.5
         job.source = []
-        sequential = self.options.mode == "sequential"
+        follows = self._follows(window)
         if result.silent:
-            job.seek += count if sequential else 0
+            job.seek += count if follows else 0
             return
-        offset = window.seek * self.stamp_s / self.stride
-        whole = int(count * self.frame_s / self.stamp_s)
-        if self.options.timestamps:
-            cuts, stamps = split_segments(result.tokens, begin, whole)
-        else:
-            cuts, stamps = [(0, whole, result.tokens)], None
-        rest = unfinished(result.tokens, cuts) if stamps is not None else []
-        if rest and not sequential:
-            cuts[-1][2].pop()  # the timestamp that opens the rest
-            cuts.append((rest[0] - begin, whole, rest))
+        offset = window.seek * ours.stamp_s / ours.stride
+        whole = int(count * ours.frame_s / ours.stamp_s)
+        cuts, stamps, rest = ours.split(result.tokens, whole, self.options.mode == "sequential")
         if result.looped and self.options.loop_guard == "cut":
-            cuts = without_loop(cuts, begin)
+            cuts = without_loop(cuts, ours.is_text)
         pieces = [
             Piece(
-                offset + first * self.stamp_s, offset + last * self.stamp_s, tokens, result, offset
+                offset + first * ours.stamp_s, offset + last * ours.stamp_s, tokens, result, offset
             )
             for first, last, tokens in cuts
         ]
-        if not sequential:
-            job.pieces = join(job.pieces, pieces, offset, begin)
+        if not follows:
+            self._join(window, pieces, offset)
             return
-        forward = count if stamps is None else stamps * self.stride
+        forward = count if stamps is None else stamps * ours.stride
         verdict = self._doubt(window, pieces)
         if verdict is not None:
             pieces, cuts, rest = pieces[: verdict.keep], cuts[: verdict.keep], []
@@ -471,34 +436,47 @@ class LongForm:
         job.pieces += pieces
         for piece in pieces:
             # of two timestamps at the end the second only says that the next segment follows
-            double = len(piece.tokens) > 2 and piece.tokens[-2] >= begin
+            double = len(piece.tokens) > 2 and not ours.is_text(piece.tokens[-2])
             job.shown += piece.tokens[:-1] if double else piece.tokens
-        job.shown = job.shown[-self.most_shown :]
+        job.shown = job.shown[-ours.most_shown :]
         if result.looped and self.options.loop_guard != "report":
-            job.shown, job.conditioned = self._first_shown(), False
+            job.shown, job.conditioned = ours.first_shown, False
         job.seek += forward if forward > 0 else count  # never stand still
-        moved = [max(begin, t - (stamps or 0)) if t >= begin else t for t in rest]
-        job.source = moved + [token for _, _, tokens in cuts for token in tokens]
+        job.source = rest + [token for _, _, tokens in cuts for token in tokens]
+
+    def _follows(self, window: Window) -> bool:
+        """Whether where the next window begins is said by this one's tokens."""
+        return self.options.mode == "sequential" and self.recognizer.capabilities.timestamps
+
+    def _join(self, window: Window, pieces: list[Piece], offset: float) -> None:
+        """Takes the segments of a window over that was cut before it was decoded."""
+        job, ours = window.job, self.recognizer
+        if not window.joined:
+            job.pieces += pieces
+            return
+        starts_word = None if ours.capabilities.timestamps else ours.starts_word
+        job.pieces = join(job.pieces, pieces, offset, ours.is_text, starts_word)
 
     def _doubt(self, window: Window, pieces: list[Piece]) -> Verdict | None:
         """What becomes of a window in which text may be made up; ``None``: all of it stays."""
         job, threshold = window.job, self.options.hallucination_silence_threshold
+        ours = self.recognizer
         if threshold is None:
             return None
         assert self.timer is not None, "the options ask for word times too"
-        recording_end = job.frames * self.frame_s
+        recording_end = job.frames * ours.frame_s
         words = timed_words(
             [self.timer.text(piece.tokens) for piece in pieces],
             self.timer.tokenizer,
-            self.prompts.code_of(job.language),
+            ours.code_of(job.language),
             lambda start, end: (start, end),
             recording_end,
         )
-        start = window.seek * self.frame_s
+        start = window.seek * ours.frame_s
         place = Place(
             start=start,
-            end=start + self.mel.window_frames * self.frame_s,
-            heard_end=start + window.count * self.frame_s,
+            end=start + ours.window_frames * ours.frame_s,
+            heard_end=start + window.count * ours.frame_s,
             recording_end=recording_end,
             said=job.said_s,
         )
@@ -511,8 +489,9 @@ class LongForm:
         """Frames from a window to the timestamp step at or before a time; one step at least."""
         if start_s == math.inf:
             return window.job.frames - window.seek
-        at = math.floor(start_s / self.stamp_s + 1e-6) * self.stride
-        return max(at - window.seek, self.stride)
+        ours = self.recognizer
+        at = math.floor(start_s / ours.stamp_s + 1e-6) * ours.stride
+        return max(at - window.seek, ours.stride)
 
 
 def _check_plain(decoder: Decoder) -> None:
@@ -521,11 +500,6 @@ def _check_plain(decoder: Decoder) -> None:
             "beams= is given with a draft or a guide, and beams are searched by transformers, "
             "without either; leave these out, or set beams=1"
         )
-
-
-def _heard(windows: Sequence[Window], rows: Iterable[int]) -> list[Heard]:
-    """Waveforms of some windows; none where nobody asked for them."""
-    return [heard for row in rows if (heard := windows[row].heard) is not None]
 
 
 def _by_length(

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mmdecode.asr.attempts import Attempts
 from mmdecode.asr.beams import Scored
-from mmdecode.asr.features import Heard
+from mmdecode.asr.recognizers.base import Encoded
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
 
@@ -78,43 +78,34 @@ class Alternatives:
                 no_speech_threshold=None,
             )
             decoder = Decoder(guide=guide, seed=attempts.decoder.seed)
-            self.sampler = Attempts(attempts.model, decoder, scored, attempts.prompts)
+            self.sampler = Attempts(attempts.recognizer, decoder, scored)
         elif guide is not None:
             raise OptionError(
                 "n_best_method='beam' searches under the model's own law and knows no guide; use "
                 "n_best_method='sample', or leave the guide out"
             )
 
-    def __call__(
-        self,
-        prompt: Tensor,
-        audio: Tensor,
-        features: Tensor,
-        names: list[str],
-        heard: Sequence[Heard] = (),
-    ) -> list[list[Scored]]:
+    def __call__(self, prompt: Tensor, encoded: Encoded, names: list[str]) -> list[list[Scored]]:
         """As many tries at each window as are asked for, equal ones included.
 
         Args:
             prompt: Of one length, ``(B, P)``.
-            audio: Encoder states, ``(B, T, H)``.
-            features: ``(B, mels, window frames)``.
+            encoded: The windows.
             names: What noise is keyed by.
-            heard: See `Attempts`.
         """
         if self.sampler is None:
             beams = max(self.count, self.attempts.options.beams)
-            found = self.attempts.searched(prompt, audio, beams, self.count)
-            eos = self.attempts.prompts.eos
-            return [[([t for t in ids if t != eos], score) for ids, score in row] for row in found]
+            found = self.attempts.searched(prompt, encoded, beams, self.count)
+            ends = self.attempts.recognizer.ends
+            return [
+                [([t for t in ids if t not in ends], score) for ids, score in row] for row in found
+            ]
         drawn = self.sampler(
             prompt.repeat_interleave(self.count, 0),
-            audio.repeat_interleave(self.count, 0),
-            features.repeat_interleave(self.count, 0),
+            encoded.repeated(self.count),
             1.0,
             [f"{name}/{number}" for name in names for number in range(self.count)],
             [[]] * (len(names) * self.count),
-            [one for one in heard for _ in range(self.count)],
         )
         scored = [(result.tokens, result.avg_logprob or 0.0) for result in drawn]
         return [scored[row : row + self.count] for row in range(0, len(scored), self.count)]

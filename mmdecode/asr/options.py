@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mmdecode.asr.features import PADDINGS, Padding
+from mmdecode.asr.recognizers.whisper_features import PADDINGS, Padding
 from mmdecode.errors import OptionError, did_you_mean
 
 FALLBACK: dict[str, Any] = {
@@ -80,10 +80,12 @@ class TranscribeOptions:
         hallucination_silence_threshold: Skip what sounds made up beside silences longer than so
             many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
             ``None``: neutral. See `mmdecode.asr.hallucinations`.
+        window_s: Longest window in seconds, for recognisers whose windows are cut at pauses;
+            shorter ones make shorter segments. ``None``: what the model hears at once.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.
         allow_truncated: Whether of a file that ends before its header says what can be read is
             transcribed, and the transcript marked so; else such a file is an error.
-        padding: How a last window is filled up, see `mmdecode.asr.features`.
+        padding: How a last window is filled up, see `mmdecode.asr.recognizers.whisper_features`.
 
     Raises:
         OptionError: A value is out of range, or values do not fit each other.
@@ -115,6 +117,7 @@ class TranscribeOptions:
     overlap_s: float | None = None
     word_timestamps: bool | str = False
     hallucination_silence_threshold: float | None = None
+    window_s: float | None = None
     max_new_tokens: int | None = None
     allow_truncated: bool = False
     padding: Padding = "auto"
@@ -123,6 +126,8 @@ class TranscribeOptions:
         given = self.temperatures
         temperatures = (given,) if isinstance(given, (int, float)) else tuple(given)
         object.__setattr__(self, "temperatures", temperatures)
+        if self.window_s is not None and not 0.5 <= self.window_s < math.inf:
+            raise OptionError(f"window_s={self.window_s}; expected seconds, 0.5 or more")
         if self.batch_size < 1:
             raise OptionError(f"batch_size={self.batch_size}; expected at least 1")
         if not temperatures or any(not 0 <= t <= 10 for t in temperatures):

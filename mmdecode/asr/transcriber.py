@@ -7,17 +7,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
 from mmdecode import registry
 from mmdecode.asr.audio import Source, source_of
-from mmdecode.asr.cuts import text_tokens
 from mmdecode.asr.long_form import ADVICE, Job, LongForm, Piece
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.recognizers import of_type
 from mmdecode.asr.words import Word, around_words, in_order, timed_words
 from mmdecode.checkpoints import (
     code_trusted,
@@ -28,9 +27,8 @@ from mmdecode.checkpoints import (
     trusting_as_asked,
 )
 from mmdecode.engine.decoder import Decoder
-from mmdecode.errors import InputError, OptionError, UnsupportedModelError, refuse_unknown
+from mmdecode.errors import InputError, OptionError, refuse_unknown
 from mmdecode.model_names import full_name
-from mmdecode.models.whisper_medusa import load_target
 from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
 
@@ -84,6 +82,8 @@ class Transcript:
         language: Code of the language; ``None`` for models of one language.
         duration_s: Length of the recording.
         tokens: Ids of all segments, timestamps included.
+        timed_by: ``model``: its tokens say when segments begin and end; ``windows``: segments are
+            the windows that were decoded, with the times at which they were cut.
         stats: ``windows``, ``attempts`` (repeats at other temperatures included), ``looped``
             windows and ``tokens``; of a corrected one also windows ``edited``, and ``refused``
             where the correction was no transcript.
@@ -102,6 +102,7 @@ class Transcript:
     duration_s: float
     tokens: list[int] = field(repr=False)
     stats: dict[str, int]
+    timed_by: Literal["model", "windows"] = "model"
     n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
     uncorrected: str | None = None
     truncated: str | None = None
@@ -132,15 +133,16 @@ class Transcriber:
     """Transcribes recordings of any length in batches, each with the text it has alone.
 
     Args:
-        model: A ``WhisperForConditionalGeneration``.
-        processor: Its ``WhisperProcessor``.
+        model: A Whisper, a Moonshine, or another encoder-decoder of speech, see
+            `mmdecode.asr.recognizers`.
+        processor: Its processor.
         decoder: How windows are decoded; ``None``: without a draft.
         options: Settings; ``None``: the defaults.
         correct: What corrects each window, or its name with options, see
             `mmdecode.asr.correcting`; ``None``: nothing.
 
     Raises:
-        UnsupportedModelError: The model is no Whisper.
+        UnsupportedModelError: The model is no recogniser, or the processor is that of another.
         OptionError: The model does not offer what the options ask for, or words are to be timed
             and corrected.
     """
@@ -153,22 +155,12 @@ class Transcriber:
         options: TranscribeOptions | None = None,
         correct: ListCorrection | str | None = None,
     ) -> None:
-        if getattr(model.config, "model_type", None) != "whisper":
-            raise UnsupportedModelError(
-                f"a Transcriber runs Whisper models, and this is {type(model).__name__}; call "
-                "model.generate(..., custom_generate=mmdecode.Decoder(...)) instead"
-            )
+        family = of_type(getattr(model.config, "model_type", type(model).__name__))
         self.model, self.processor = model.eval(), processor
         self.decoder = decoder or Decoder(seed=0)
         self.options = options or TranscribeOptions()
-        self._loop = LongForm(
-            model,
-            processor.feature_extractor,
-            self.decoder,
-            self.options,
-            processor.tokenizer,
-        )
-        self._special = frozenset(processor.tokenizer.all_special_ids)
+        self.recognizer = family(model, processor, self.options)
+        self._loop = LongForm(self.recognizer, self.decoder)
         self._corrector: WindowCorrector | None = None
         if correct is not None:
             self._corrector = self._correcting(correct)
@@ -220,12 +212,12 @@ class Transcriber:
     @property
     def sampling_rate(self) -> int:
         """Of arrays that come without one."""
-        return self._loop.mel.rate
+        return self.recognizer.rate
 
     @property
     def window_s(self) -> float:
         """Seconds that the model hears at once."""
-        return self._loop.mel.window_frames * self._loop.frame_s
+        return self.recognizer.window_frames * self.recognizer.frame_s
 
     @property
     def stats(self) -> Stats:
@@ -372,9 +364,9 @@ class Transcriber:
         return Transcript(
             source=job.name,
             index=index,
-            text=self._text(tokens),
+            text=self.recognizer.text(tokens),
             segments=segments,
-            language=self._loop.prompts.code_of(job.language),
+            language=self.recognizer.code_of(job.language),
             duration_s=job.timeline.duration_s,
             tokens=tokens,
             stats={
@@ -383,7 +375,8 @@ class Transcriber:
                 "looped": sum(result.looped for result in job.results),
                 "tokens": len(tokens),
             },
-            n_best=[hypotheses(result.n_best, self._text) for result in job.results]
+            timed_by="model" if self.recognizer.capabilities.timestamps else "windows",
+            n_best=[hypotheses(result.n_best, self.recognizer.text) for result in job.results]
             if self.options.n_best
             else None,
             truncated=job.missing[0] if job.missing else None,
@@ -392,7 +385,7 @@ class Transcriber:
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
         """What corrects the transcripts of this recogniser."""
         from mmdecode.asr.correcting import WindowCorrector
-        from mmdecode.asr.fusion import Recogniser
+        from mmdecode.asr.fusion import Acoustic
 
         if self.options.word_timestamps:
             raise OptionError(
@@ -401,19 +394,11 @@ class Transcriber:
             )
         method: ListCorrection
         if isinstance(correct, str):
-            recogniser = Recogniser(model=self.model, tokenizer=self.processor.tokenizer)
-            method = registry.create("correct", correct, recogniser=recogniser)
+            acoustic = Acoustic(model=self.model, tokenizer=self.processor.tokenizer)
+            method = registry.create("correct", correct, recogniser=acoustic)
         else:
             method = correct
-        return WindowCorrector(method, self._loop, self.processor)
-
-    def _said(self, tokens: list[int]) -> list[Any]:
-        """Those that are text."""
-        return text_tokens(tokens, self._loop.prompts.timestamp_begin, self._special)
-
-    def _text(self, tokens: list[int]) -> str:
-        decode = self.processor.tokenizer.decode
-        return decode(self._said(tokens), clean_up_tokenization_spaces=False).strip()
+        return WindowCorrector(method, self._loop)
 
 
 class _Segments:
@@ -463,9 +448,9 @@ class _Segments:
         if not ours.options.word_timestamps:
             return [None] * len(self._held)
         return timed_words(
-            [ours._said(piece.tokens) for piece in self._held],
+            [ours.recognizer.said(piece.tokens) for piece in self._held],
             ours.processor.tokenizer,
-            ours._loop.prompts.code_of(job.language),
+            ours.recognizer.code_of(job.language),
             job.timeline.span,
             job.timeline.duration_s,
             self._said_s,
@@ -486,7 +471,7 @@ class _Segments:
         return Segment(
             start_s=round(span[0], 6),
             end_s=round(span[1], 6),
-            text=self._transcriber._text(piece.tokens),
+            text=self._transcriber.recognizer.text(piece.tokens),
             tokens=[int(token) for token in piece.tokens],
             temperature=piece.result.temperature,
             avg_logprob=piece.result.avg_logprob,
@@ -538,29 +523,13 @@ def load(
     Raises:
         InputError: It cannot be loaded.
         OptionError: The device or dtype does not exist.
-        UnsupportedModelError: It is no Whisper.
+        UnsupportedModelError: It is no recogniser that is known.
     """
-    from transformers import AutoConfig, WhisperForConditionalGeneration, WhisperProcessor
+    from transformers import AutoConfig
 
     kind = dtype_of(dtype, model_id, device)
     path = local_path(model_id)
     with loading(model_id):
         config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
-        if config.model_type != "whisper":
-            raise UnsupportedModelError(
-                f"{model_id} is a {config.model_type} model; a Transcriber runs Whisper models"
-            )
-        if "WhisperMedusaModel" in (config.architectures or ()):
-            # heads, block and target in one checkpoint; the target may come with its own head 0
-            model = load_target(path).to(kind)
-            own = list(Path(path).glob("*processor_config.json"))
-            processor = WhisperProcessor.from_pretrained(
-                path if own else local_path(config.whisper_model_name),
-                trust_remote_code=code_trusted(),
-            )
-        else:
-            processor = WhisperProcessor.from_pretrained(path, trust_remote_code=code_trusted())
-            model = WhisperForConditionalGeneration.from_pretrained(
-                path, dtype=kind, trust_remote_code=code_trusted()
-            )
+        model, processor = of_type(config.model_type).load(path, config, kind)
     return placed(model, device), processor

@@ -62,8 +62,8 @@ class Timeline:
         return cls((Stretch(0.0, 0.0, math.inf, duration_s),), duration_s)
 
     @cached_property
-    def _seams(self) -> list[float]:
-        """Where the stretches begin when they are laid end to end, and the end of all."""
+    def seams(self) -> list[float]:
+        """Seconds at which stretches begin when they are laid end to end, and the end of all."""
         lengths = (part.stop - part.begin for part in self.stretches)
         return list(itertools.accumulate(lengths, initial=0.0))
 
@@ -92,11 +92,11 @@ class Timeline:
         return self._place(seconds, self._stretch(seconds))
 
     def _stretch(self, seconds: float) -> int:
-        index = bisect.bisect_right(self._seams, seconds) - 1
+        index = bisect.bisect_right(self.seams, seconds) - 1
         return min(max(index, 0), len(self.stretches) - 1)
 
     def _place(self, seconds: float, stretch: int) -> float:
-        return seconds - self._seams[stretch] + self.stretches[stretch].begin
+        return seconds - self.seams[stretch] + self.stretches[stretch].begin
 
 
 class VoiceActivity:

@@ -240,9 +240,9 @@ def speech_cases(
     from transformers.modeling_outputs import BaseModelOutput
 
     from mmdecode.asr.audio import source_of
-    from mmdecode.asr.features import Mel, Speech
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.asr.prompts import Prompts
+    from mmdecode.asr.recognizers.whisper_features import Mel, Speech
+    from mmdecode.asr.recognizers.whisper_prompts import Prompts
     from mmdecode.evaluation.plain import Case
 
     options = options or TranscribeOptions()

@@ -44,7 +44,7 @@ PANELS = {
     "Input": "files_from data limit allow_truncated",
     "Output": "keep_tree report max_line_width max_line_count max_reading_speed overwrite json",
     "Decoding": "guide accept dtype timestamps temperature beams n_best n_best_method "
-    "max_new_tokens mode overlap_s padding seed trust_remote_code",
+    "max_new_tokens mode overlap_s window_s padding seed trust_remote_code",
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
     "Silence, loops and doubtful windows": "fallback compression_ratio_threshold logprob_threshold "
     "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
@@ -211,6 +211,13 @@ def command(
     overlap_s: Annotated[
         float | None, typer.Option(help="By how much chunked windows overlap; else by half.")
     ] = None,
+    window_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest window, of models whose windows are cut at pauses; shorter ones make "
+            "shorter segments."
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = None,
     word_timestamps: Annotated[
         bool,
@@ -296,6 +303,7 @@ def command(
         "n_best_method": n_best_method,
         "mode": mode,
         "overlap_s": overlap_s,
+        "window_s": window_s,
         "max_new_tokens": max_new_tokens,
         "allow_truncated": allow_truncated,
         "padding": padding,

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import registry
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.prompts import Prompts, processors
+from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.trees import choose_tree, expected_length
 from mmdecode.engine.branch import block_mask, chain

@@ -10,9 +10,10 @@ import pytest
 import soundfile
 import torch
 
-from mmdecode.asr import features
+from mmdecode.asr import recording as measured
 from mmdecode.asr.audio import Source, blocks, part, recording, source_of
-from mmdecode.asr.features import Mel, Speech
+from mmdecode.asr.recognizers import whisper_features as features
+from mmdecode.asr.recognizers.whisper_features import Mel, Speech
 from mmdecode.errors import InputError
 
 
@@ -311,8 +312,8 @@ def test_windows_of_a_long_recording_are_those_of_the_feature_extractor(
     samples[: len(samples) // 2] *= 0.01  # the maximum is in the second half
     expected = kit.long_features(processor, samples)[0]
     monkeypatch.setattr(features, "_STEP", 64)
-    for keep in (features.KEEP_S, 1):  # from memory, and streamed twice
-        monkeypatch.setattr(features, "KEEP_S", keep)
+    for keep in (measured.KEEP_S, 1):  # from memory, and streamed twice
+        monkeypatch.setattr(measured, "KEEP_S", keep)
         monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
         found = speech(samples, processor)
         assert found.frames == expected.shape[1]

@@ -13,6 +13,12 @@ from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 
 STAMPS = 1000
+
+
+def is_text(token):
+    return token < STAMPS
+
+
 RESULT = Result([], 0.0)
 
 
@@ -49,7 +55,7 @@ def words(found):
     ],
 )
 def test_two_windows_are_joined_where_they_agree(left, right, expected):
-    found = join(pieces(*left), pieces(*right), 3.5, STAMPS)
+    found = join(pieces(*left), pieces(*right), 3.5, is_text)
     assert ["".join(map(str, part)) for part in words(found)] == list(map(str, expected))
     assert all(piece.start <= piece.end for piece in found)
     assert [p.start for p in found] == sorted(p.start for p in found)
@@ -58,11 +64,11 @@ def test_two_windows_are_joined_where_they_agree(left, right, expected):
 def test_what_lies_before_the_overlap_is_not_matched():
     left = pieces((0, 3, [1, 2, 3, 4]), (3, 6, [5, 6]))
     right = pieces((4, 6, [5, 6]), (6, 9, [1, 2, 3, 4]))
-    assert words(join(left, right, 3.5, STAMPS)) == [[1, 2, 3, 4], [5, 6], [1, 2, 3, 4]]
+    assert words(join(left, right, 3.5, is_text)) == [[1, 2, 3, 4], [5, 6], [1, 2, 3, 4]]
 
 
 def test_a_seam_keeps_the_times_of_both():
-    [seam] = join(pieces((1, 7, [1, 2, 3])), pieces((3.5, 9.5, [2, 3, 4])), 3.5, STAMPS)
+    [seam] = join(pieces((1, 7, [1, 2, 3])), pieces((3.5, 9.5, [2, 3, 4])), 3.5, is_text)
     assert (seam.start, seam.end) == (1, 9.5)
     assert seam.tokens == [STAMPS, 1, 2, 3, 4, STAMPS + 9]
 
@@ -70,12 +76,12 @@ def test_a_seam_keeps_the_times_of_both():
 def test_each_window_decides_the_times_on_its_side_of_the_seam():
     left = pieces((0, 3, [1, 2]), (3, 6, [3, 4]))
     right = pieces((0.1, 3.1, [1, 2]), (3.1, 6.1, [3, 4]), (6.1, 9, [5]))
-    found = join(left, right, 0.0, STAMPS)
+    found = join(left, right, 0.0, is_text)
     assert [(piece.start, piece.end) for piece in found] == [(0, 3), (3, 6.1), (6.1, 9)]
 
 
 def test_what_is_new_begins_behind_what_is_kept():
-    found = join(pieces((3, 6, [1, 2])), pieces((5, 9, [8, 9])), 3.5, STAMPS)
+    found = join(pieces((3, 6, [1, 2])), pieces((5, 9, [8, 9])), 3.5, is_text)
     assert [(piece.start, piece.end) for piece in found] == [(3, 6), (6, 9)]
 
 
@@ -87,7 +93,7 @@ def follow_one_another(segments):
 def test_times_in_which_windows_contradict_each_other_are_put_in_order(model, processor):
     ours = Transcriber(model, processor, options=TranscribeOptions(mode="chunked"))
     found = pieces((1, 4, [1]), (3, 3, [2]), (2.5, 6, [3]), (8, 9, [4]))
-    job = Job(0, "a", None, Timeline.whole(9.0), None, False, [], pieces=found)
+    job = Job(0, "a", None, 0.01, Timeline.whole(9.0), None, False, [], pieces=found)
     segments = ours._transcript(job, 0).segments
     assert follow_one_another(segments)
     assert (segments[0].start_s, segments[3].start_s, segments[3].end_s) == (1, 8, 9)

@@ -21,7 +21,7 @@ from mmdecode.asr.correcting import (
     temperatures_of,
 )
 from mmdecode.asr.correction import Corrector, EditGuard
-from mmdecode.asr.fusion import Recogniser
+from mmdecode.asr.fusion import Acoustic
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.asr.transcriber import Segment, load
 from mmdecode.cli.app import app
@@ -40,7 +40,7 @@ def zoo():
 
 @pytest.fixture(scope="module")
 def recogniser(zoo):
-    return Recogniser(model=zoo[0], tokenizer=zoo[1].tokenizer)
+    return Acoustic(model=zoo[0], tokenizer=zoo[1].tokenizer)
 
 
 @pytest.fixture(scope="module")

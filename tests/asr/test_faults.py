@@ -1,7 +1,6 @@
 """Whatever one recording raises, wherever, it fails alone, and the others have their texts."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -106,9 +105,9 @@ def faulty(error, stage, model, processor, kit, tokens, monkeypatch):
         decoder = Decoder(Faulty(Loud(marks_of(model, processor, kit)), error, stage))
     transcriber = Transcriber(model, processor, decoder, OPTIONS)
     if stage == "score":
-        said_there = list(transcriber._said(tokens))
-        own = SimpleNamespace(tokenizer=Writing(processor.tokenizer, said_there, error))
-        monkeypatch.setattr(transcriber, "processor", own)
+        said_there = list(transcriber.recognizer.said(tokens))
+        writing = Writing(processor.tokenizer, said_there, error)
+        monkeypatch.setattr(transcriber.recognizer, "tokenizer", writing)
     return transcriber
 
 

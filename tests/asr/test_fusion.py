@@ -14,9 +14,9 @@ from mmdecode import Decoder, generate
 from mmdecode.asr.calibration import COLDEST, HOTTEST, calibrate, confidence, fit_temperature
 from mmdecode.asr.correction import Corrector
 from mmdecode.asr.fusion import (
+    Acoustic,
     AcousticScorer,
     Listener,
-    Recogniser,
     casings,
     pieces_of,
     shared_ids,
@@ -48,7 +48,7 @@ def recogniser(zoo):
     model, processor = zoo
     ids = processor.tokenizer.convert_tokens_to_ids
     names = "<|startoftranscript|> <|en|> <|transcribe|> <|notimestamps|>".split()
-    return Recogniser(model=model, tokenizer=processor.tokenizer, prompt=tuple(ids(names)))
+    return Acoustic(model=model, tokenizer=processor.tokenizer, prompt=tuple(ids(names)))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from mmdecode.asr.attempts import Attempts, avg_logprob, compression_ratio
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.cuts import split_segments
 from mmdecode.asr.long_form import LongForm
+from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
@@ -80,8 +81,9 @@ def medians(model, processor, kit):
             super().judge(result)
 
     options = TranscribeOptions(logprob_threshold=-99.0, no_speech_threshold=1.0)
-    loop = LongForm(model, processor.feature_extractor, Decoder(), options)
-    loop.attempts = Spy(model, Decoder(), options, loop.prompts)
+    recognizer = WhisperRecognizer(model, processor, options)
+    loop = LongForm(recognizer, Decoder())
+    loop.attempts = Spy(recognizer, Decoder(), options)
     list(loop.run([source_of(kit.noise(7.0, seed=2), kit.rate)]))
     logprobs, ratios, silent = (sorted(values) for values in zip(*judged, strict=True))
     middle = len(judged) // 2
@@ -340,7 +342,7 @@ def test_a_stream_of_segments_keeps_nothing_that_it_gave_out(kit, processor, mod
     for _ in ours.stream_segments(kit.noise(7.0)):
         [job] = seen
         assert not job.pieces and not job.results
-    assert job.windows > 3 and len(job.shown) <= ours._loop.most_shown
+    assert job.windows > 3 and len(job.shown) <= ours.recognizer.most_shown
 
 
 def test_a_stream_of_segments_raises_what_a_call_raises(kit, processor, model, tmp_path):

@@ -194,7 +194,7 @@ def test_a_file_that_is_named_like_an_address_is_read(tiny, tmp_path, kit, monke
 
 
 def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, kit, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.features.KEEP_S", 1)
+    monkeypatch.setattr("mmdecode.asr.recording.KEEP_S", 1)
     read = source_of
 
     def reopened(item, *args):

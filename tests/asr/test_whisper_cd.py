@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import mmdecode as mm
 from mmdecode.asr.audio import source_of
-from mmdecode.asr.features import Heard, Mel, Speech, heard
+from mmdecode.asr.recognizers.whisper_features import Heard, Mel, Speech, heard
 from mmdecode.asr.transcriber import Transcriber, make_options
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup

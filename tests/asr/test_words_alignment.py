@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from mmdecode import Decoder
-from mmdecode.asr import TranscribeOptions, Transcriber, alignment, prompts
+from mmdecode.asr import TranscribeOptions, Transcriber, alignment
 from mmdecode.asr.alignment import (
     Spoken,
     Timer,
@@ -37,6 +37,7 @@ from mmdecode.asr.alignment import (
 )
 from mmdecode.asr.formats import FORMATS
 from mmdecode.asr.letters import SYMBOLS, LetterHead
+from mmdecode.asr.recognizers import whisper_prompts as prompts
 from mmdecode.asr.subtitles import Layout, clean
 from mmdecode.asr.words import Word, around_words
 from mmdecode.errors import InputError, OptionError

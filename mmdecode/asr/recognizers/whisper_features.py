@@ -1,8 +1,7 @@
 """Whisper's log-mel features of one recording, window by window, in memory of a few windows.
 
-Whisper clips its features at eight decades below the *recording's* loudest value, so a recording
-is read twice: once for its length and its maximum, once for the windows. Recordings of up to
-`KEEP_S` seconds are kept in memory instead; longer ones are decoded again.
+Whisper clips its features at eight decades below the *recording's* loudest value, which is found
+when the recording is measured (`mmdecode.asr.recording`).
 
 The last window is filled up in one of two ways. ``zeros``: the features are padded with 0, as in
 transformers' long form. ``silence``: the audio is padded with silence, as openai/whisper does and
@@ -12,9 +11,8 @@ silence where the recording fits into one window, zeros where it does not.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr.audio import blocks, source_of
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.recording import Recording, Tape
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
 
-KEEP_S = 300
 Padding = Literal["auto", "silence", "zeros"]
 PADDINGS: tuple[str, ...] = get_args(Padding)
 _STEP = 1024  # frames per step when looking for the maximum
@@ -94,42 +92,8 @@ class Mel:
             first += count
 
 
-class Tape:
-    """Samples by position from blocks that arrive in order; what was left behind is dropped.
-
-    Beyond both ends of the recording it is mirrored, as ``torch.stft`` mirrors it.
-    """
-
-    def __init__(self, parts: Iterator[np.ndarray]) -> None:
-        self._parts = parts
-        self._held = np.zeros(0, np.float32)
-        self._start = 0
-
-    @property
-    def end(self) -> int:
-        """Samples that have arrived."""
-        return self._start + len(self._held)
-
-    def fill(self, end: int) -> None:
-        """Takes blocks until ``end`` samples have arrived or none are left."""
-        taken, size = [self._held], self.end
-        while size < end and (part := next(self._parts, None)) is not None:
-            taken.append(part)
-            size += len(part)
-        if len(taken) > 1:
-            self._held = np.concatenate(taken)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Samples ``start`` to ``stop``; ``start`` never goes back."""
-        self.fill(stop)
-        low, high = max(start, 0), min(stop, self.end)
-        self._held, self._start = self._held[low - self._start :], low
-        inside = self._held[: high - low]
-        return np.pad(inside, (low - start, stop - high), mode="reflect")
-
-
-class Speech:
-    """One recording, measured and ready to be read window by window.
+class Speech(Recording):
+    """One recording, measured and ready to be read as log-mel features, window by window.
 
     Args:
         source: The recording.
@@ -137,43 +101,31 @@ class Speech:
         padding: How the last window is filled up.
 
     Attributes:
-        name: The recording's name.
-        key: A hash of its samples.
-        duration_s: Its length.
-        frames: Feature frames to transcribe; padding is not among them.
+        peak: Its loudest log-mel energy.
 
     Raises:
         InputError: The recording cannot be read or trusted.
     """
 
     def __init__(self, source: Source, mel: Mel, padding: Padding = "auto") -> None:
-        self.name, self.mel = source.name, mel
-        meter = _Meter(blocks(source, mel.rate))
-        kept = list(itertools.takewhile(lambda _: meter.samples <= KEEP_S * mel.rate, meter))
-        self._replay: Callable[[], Iterator[np.ndarray]]
-        if meter.ended:
-            samples = np.concatenate(kept) if kept else np.zeros(0, np.float32)
-            self._replay = lambda: iter([samples])
-            first = self._replay()
-        else:
-            self._replay = lambda: blocks(source, mel.rate)
-            # takewhile has swallowed the block that was one too many
-            first = itertools.chain(kept, [meter.last], meter)
-            kept = []
-        window_samples = mel.window_frames * mel.hop
-        if padding == "auto":
-            fits = meter.ended and meter.samples // mel.hop <= mel.window_frames
-            padding = "silence" if fits else "zeros"
-        self._behind = window_samples if padding == "silence" else 0
-        if meter.ended and meter.samples < mel.size:  # the transform needs one whole frame
-            self._behind = max(self._behind, mel.size)
-        self.peak = mel.maximum(Tape(itertools.chain(first, self._silence())))
-        if not meter.samples:
-            raise InputError(f"{self.name}: holds no samples; expected at least one")
-        self.duration_s = meter.samples / mel.rate
-        self.frames = max(1, meter.samples // mel.hop)
-        self.key = meter.digest.hexdigest()
+        self.mel, self._padding = mel, padding
+        super().__init__(source, mel.rate)
         self._tape = Tape(itertools.chain(self._replay(), self._silence()))
+
+    def _first_pass(self, parts: Iterator[np.ndarray], known: int | None) -> None:
+        mel, padding = self.mel, self._padding
+        if padding == "auto":
+            fits = known is not None and known // mel.hop <= mel.window_frames
+            padding = "silence" if fits else "zeros"
+        self._behind = mel.window_frames * mel.hop if padding == "silence" else 0
+        if known is not None and known < mel.size:  # the transform needs one whole frame
+            self._behind = max(self._behind, mel.size)
+        self.peak = mel.maximum(Tape(itertools.chain(parts, self._silence())))
+
+    @property
+    def frames(self) -> int:
+        """Feature frames to transcribe; padding is not among them."""
+        return max(1, self.samples // self.mel.hop)
 
     def window(self, seek: int) -> Tensor:
         """Features from frame ``seek`` on, ``(mels, window_frames)``; ``seek`` never goes back."""
@@ -191,17 +143,13 @@ class Speech:
         left = self.frames - seek + self._behind // self.mel.hop
         return min(self.mel.window_frames, left)
 
-    def samples(self, seek: int) -> np.ndarray:
+    def heard_samples(self, seek: int) -> np.ndarray:
         """What is heard from frame ``seek`` on, no padding; right after `window` of that frame."""
         mel = self.mel
         count = min(mel.window_frames, self.frames - seek) * mel.hop
         # begins where the window's first frame does: the tape never goes back
         start = seek * mel.hop - mel.size // 2
         return self._tape.read(start, start + mel.size // 2 + count)[mel.size // 2 :]
-
-    def tape(self) -> Tape:
-        """The recording once more, from its beginning, without padding."""
-        return Tape(self._replay())
 
     def _silence(self) -> list[np.ndarray]:
         return [np.zeros(self._behind, np.float32)] if self._behind else []
@@ -246,26 +194,3 @@ def heard(samples: np.ndarray, extractor: Any) -> Heard:
             "use mmdecode.asr.Transcriber"
         )
     return replace(speech.heard(0), certain=False)
-
-
-class _Meter:
-    """Passes blocks on, counting and hashing them."""
-
-    def __init__(self, parts: Iterator[np.ndarray]) -> None:
-        self._parts = parts
-        self.samples, self.ended = 0, False
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.last = np.zeros(0, np.float32)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self
-
-    def __next__(self) -> np.ndarray:
-        part = next(self._parts, None)
-        if part is None:
-            self.ended = True
-            raise StopIteration
-        self.samples += len(part)
-        self.digest.update(np.ascontiguousarray(part).tobytes())
-        self.last = part
-        return part

@@ -1,0 +1,8 @@
+"""Recognisers: what families of speech models need to know to be transcribed with.
+
+START HERE: `mmdecode.asr.recognizers.base`, the contract; `of_type` finds the class of a model.
+"""
+
+from mmdecode.asr.recognizers.base import Capabilities, Encoded, Recognizer, Span, of_type
+
+__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "of_type"]

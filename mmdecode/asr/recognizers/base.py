@@ -1,0 +1,451 @@
+"""`Recognizer`: what the front end of speech has to know of a family of models.
+
+The loop over windows (`mmdecode.asr.long_form`), the attempts at one and their gates, streams, jobs
+and evaluation are the same for all families. What differs is here: at which rate and in which
+windows a recording is heard, what the encoder is given, which tokens open a transcript, which ids
+are text, how many tokens a window may have, and what the family can do beyond text.
+
+A family of your own is a class derived from this one, or from
+`mmdecode.asr.recognizers.generic.GenericRecognizer`, named under the entry-point group
+``mmdecode.recognizers``; `mmdecode.testing.check_recognizer` tries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from mmdecode import registry
+from mmdecode.engine.setup import token_ids
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from mmdecode.asr.alignment import Timer
+    from mmdecode.asr.audio import Source
+    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.cuts import Cut
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.recording import Recording
+    from mmdecode.engine.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a family can do; what it cannot is refused by name.
+
+    Attributes:
+        timestamps: Its tokens say when segments begin and end; else segments are windows.
+        languages: It can be told the language or the task.
+        prompts: It can be shown a text before a window.
+        silence: It says how probable it is that nobody speaks.
+        word_times: Words can be timed.
+        drafts: The engine decodes it, so that drafts and guides work; else plain ``generate`` does.
+    """
+
+    timestamps: bool = False
+    languages: bool = False
+    prompts: bool = False
+    silence: bool = False
+    word_times: bool = False
+    drafts: bool = True
+
+
+class Span(NamedTuple):
+    """A window of a recording, in frames of the recogniser.
+
+    Attributes:
+        frames: How many it has.
+        following: The first frame of the next window; ``None``: the window's tokens decide.
+        joined: Whether the next window overlaps it, so that their texts are joined.
+    """
+
+    frames: int
+    following: int | None
+    joined: bool = False
+
+
+class Split(NamedTuple):
+    """Segments of a window, in its timestamp steps.
+
+    Attributes:
+        cuts: Its segments.
+        forward: Steps from the start of the window to that of the next one; ``None``: the next one
+            follows this one.
+        rest: What was said after the last complete segment, as the next window may say it again.
+    """
+
+    cuts: list[Cut]
+    forward: int | None = None
+    rest: list[int] = []  # noqa: RUF012 (never changed)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Windows that the encoder has read, one a row.
+
+    Attributes:
+        inputs: What it was given: ``(B, ...)``, or one entry a row.
+        seconds: Length of each.
+        states: What it made of them, ``(B, S, H)``; ``None``: the model encodes them by itself.
+        mask: Which states are no padding, bool ``(B, S)``; ``None``: all.
+        heard: Their waveforms, for guides that change them; empty where nothing asks for them.
+    """
+
+    inputs: Any
+    seconds: Sequence[float]
+    states: Tensor | None = None
+    mask: Tensor | None = None
+    heard: Sequence[Any] = field(default=())
+
+    def rows(self, chosen: Sequence[int]) -> Encoded:
+        """Some of the rows, in the order given."""
+
+        def pick(values: Any) -> Any:
+            if values is None or isinstance(values, Tensor):
+                return None if values is None else values[list(chosen)]
+            return [values[row] for row in chosen] if len(values) else values
+
+        return Encoded(**{part.name: pick(getattr(self, part.name)) for part in fields(self)})
+
+    def repeated(self, count: int) -> Encoded:
+        """Each row ``count`` times."""
+        return self.rows([row for row in range(len(self.seconds)) for _ in range(count)])
+
+
+class Recognizer:
+    """A model with its processor, as the loop over windows needs it.
+
+    Args:
+        model: The model.
+        processor: It has ``tokenizer`` and ``feature_extractor``.
+        options: Settings of the transcription.
+
+    Attributes:
+        model_types: ``config.model_type`` of the models that the class is for.
+        capabilities: What the family can do.
+        window_s: Most seconds that the model hears at once.
+        stride: Frames in a timestamp step.
+        ends: Ids that end a transcript.
+        pad: Id that fills up.
+        language: Code of the only language; ``None``: it has several, or they are not known.
+
+    Raises:
+        OptionError: The family cannot do what the options ask for.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    capabilities: Capabilities = Capabilities()
+    window_s: float = 30.0
+    stride: int = 1
+
+    def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
+        self.model, self.processor, self.options = model, processor, options
+        self.tokenizer = processor.tokenizer
+        self.config = model.generation_config
+        self.rate = int(processor.feature_extractor.sampling_rate)
+        self.language: str | None = getattr(self.config, "language", None)
+        self.refuse(options)
+        ends = token_ids(self.config.eos_token_id)
+        if not ends:
+            raise UnsupportedModelError(
+                f"{self.name} has no eos_token_id in generation_config.json; expected the id that "
+                "ends a transcript: copy the file of the checkpoint it was trained from"
+            )
+        self.ends = frozenset(ends)
+        self.pad = (token_ids(self.config.pad_token_id) or ends)[0]
+        self._special = frozenset(self.tokenizer.all_special_ids)
+
+    # ---- what the model is
+
+    @property
+    def name(self) -> str:
+        """Class of the model, for errors."""
+        return type(self.model).__name__
+
+    @classmethod
+    def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Model and processor of a checkpoint.
+
+        Args:
+            path: A folder or a Hub id.
+            config: Its configuration.
+            dtype: Of the weights.
+        """
+        raise NotImplementedError
+
+    def with_options(self, options: TranscribeOptions) -> Recognizer:
+        """The same model with other settings."""
+        return type(self)(self.model, self.processor, options)
+
+    def refuse(self, options: TranscribeOptions) -> None:
+        """Refuses what the family cannot do.
+
+        Raises:
+            OptionError: The options ask for it.
+        """
+        can = self.capabilities
+        usual = type(options)()
+        needs = {
+            "word_timestamps": (can.word_times, "it cannot time words"),
+            "hallucination_silence_threshold": (can.word_times, "it cannot time words"),
+            "task": (can.languages, "it transcribes, in one language"),
+            "prompt": (can.prompts, "no text can be shown to it"),
+            "hotwords": (can.prompts, "no text can be shown to it"),
+            "condition_on_prev_tokens": (can.prompts, "no text can be shown to it"),
+            "no_speech_threshold": (can.silence, "it gives no probability of silence"),
+            "window_s": (not can.timestamps, "the length of its windows is fixed"),
+        }
+        for name, (able, why) in needs.items():
+            given = getattr(options, name)
+            if not able and given != getattr(usual, name):
+                raise OptionError(
+                    f"{name}={given!r} is given to {self.name}, and {why}; leave it out, or name "
+                    "a model that can, with --model or model_id: "
+                    + ("a Moonshine" if can.timestamps else "a Whisper")
+                )
+        if not can.languages and options.language is not None:
+            try:
+                self.language_of_name(options.language)
+            except ValueError as error:
+                raise OptionError(f"language={options.language!r}: {error}") from error
+        if options.window_s is not None and options.window_s > self.window_s:
+            raise OptionError(
+                f"window_s={options.window_s}; {self.name} hears at most {self.window_s:g} s at "
+                "once"
+            )
+
+    # ---- windows
+
+    @property
+    def frame_s(self) -> float:
+        """Seconds in a frame, the step by which windows are counted."""
+        return 1 / self.rate
+
+    @property
+    def stamp_s(self) -> float:
+        """Seconds in a timestamp step."""
+        return self.frame_s * self.stride
+
+    @property
+    def window_frames(self) -> int:
+        """Most frames of a window, as the options have it."""
+        return round((self.options.window_s or self.window_s) / self.frame_s)
+
+    def open(self, source: Source) -> Recording:
+        """A recording, measured.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+        raise NotImplementedError
+
+    def span(self, recording: Recording, seek: int, seams: Sequence[float]) -> Span:
+        """The window that begins at a frame, in sequential mode.
+
+        Args:
+            recording: The recording; ``seek`` never goes back.
+            seek: First frame of the window.
+            seams: Seconds at which stretches of speech meet that were cut out of a recording.
+        """
+        raise NotImplementedError
+
+    def read(self, recording: Recording, seek: int, count: int) -> Any:
+        """What the encoder is given of a window; ``seek`` never goes back."""
+        raise NotImplementedError
+
+    def features(self, waves: Sequence[Any]) -> Sequence[Any]:
+        """What the encoder is given of samples ``(T,)`` by themselves, for each of several."""
+        raise NotImplementedError
+
+    def samples(self, recording: Recording, seek: int, count: int) -> Any:
+        """A window as samples ``(T,)``, for timing words; right after `read` of that window."""
+        return None
+
+    def heard(self, recording: Recording, seek: int, count: int) -> Any:
+        """A window as a waveform that guides may change, see `mmdecode.adapters.audio_views`."""
+        raise OptionError(
+            f"the guide changes the waveform, and {self.name} offers no view of it; leave the "
+            "guide out"
+        )
+
+    def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
+        """Reads windows.
+
+        Args:
+            windows: Each as `read` gave it.
+            seconds: Length of each.
+        """
+        raise NotImplementedError
+
+    # ---- languages
+
+    def language_of_name(self, name: str) -> int | None:
+        """The token of a language by name; ``None``: the family has none.
+
+        Raises:
+            ValueError: The model does not know it; says what it knows.
+        """
+        from mmdecode.asr.recognizers.whisper_prompts import language_code
+
+        if self.language is not None and language_code(name) != self.language:
+            raise ValueError(
+                f"{self.name} transcribes {self.language!r} alone; leave the language out, or name "
+                "a model of that language"
+            )
+        return None
+
+    def language_of(self, source: Source) -> int | None:
+        """The token of a recording's language, its own or that of the options.
+
+        Raises:
+            InputError: The model does not know it.
+        """
+        if source.language is None:
+            return None
+        try:
+            return self.language_of_name(source.language)
+        except ValueError as error:
+            raise InputError(f"{source.name}: language {source.language!r}: {error}") from error
+
+    def code_of(self, token: int | None) -> str | None:
+        """Code of a language token; ``None``: the model has one language, or it is not known."""
+        return None
+
+    @property
+    def detects(self) -> bool:
+        """Whether languages that were not given are detected."""
+        return False
+
+    def detected(self, encoded: Encoded) -> list[int]:
+        """The language token of each row."""
+        raise NotImplementedError
+
+    # ---- prompts, tokens and lengths
+
+    most_shown: int = 0
+    """How many tokens of the text so far a window can be shown."""
+
+    @property
+    def first_shown(self) -> list[int]:
+        """What the first window is shown."""
+        return []
+
+    def prompt(self, language: int | None, shown: Sequence[int]) -> list[int]:
+        """What the decoder reads before it writes.
+
+        Args:
+            language: Token of the language.
+            shown: Tokens of the text so far.
+        """
+        start = token_ids(self.config.decoder_start_token_id) or token_ids(self.config.bos_token_id)
+        if not start:
+            raise UnsupportedModelError(
+                f"{self.name} has no decoder_start_token_id in generation_config.json; copy the "
+                "file of the checkpoint it was trained from"
+            )
+        return start[:1]
+
+    def is_text(self, token: int) -> bool:
+        """Whether an id stands for text, and not for a time, a language or an end."""
+        return token not in self._special and token not in self.ends and token != self.pad
+
+    def said(self, tokens: Sequence[int]) -> list[Any]:
+        """Those that are text, as they are: timed ones stay timed."""
+        return [t for t in tokens if self.is_text(t) and t not in self._special]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, those that stand for none left out."""
+        decode = self.tokenizer.decode
+        return decode(self.said(tokens), clean_up_tokenization_spaces=False).strip()
+
+    def starts_word(self, token: int) -> bool:
+        """Whether a token begins a word, by the mark that its vocabulary has for spaces."""
+        name = self.tokenizer.convert_ids_to_tokens(int(token))
+        return str(name).startswith(("\u2581", "\u0120", " "))
+
+    def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
+        """Cuts the tokens of a window into segments: here into one.
+
+        Args:
+            tokens: Without the end token.
+            whole: The window's length, in timestamp steps.
+            sequential: Whether the next window begins where this one says.
+        """
+        return Split([(0, whole, tokens)] if self.text(tokens) else [])
+
+    def most_tokens(self, seconds: float) -> int:
+        """The longest transcript of so many seconds, in tokens."""
+        raise NotImplementedError
+
+    def generation(self, width: int, most: int) -> GenerationConfig:
+        """Lengths and special tokens after a prompt of ``width`` tokens, for ``most`` new ones."""
+        return GenerationConfig(
+            max_length=width + most, eos_token_id=sorted(self.ends), pad_token_id=self.pad
+        )
+
+    # ---- decoding
+
+    def generate(
+        self,
+        decoder: Decoder,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        temperature: float,
+        names: list[str],
+        sources: list[list[int]],
+    ) -> Any:
+        """Decodes windows; returns what ``generate`` would.
+
+        Args:
+            decoder: How.
+            prompt: Of one length, ``(B, P)``.
+            encoded: The windows.
+            config: See `generation`; sampling and scores are set.
+            temperature: 0 is greedy.
+            names: What the noise of each row is keyed by.
+            sources: What a draft may copy from.
+        """
+        raise NotImplementedError
+
+    def searched(
+        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+    ) -> list[list[Scored]]:
+        """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
+        raise NotImplementedError
+
+    def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
+        """The probability that nobody speaks, of each row; ``None``: it is not known."""
+        return [None] * len(encoded.seconds)
+
+    # ---- words
+
+    def rules(self, width: int) -> LogitsProcessorList:
+        """Processors after a prompt of ``width`` tokens, without a temperature."""
+        return LogitsProcessorList()
+
+    def timer(self) -> Timer | None:
+        """Times words, where the options ask for it."""
+        return None
+
+
+def of_type(model_type: str) -> type[Recognizer]:
+    """The recogniser class of a model type; ours come before those of plug-ins.
+
+    Raises:
+        UnsupportedModelError: No recogniser is for it.
+    """
+    return registry.recognizer_class(model_type)
+
+
+def by_length(lengths: Sequence[Any], rows: Sequence[int] | None = None) -> list[list[int]]:
+    """Rows in groups of equal length; shortest first."""
+    groups: dict[Any, list[int]] = {}
+    for row in range(len(lengths)) if rows is None else rows:
+        groups.setdefault(lengths[row], []).append(row)
+    return [group for _, group in sorted(groups.items())]

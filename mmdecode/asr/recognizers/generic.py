@@ -1,0 +1,279 @@
+"""Any encoder-decoder of transformers that hears speech and writes text.
+
+A recording that fits into one window is decoded as plain ``generate`` decodes it. A longer one is
+cut: where stretches of speech meet, if ``vad`` found any; else at the longest pause of the second
+half of a window; else where the window is full, and then windows overlap by `OVERLAP_S` and their
+texts are joined by the tokens that both have (`mmdecode.asr.chunks`). Windows are encoded alone or
+with others of their length, so that no padding is ever heard; the states are padded.
+
+Models that the engine has an adapter for are drafted and guided; others are decoded by plain
+``generate``, and a draft or guide is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.modeling_outputs import ModelOutput
+
+from mmdecode import registry
+from mmdecode.asr.beams import beam_search
+from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, by_length
+from mmdecode.asr.recognizers.pauses import pause_in
+from mmdecode.asr.recording import Recording
+from mmdecode.checkpoints import code_trusted
+from mmdecode.engine.decoder import NoDraft
+from mmdecode.errors import IncompatibleError, InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from mmdecode.asr.audio import Source
+    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.engine.decoder import Decoder
+
+SHORTEST_S = 0.1
+"""Shorter windows are filled up with silence."""
+OVERLAP_S = 3.0
+"""By how much windows overlap where no pause was found, at most a third of a window."""
+
+
+class GenericRecognizer(Recognizer):
+    """A model of ``AutoModelForSpeechSeq2Seq`` with its processor, cut at pauses."""
+
+    def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
+        super().__init__(model, processor, options)
+        try:
+            registry.adapter_class(model.config.model_type)
+        except UnsupportedModelError:
+            self.capabilities = replace(self.capabilities, drafts=False)
+
+    @staticmethod
+    def fits(model_type: str) -> bool:
+        """Whether transformers knows a recogniser of that type."""
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as KNOWN,
+        )
+
+        return model_type in KNOWN
+
+    @classmethod
+    def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Model and processor by transformers' Auto classes.
+
+        Raises:
+            InputError: There is no processor, or it lacks a part.
+        """
+        from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+
+        trust = code_trusted()
+        try:
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust)
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            raise InputError(
+                f"{path}: its processor cannot be loaded ({' '.join(str(error).split())[:200]}); "
+                "expected a tokenizer and a feature extractor beside the weights: copy "
+                "tokenizer.json, tokenizer_config.json and preprocessor_config.json of the "
+                "checkpoint it was trained from"
+            ) from error
+        for part in ("tokenizer", "feature_extractor"):
+            if getattr(processor, part, None) is None:
+                raise InputError(
+                    f"{path} has no {part.replace('_', ' ')}, only a {type(processor).__name__}; "
+                    "copy the files of the checkpoint it was trained from"
+                )
+        model = AutoModelForSpeechSeq2Seq.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust
+        )
+        return model, processor
+
+    # ---- windows
+
+    def open(self, source: Source) -> Recording:
+        """A recording, measured."""
+        return Recording(source, self.rate)
+
+    def span(self, recording: Recording, seek: int, seams: Sequence[float]) -> Span:
+        """All that is left where it fits, else up to a seam or pause, else a full window."""
+        left, whole = recording.frames - seek, self.window_frames
+        if left <= whole:
+            return Span(left, recording.frames)
+        earliest = whole // 2
+        meeting = [round(at * self.rate) - seek for at in seams]
+        cut = max((at for at in meeting if earliest <= at <= whole), default=None)
+        if cut is None:
+            cut = pause_in(recording.waveform(seek, seek + whole), self.rate, earliest)
+        if cut is not None:
+            return Span(cut, seek + cut)
+        overlap = min(round(OVERLAP_S * self.rate), whole // 3)
+        return Span(whole, seek + whole - overlap, joined=True)
+
+    def read(self, recording: Recording, seek: int, count: int) -> Mapping[str, Tensor]:
+        """What the processor makes of the samples."""
+        [found] = self.features([recording.waveform(seek, seek + count)])
+        return found
+
+    def features(self, waves: Sequence[Any]) -> Sequence[Mapping[str, Tensor]]:
+        """Of each window by itself, tensors with a batch of 1."""
+        shortest = round(SHORTEST_S * self.rate)
+        found = []
+        for wave in waves:
+            padded = np.pad(wave, (0, max(0, shortest - len(wave))))
+            given = self.processor.feature_extractor(
+                padded, sampling_rate=self.rate, return_tensors="pt"
+            )
+            found.append({name: self._placed(value) for name, value in given.items()})
+        return found
+
+    def _placed(self, value: Tensor) -> Tensor:
+        kind = self.model.dtype if value.is_floating_point() else value.dtype
+        return value.to(self.model.device, kind)
+
+    def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
+        """Reads windows, those of one length together; without an adapter they are left as is."""
+        if not self.capabilities.drafts:
+            return Encoded(windows, seconds)
+        encoder = self.model.get_encoder()
+        found: dict[int, Tensor] = {}
+        for rows in by_length([_shape(one) for one in windows]):
+            output = encoder(**_stacked([windows[row] for row in rows]))
+            states = output.last_hidden_state
+            found |= {row: states[at] for at, row in enumerate(rows)}
+        states = [found[row] for row in range(len(windows))]
+        lengths = [len(one) for one in states]
+        mask = None
+        if len(set(lengths)) > 1:
+            places = torch.arange(max(lengths), device=states[0].device)
+            mask = places < torch.tensor(lengths, device=places.device)[:, None]
+        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        return Encoded(windows, seconds, padded, mask)
+
+    # ---- lengths
+
+    def most_tokens(self, seconds: float) -> int:
+        """What the checkpoint's settings say, else what the decoder has positions for."""
+        if self.config.max_new_tokens is not None:
+            return int(self.config.max_new_tokens)
+        positions = (
+            getattr(self.model.config, name, None)
+            for name in ("max_target_positions", "max_position_embeddings")
+        )
+        limits = [self.config.max_length, *positions]
+        return max(1, min((int(one) for one in limits if one), default=448) - 1)
+
+    # ---- decoding
+
+    def generate(
+        self,
+        decoder: Decoder,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        temperature: float,
+        names: list[str],
+        sources: list[list[int]],
+    ) -> Any:
+        """Decodes windows by the engine, with the processors of the checkpoint's settings."""
+        config = self._of_checkpoint(config, temperature)
+        if encoded.states is None:
+            return self._plain(decoder, prompt, encoded, config, names)
+        states = ModelOutput(last_hidden_state=encoded.states, attention_mask=encoded.mask)
+        inputs = {} if encoded.mask is None else {"attention_mask": encoded.mask.long()}
+        return GenerationMixin.generate(
+            self.model,
+            decoder_input_ids=prompt,
+            encoder_outputs=states,
+            generation_config=config,
+            custom_generate=decoder,
+            mm_inputs={"source_ids": sources},
+            mm_request=names,
+            **inputs,
+        )
+
+    def searched(
+        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+    ) -> list[list[Scored]]:
+        """Beam search by transformers, over windows of one length at a time."""
+        config = self._of_checkpoint(config, 0.0)
+        found: dict[int, list[Scored]] = {}
+        for rows in by_length([_shape(one) for one in encoded.inputs]):
+            inputs = _stacked([encoded.inputs[row] for row in rows])
+            ranked = beam_search(self.model, prompt[rows], inputs, [], config, beams, keep)
+            found |= dict(zip(rows, ranked, strict=True))
+        return [found[row] for row in range(len(prompt))]
+
+    def _of_checkpoint(self, given: GenerationConfig, temperature: float) -> GenerationConfig:
+        """The checkpoint's settings with those of the call; of transformers' own top-k none."""
+        import copy
+
+        config = copy.deepcopy(self.config)
+        config.update(**given.to_diff_dict() | {"max_new_tokens": None})
+        config.update(
+            do_sample=given.do_sample,
+            num_beams=1,
+            output_scores=given.output_scores,
+            return_dict_in_generate=given.return_dict_in_generate,
+        )
+        if temperature > 0:
+            config.update(temperature=temperature, top_k=self.config.top_k or 0)
+        return config
+
+    def _plain(
+        self,
+        decoder: Decoder,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        names: list[str],
+    ) -> Any:
+        """By ``generate`` itself, each window alone, with noise of its own."""
+        self._refuse_parts(decoder)
+        sequences, scores = [], []
+        for row, name in enumerate(names):
+            seed = int.from_bytes(hashlib.blake2b(f"{decoder.seed}/{name}".encode()).digest()[:8])
+            with torch.random.fork_rng(enabled=bool(config.do_sample)):
+                if config.do_sample:
+                    torch.manual_seed(seed)
+                output = GenerationMixin.generate(
+                    self.model,
+                    decoder_input_ids=prompt[row : row + 1],
+                    generation_config=config,
+                    **encoded.inputs[row],
+                )
+            if config.return_dict_in_generate:
+                scores.append(torch.cat(output.scores))
+                output = output.sequences
+            sequences.append(output[0])
+        ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=self.pad)
+        if not config.return_dict_in_generate:
+            return ids
+        padded = torch.nn.utils.rnn.pad_sequence(scores)  # (L, B, V)
+        return ModelOutput(sequences=ids, scores=tuple(padded))
+
+    def _refuse_parts(self, decoder: Decoder) -> None:
+        """Refuses a draft or guide for a model that the engine does not know."""
+        if decoder.guide is not None or not isinstance(decoder.draft, NoDraft):
+            raise IncompatibleError.between(
+                "a draft or a guide",
+                self.name,
+                "the engine has no adapter for this model, which plain generate decodes",
+                "leave them out, or register an adapter under the entry-point group "
+                "mmdecode.adapters",
+            )
+
+
+def _shape(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()))
+
+
+def _stacked(windows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Windows of one shape as one batch."""
+    return {name: torch.cat([one[name] for one in windows]) for name in windows[0]}

@@ -1,0 +1,56 @@
+"""Where a window is cut: at a pause, found by how loud the samples are.
+
+A pause is a stretch of at least `SHORTEST_S` that is much quieter than the speech around it:
+nearer, in decibels, to the quietest tenth of the window than to its loudest. Of the pauses that
+leave a window long enough the longest is taken, and the window ends in its middle.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+FRAME_S, STEP_S = 0.025, 0.01
+SHORTEST_S = 0.15
+RANGE_DB = 10.0
+"""Where quiet and loud are nearer to each other, nothing can be told."""
+QUIET = 0.35
+"""Which part of the way from quiet to loud, in decibels, still is a pause."""
+
+
+def levels(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Loudness in decibels of frames of 25 ms every 10 ms, ``(F,)``."""
+    size, step = round(FRAME_S * rate), round(STEP_S * rate)
+    if len(samples) < size:
+        return np.zeros(0)
+    sums = np.concatenate([[0.0], np.cumsum(np.square(samples, dtype=np.float64))])
+    starts = np.arange(0, len(samples) - size + 1, step)
+    power = (sums[starts + size] - sums[starts]) / size
+    return 10 * np.log10(np.maximum(power, 1e-10))
+
+
+def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
+    """The middle of the longest pause of a window, as a sample.
+
+    Args:
+        samples: Of the longest window there may be, ``(T,)``.
+        rate: Theirs, in Hz.
+        earliest: No cut is made before this sample.
+
+    Returns:
+        ``None``: nothing in it is a pause.
+    """
+    found = levels(samples, rate)
+    if not len(found):
+        return None
+    quiet, loud = np.percentile(found, [10, 95])
+    if loud - quiet < RANGE_DB:
+        return None
+    silent = np.flatnonzero(np.diff(np.r_[False, found < quiet + QUIET * (loud - quiet), False]))
+    step, size = round(STEP_S * rate), round(FRAME_S * rate)
+    best: tuple[int, int] | None = None
+    for first, last in silent.reshape(-1, 2):
+        begin, end = max(int(first) * step, earliest), (int(last) - 1) * step + size
+        length = end - begin
+        if length >= SHORTEST_S * rate and (best is None or length >= best[0]):
+            best = length, (begin + end) // 2
+    return None if best is None else min(best[1], len(samples))

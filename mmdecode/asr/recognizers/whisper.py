@@ -1,0 +1,295 @@
+"""Whisper: log-mel windows of one length, a prompt, and timestamps among the tokens.
+
+Prompts and processors are in `whisper_prompts`, features in `whisper_features`. The rules follow
+transformers' ``generation_whisper.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmdecode.asr.alignment import Timer
+from mmdecode.asr.beams import beam_search
+from mmdecode.asr.cuts import split_segments, unfinished
+from mmdecode.asr.recognizers.base import Capabilities, Encoded, Recognizer, Span, Split
+from mmdecode.asr.recognizers.whisper_features import Mel, Speech
+from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
+from mmdecode.checkpoints import code_trusted, local_path
+from mmdecode.errors import OptionError, UnsupportedModelError
+from mmdecode.models.whisper_medusa import load_target
+
+if TYPE_CHECKING:
+    from mmdecode.asr.audio import Source
+    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.engine.decoder import Decoder
+
+
+class WhisperRecognizer(Recognizer):
+    """A ``WhisperForConditionalGeneration`` with its ``WhisperProcessor``.
+
+    Attributes:
+        prompts: What every window starts with.
+        mel: Its features.
+
+    Raises:
+        UnsupportedModelError: The processor is that of another model.
+        OptionError: The model does not know the language or task, or is shown too much.
+    """
+
+    model_types = ("whisper",)
+    capabilities = Capabilities(
+        timestamps=True, languages=True, prompts=True, silence=True, word_times=True
+    )
+
+    def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
+        self.prompts = Prompts.of(model.generation_config, options, processor.tokenizer)
+        super().__init__(model, processor, options)
+        self.language = None  # a default of models of many
+        self.encoder = model.get_encoder()
+        self.stride = self.encoder.conv1.stride[0] * self.encoder.conv2.stride[0]
+        extractor = processor.feature_extractor
+        self.mel = Mel(extractor, self.stride * model.config.max_source_positions)
+        if len(self.mel.filters) != model.config.num_mel_bins:
+            raise UnsupportedModelError(
+                f"the feature extractor makes {len(self.mel.filters)} mel bands, the model takes "
+                f"{model.config.num_mel_bins}; load the processor that belongs to the model"
+            )
+        self.window_s = self.mel.window_frames * self.frame_s
+        self.ends, self.pad = frozenset((self.prompts.eos,)), self.prompts.pad
+        self.most_shown = model.config.max_target_positions // 2 - 1
+        given = len(self.prompts.hotwords) + len(self.prompts.prompt)
+        if given > self.most_shown:
+            raise OptionError(
+                f"prompt and hotwords have {given} tokens; the model can be shown "
+                f"{self.most_shown}: shorten them"
+            )
+
+    @classmethod
+    def load(cls, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Model and processor; of a Whisper-Medusa checkpoint, its target."""
+        from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+        trust = {"trust_remote_code": code_trusted()}
+        if "WhisperMedusaModel" in (config.architectures or ()):
+            # heads, block and target in one checkpoint; the target may come with its own head 0
+            model = load_target(path).to(dtype)
+            own = list(Path(path).glob("*processor_config.json"))
+            place = path if own else local_path(config.whisper_model_name)
+            return model, WhisperProcessor.from_pretrained(place, **trust)
+        processor = WhisperProcessor.from_pretrained(path, **trust)
+        return WhisperForConditionalGeneration.from_pretrained(
+            path, dtype=dtype, **trust
+        ), processor
+
+    # ---- windows
+
+    @property
+    def frame_s(self) -> float:
+        """Seconds in a feature frame."""
+        return self.mel.hop / self.mel.rate
+
+    @property
+    def stamp_s(self) -> float:
+        """Seconds in a timestamp step, which is a state of the encoder."""
+        return self.stride * self.mel.hop / self.mel.rate
+
+    @property
+    def window_frames(self) -> int:
+        """Frames of every window."""
+        return self.mel.window_frames
+
+    def open(self, source: Source) -> Speech:
+        """A recording, measured."""
+        return Speech(source, self.mel, self.options.padding)
+
+    def span(self, recording: Any, seek: int, seams: Sequence[float]) -> Span:
+        """A whole window; where the next one begins its tokens say."""
+        return Span(min(recording.frames - seek, self.window_frames), None)
+
+    def read(self, recording: Any, seek: int, count: int) -> Tensor:
+        """Log-mel features, ``(mels, window_frames)``."""
+        return recording.window(seek)
+
+    def features(self, waves: Sequence[Any]) -> Any:
+        """Log-mel features as the processor makes them, ``(B, mels, window_frames)``."""
+        extractor = self.processor.feature_extractor
+        return extractor(list(waves), sampling_rate=self.rate, return_tensors="pt").input_features
+
+    def samples(self, recording: Any, seek: int, count: int) -> Any:
+        """What is heard in a window, without padding."""
+        return recording.heard_samples(seek)
+
+    def heard(self, recording: Any, seek: int, count: int) -> Any:
+        """The window's waveform."""
+        return recording.heard(seek)
+
+    def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
+        """Reads windows; all are of one length."""
+        features = torch.stack(list(windows))
+        features = features.to(self.model.device, self.encoder.conv1.weight.dtype)
+        return Encoded(features, seconds, self.encoder(features).last_hidden_state)
+
+    # ---- languages
+
+    def language_of(self, source: Source) -> int | None:
+        """The token of a recording's language, its own or that of the options."""
+        return self.prompts.language_of(source)
+
+    def code_of(self, token: int | None) -> str | None:
+        """Code of a language token."""
+        return self.prompts.code_of(token)
+
+    @property
+    def detects(self) -> bool:
+        """Whether the model has several languages and none was given."""
+        return bool(self.prompts.languages)
+
+    def detected(self, encoded: Encoded) -> list[int]:
+        """The most probable language token of each row."""
+        states = _states(encoded)
+        start = torch.full((len(states), 1), self.prompts.start, device=states.device)
+        logits = self._logits_at_end(start, states)
+        choices = torch.tensor(self.prompts.languages, device=states.device)
+        return choices[logits[:, choices].argmax(1)].tolist()
+
+    # ---- prompts, tokens and lengths
+
+    @property
+    def first_shown(self) -> list[int]:
+        """The prompt, where it does not stand before every window anyway."""
+        everywhere = self.options.prompt_condition_type == "all-segments"
+        return [] if everywhere else list(self.prompts.prompt)
+
+    def prompt(self, language: int | None, shown: Sequence[int]) -> list[int]:
+        """Texts that the window is shown, then what starts a transcript."""
+        head = list(self.prompts.hotwords)
+        if self.options.prompt_condition_type == "all-segments":
+            head += self.prompts.prompt
+        before = head + list(shown[max(0, len(shown) + len(head) - self.most_shown) :])
+        initial = self.prompts.initial(language)
+        return [int(self.prompts.previous or 0), *before, *initial] if before else initial
+
+    def is_text(self, token: int) -> bool:
+        """Whether an id is below the timestamps."""
+        return token < self.prompts.timestamp_begin
+
+    def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
+        """Cuts where two timestamps meet."""
+        begin = self.prompts.timestamp_begin
+        if not self.options.timestamps:
+            return Split([(0, whole, tokens)])
+        cuts, forward = split_segments(tokens, begin, whole)
+        rest = unfinished(tokens, cuts) if forward is not None else []
+        if rest and not sequential:
+            cuts[-1][2].pop()  # the timestamp that opens the rest
+            cuts.append((rest[0] - begin, whole, rest))
+        moved = [max(begin, t - (forward or 0)) if t >= begin else t for t in rest]
+        return Split(cuts, forward, moved)
+
+    def most_tokens(self, seconds: float) -> int:
+        """What the decoder's positions or the checkpoint's settings leave."""
+        return int(self.model.config.max_target_positions)
+
+    def generation(self, width: int, most: int) -> GenerationConfig:
+        """As transformers' long form has it: the settings count the prompt as well."""
+        limit = self.model.config.max_target_positions
+        if self.options.max_new_tokens is not None:
+            limit = min(width + self.options.max_new_tokens, limit)
+        elif self.config.max_new_tokens is not None:
+            limit = min(width + self.config.max_new_tokens, limit)
+        elif self.config.max_length is not None:
+            limit = min(width + self.config.max_length, limit)
+        return GenerationConfig(
+            max_length=limit,
+            eos_token_id=self.config.eos_token_id,
+            pad_token_id=self.pad,
+        )
+
+    # ---- decoding
+
+    def generate(
+        self,
+        decoder: Decoder,
+        prompt: Tensor,
+        encoded: Encoded,
+        config: GenerationConfig,
+        temperature: float,
+        names: list[str],
+        sources: list[list[int]],
+    ) -> Any:
+        """Decodes windows by the engine, with Whisper's processors."""
+        raw: dict[str, Any] = {"input_features": encoded.inputs, "source_ids": sources}
+        if encoded.heard:
+            raw["audio"] = encoded.heard
+        return decoder(
+            self.model,
+            prompt,
+            logits_processor=processors(self.config, prompt.shape[1], self.options, temperature),
+            stopping_criteria=StoppingCriteriaList(),
+            generation_config=config,
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoded.states),
+            mm_inputs=raw,
+            mm_request=names,
+        )
+
+    def searched(
+        self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
+    ) -> list[list[Scored]]:
+        """Beam search by transformers, with the timestamp rules and the checkpoint's settings."""
+        states = _states(encoded)
+        rules = self.rules(prompt.shape[1])
+        # generate makes the others by itself, from the checkpoint's settings
+        times = [rule for rule in rules if isinstance(rule, WhisperTimeStampLogitsProcessor)]
+        inputs = {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=states),
+            "attention_mask": torch.ones_like(states[:, :, 0], dtype=torch.long),
+        }
+        return beam_search(self.model, prompt, inputs, times, config, beams, keep)
+
+    def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:
+        """The probability of the no-speech token where the transcript starts."""
+        language = self.prompts.language
+        if language is None and self.prompts.languages:
+            language = self.prompts.languages[0]  # any: its place alone counts
+        at = prompt.shape[1] - len(self.prompts.initial(language))
+        logits = self._logits_at_end(prompt[:, : at + 1], _states(encoded))
+        return logits.float().softmax(-1)[:, self.prompts.no_speech].tolist()
+
+    def _logits_at_end(self, ids: Tensor, states: Tensor) -> Tensor:
+        """Logits after ``ids (B, P)``, ``(B, V)``."""
+        read = BaseModelOutput(last_hidden_state=states)
+        output = self.model(encoder_outputs=read, decoder_input_ids=ids, use_cache=False)
+        return output.logits[:, -1]
+
+    # ---- words
+
+    def rules(self, width: int) -> LogitsProcessorList:
+        """Whisper's own and those of the checkpoint's settings."""
+        return processors(self.config, width, self.options, 0.0)
+
+    def timer(self) -> Timer | None:
+        """By cross-attention or letters, see `mmdecode.asr.alignment`."""
+        if not self.options.word_timestamps:
+            return None
+        return Timer(
+            self.model,
+            self.tokenizer,
+            self.options.word_timestamps,
+            stamps=self.prompts.timestamp_begin,
+            frame_s=self.stamp_s,
+            rate=self.mel.rate,
+        )
+
+
+def _states(encoded: Encoded) -> Tensor:
+    assert encoded.states is not None, "Whisper's windows are encoded before they are decoded"
+    return encoded.states
