@@ -12,6 +12,7 @@ import pytest
 import mmdecode as mm
 from mmdecode import registry
 from tests.support.hub import publish_named
+from tests.support.moonshine import NAME, needs_wheel
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,7 +28,8 @@ def examples():
             if kind == "python":
                 follows = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
                 shown = follows[1] if follows[0] == "text" else ""
-                yield pytest.param(text, shown, id=f"{page.stem}-{index}")
+                needs = needs_wheel if NAME in text else ()
+                yield pytest.param(text, shown, id=f"{page.stem}-{index}", marks=needs)
 
 
 @pytest.mark.parametrize(("code", "shown"), [*examples()])
