@@ -235,19 +235,28 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     return x * cos + swapped * sin
 
 
-def rotation_of(cos: Tensor, sin: Tensor, width: int) -> Rotation:
-    """From what a rotary embedding of transformers gives; dimensions past its own stay.
+class Turns(NamedTuple):
+    """Radians by which a step of one position turns each dimension of a head, and to which side.
 
-    Args:
-        cos: ``(B, Q, R)``; its first half holds one cosine for each pair.
-        sin: Likewise.
-        width: Of a head.
+    Attributes:
+        radians: ``(D,)``; each pair's twice, and 0 past those that are rotated.
+        side: ``(D,)``; -1 and 1 in turn.
     """
-    pairs, rest = cos.shape[-1] // 2, (0, width - cos.shape[-1])
-    cos, sin = cos[..., :pairs, None], sin[..., :pairs, None]
-    cos = cos.expand(*cos.shape[:-1], 2).flatten(-2)
-    sin = torch.cat([-sin, sin], -1).flatten(-2)
-    return pad(cos, rest, value=1.0).unsqueeze(2), pad(sin, rest).unsqueeze(2)
+
+    radians: Tensor
+    side: Tensor
+
+    @classmethod
+    def of(cls, frequencies: Tensor, width: int) -> Turns:
+        """From radians of pairs, ``(R / 2,)``, and the width of a head."""
+        radians = frequencies.float().repeat_interleave(2)
+        side = radians.new_tensor([-1.0, 1.0]).repeat(width // 2)
+        return cls(pad(radians, (0, width - len(radians))), pad(side, (0, width % 2)))
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """At ``(B, Q)`` positions."""
+        angle = positions[..., None, None] * self.radians
+        return angle.cos().to(dtype), (angle.sin() * self.side).to(dtype)
 
 
 def affine(module: nn.Linear) -> Affine:

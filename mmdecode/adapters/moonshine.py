@@ -6,6 +6,7 @@ states than alone, and so other text. What is decoded here are the states that a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ from mmdecode.adapters.lean_step import (
     Layer,
     LeanAdapter,
     Rotation,
+    Turns,
     affine,
     norm,
-    rotation_of,
     split,
 )
 from mmdecode.engine.contracts import Context
@@ -34,6 +35,8 @@ class MoonshineAdapter(LeanAdapter):
 
     def __init__(self, model: MoonshineForConditionalGeneration) -> None:
         super().__init__(model, model.config.decoder_num_hidden_layers)
+        # others change with the length, or scale what is turned
+        self._lean = self._lean and self._decoder.rotary_emb.rope_type == "default"
 
     @property
     def source_width(self) -> int:
@@ -73,10 +76,13 @@ class MoonshineAdapter(LeanAdapter):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         """Embeddings, and the rotation of queries and keys, one for all layers."""
+        hidden = self._decoder.embed_tokens.weight[tokens]
+        return hidden, self._turns.at(positions, hidden.dtype)
+
+    @functools.cached_property
+    def _turns(self) -> Turns:
         decoder = self._decoder
-        hidden = decoder.embed_tokens.weight[tokens]
-        cos, sin = decoder.rotary_emb(hidden, position_ids=positions)
-        return hidden, rotation_of(cos, sin, decoder.layers[0].self_attn.head_dim)
+        return Turns.of(decoder.rotary_emb.inv_freq, decoder.layers[0].self_attn.head_dim)
 
     def final_norm(self) -> nn.LayerNorm:
         """After the last layer."""
