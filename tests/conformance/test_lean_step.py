@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import MoonshineForConditionalGeneration
 from transformers.models.moonshine import modeling_moonshine
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderLayer
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
@@ -146,6 +147,26 @@ def test_a_mistake_in_the_lean_step_is_found(family, mistake, monkeypatch):
     )
     with pytest.warns(UserWarning, match="the lean decoder step (differs|fails)"):
         assert not registry.adapter_for(model)._lean
+
+
+def test_heads_padded_with_zeros_as_on_a_gpu_give_the_same(monkeypatch):
+    describe = MoonshineAdapter.describe
+    monkeypatch.setattr(
+        MoonshineAdapter,
+        "describe",
+        staticmethod(lambda layer, *args: describe(layer, *args)._replace(padding=6)),
+    )
+    assert adapter_of(fresh("moonshine_padded"))._lean
+
+
+def test_rotations_that_change_with_the_length_are_left_to_the_modules():
+    config = copy.deepcopy(model_of("moonshine").config)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    model = MoonshineForConditionalGeneration(config).eval()
+    assert not adapter_of(model)._lean
+    options = {**inputs_of("moonshine", 2), "max_new_tokens": 8}
+    expected = model.generate(**options)
+    assert model.generate(**options, custom_generate=Decoder()).tolist() == expected.tolist()
 
 
 def test_an_unrotated_lean_step_is_found(monkeypatch):
