@@ -89,10 +89,18 @@ def cache_folder() -> Path:
     """Where what is made once is kept for all later runs of a user.
 
     ``MMDECODE_CACHE``, else ``mmdecode`` in ``XDG_CACHE_HOME``, else ``~/.cache/mmdecode``.
+
+    Raises:
+        InputError: None of them is set, and the user has no home.
     """
     own, shared = os.environ.get("MMDECODE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     place = Path(own) if own else Path(shared or "~/.cache") / "mmdecode"
-    return Path(os.path.expanduser(place))
+    try:
+        return place.expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"no folder for a cache: this user has no home ({place}); set MMDECODE_CACHE to one"
+        ) from error
 
 
 class CheckpointScheme:

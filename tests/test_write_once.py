@@ -108,3 +108,16 @@ def test_the_cache_is_where_the_environment_says(monkeypatch):
     assert cache_folder() == Path("/shared/mmdecode")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path("~/.cache/mmdecode").expanduser()
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    pwd = pytest.importorskip("pwd")
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "MMDECODE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="set MMDECODE_CACHE"):
+        cache_folder()

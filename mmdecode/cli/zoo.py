@@ -32,8 +32,8 @@ def command(json: JsonFlag = False) -> None:
     for row in rows:
         table.add_row(row["name"], str(row["mib"]), row.get("what", ""), row.get("measured", ""))
     out.print(table)
-    for card in published:
-        out.print(_published(card))
+    for one in published:
+        out.print(_published(one))
 
 
 def _published(card: dict[str, Any]) -> Table:

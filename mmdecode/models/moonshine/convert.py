@@ -17,6 +17,8 @@ from mmdecode.errors import InputError
 from mmdecode.models.moonshine.ort_file import Graph, read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_config, tokenizer_json
 
+MOST_TOKENS = 194
+"""Of the longest text, its start token included."""
 NUM_TENSORS, NUM_PARAMETERS = 160, 27_092_736
 ENCODER, DECODER, TOKENIZER = "encoder_model.ort", "decoder_model_merged.ort", "tokenizer.bin"
 
@@ -39,7 +41,7 @@ CONFIG = {
     "pad_head_dim_to_multiple_of": 8,
     "encoder_hidden_act": "gelu",
     "decoder_hidden_act": "silu",
-    "max_position_embeddings": 194,
+    "max_position_embeddings": MOST_TOKENS,
     "partial_rotary_factor": 0.9,
     "rope_theta": 10000.0,
     "attention_bias": False,
@@ -61,7 +63,7 @@ GENERATION = {
     "eos_token_id": 2,
     "pad_token_id": 2,
     "decoder_start_token_id": 1,
-    "max_length": CONFIG["max_position_embeddings"],
+    "max_length": MOST_TOKENS,
 }
 
 FEATURES = {
@@ -93,7 +95,7 @@ def converted(folder: Path) -> dict[str, bytes]:
         "generation_config.json": _json(GENERATION),
         "preprocessor_config.json": _json(FEATURES),
         "tokenizer.json": tokenizer_json(pieces).encode(),
-        "tokenizer_config.json": _json(tokenizer_config(GENERATION["max_length"])),
+        "tokenizer_config.json": _json(tokenizer_config(MOST_TOKENS)),
         "model.safetensors": save(read_weights(folder), metadata={"format": "pt"}),
     }
 

@@ -23,7 +23,8 @@ def read_pieces(data: bytes) -> list[bytes]:
     Raises:
         InputError: It ends within a piece.
     """
-    pieces, place = [], 0
+    pieces: list[bytes] = []
+    place = 0
     while place < len(data):
         size = data[place]
         place += 1

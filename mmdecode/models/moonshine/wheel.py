@@ -6,6 +6,7 @@ the content that the conversion was compared with (`SHA256`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -76,7 +77,9 @@ class MoonshineWheel(CheckpointScheme):
         """See `CheckpointScheme`; files of another size are of another version."""
         if name not in cls.names:
             return _is_path(name) and _has_sizes(Path(name).expanduser())
-        return _has_sizes(_assets()) or _is_complete(cache_place())
+        with contextlib.suppress(InputError):  # a user without a home
+            return _has_sizes(_assets()) or _is_complete(cache_place())
+        return False
 
     @classmethod
     def holds(cls, folder: Path) -> bool:
