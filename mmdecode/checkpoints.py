@@ -140,7 +140,7 @@ class CheckpointScheme:
 
         Returns:
             ``what``, ``measured``, ``licence``, ``origin``, ``notice``, ``install`` (a command) and
-            ``mib``, its size.
+            ``mib``, the size of its folder.
         """
         return {}
 

@@ -228,6 +228,12 @@ def test_the_folder_has_card_licence_and_hashes(folder):
 
 
 @needs_wheel
+def test_the_listing_knows_its_size(folder):
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    assert abs(size - wheel.CARD["mib"]) < 0.1
+
+
+@needs_wheel
 def test_a_folder_of_the_three_files_is_the_same_checkpoint(files, folder, tmp_path, monkeypatch):
     for name in wheel.SHA256:
         (tmp_path / name).symlink_to(files / name)
