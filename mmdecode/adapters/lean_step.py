@@ -286,13 +286,13 @@ def usable(decoder: Any) -> bool:
     """Whether the stock modules are plain enough to be run directly."""
     if decoder.training or attention_implementation(decoder.config) != "sdpa":
         return False
-    plain = {nn.Linear, nn.LayerNorm, nn.Embedding}
-    return all(_plain(module, plain) for module in decoder.modules())
+    return all(plain(module) for module in decoder.modules())
 
 
-def _plain(module: nn.Module, plain: set[type]) -> bool:
+def plain(module: nn.Module) -> bool:
+    """Whether a module's forward pass is that of its class, and its weights are in plain layers."""
     holds_weights = bool(module._parameters) and type(module).__module__.startswith("torch.")
-    foreign = holds_weights and type(module) not in plain
+    foreign = holds_weights and type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding)
     patched = "forward" in vars(module) or "_hf_hook" in vars(module)
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     wrapped = not type(module).__module__.startswith(("torch.", "transformers."))

@@ -7,9 +7,11 @@ states than alone, and so other text. What is decoded here are the states that a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -20,12 +22,41 @@ from mmdecode.adapters.lean_step import (
     Turns,
     affine,
     norm,
+    plain,
     split,
 )
 from mmdecode.engine.contracts import Context
 
 if TYPE_CHECKING:
     from transformers import MoonshineForConditionalGeneration
+
+
+_columns: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By output layer: where its weights lie with the sum of their bits, and a copy by column."""
+
+
+def by_column(head: nn.Module) -> Tensor | None:
+    """A copy ``(H, V)`` of an output matrix, made once; ``None`` where it is of no use.
+
+    A CPU's product of one row with tens of thousands of short rows reads the memory at a third of
+    its speed; that with the same numbers stored by column does not. Weights that changed since,
+    in whatever way, are copied anew.
+    """
+    weight = getattr(head, "weight", None)
+    if type(head) is not nn.Linear or weight is None or head.bias is not None or not plain(head):
+        return None
+    tall = weight.shape[0] >= 8192 and weight.shape[1] <= 512 and weight.shape[1] % 2 == 0
+    if not (tall and weight.device.type == "cpu" and weight.dtype == torch.float32):
+        return None
+    weight = weight.detach()
+    if not weight.is_contiguous():
+        return None
+    found = (weight.data_ptr(), int(weight.view(torch.int64).sum()))
+    if head not in _columns or _columns[head][0] != found:
+        _columns[head] = (found, weight.t().contiguous())
+    return _columns[head][1]
 
 
 class MoonshineAdapter(LeanAdapter):
@@ -37,6 +68,15 @@ class MoonshineAdapter(LeanAdapter):
         super().__init__(model, model.config.decoder_num_hidden_layers)
         # others change with the length, or scale what is turned
         self._lean = self._lean and self._decoder.rotary_emb.rope_type == "default"
+        self._by_column = by_column(self._head)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The output matrix."""
+        head = self._head
+        hooked = head._forward_hooks or head._forward_pre_hooks
+        if self._by_column is None or hooked or hidden.shape[:-1].numel() > 1:
+            return super().unembed(hidden)
+        return hidden @ self._by_column
 
     @property
     def source_width(self) -> int:

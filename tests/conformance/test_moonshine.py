@@ -1,11 +1,15 @@
 """Moonshine: token for token what plain greedy `generate` gives, whatever drafts."""
 
+import copy
+
 import pytest
 import torch
+from transformers import MoonshineForConditionalGeneration
 
 import mmdecode
+from mmdecode.adapters import moonshine
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
-from mmdecode.adapters.moonshine import MoonshineAdapter
+from mmdecode.adapters.moonshine import MoonshineAdapter, by_column
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.decoder import Decoder
@@ -139,6 +143,33 @@ def test_an_assistant_that_cannot_read_the_targets_encoder_is_refused():
 def test_a_guide_that_changes_the_audio_is_refused_by_name():
     with pytest.raises(IncompatibleError, match="Whisper"):
         ours(Decoder(guide="whisper_cd"), "moonshine")
+
+
+def test_logits_of_one_row_come_from_a_copy_by_column_that_follows_the_weights():
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 8192, bias=False), torch.randn(1, 1, 16)
+    first = by_column(head)
+    assert torch.allclose(hidden @ first, head(hidden), atol=1e-5)
+    assert by_column(head) is first
+    head.weight.data[7, 3] += 1.0  # as merged adapters do, unseen by the version of a tensor
+    assert torch.allclose(hidden @ by_column(head), head(hidden), atol=1e-5)
+    head.register_forward_hook(lambda *_: None)
+    assert by_column(head) is None
+    assert by_column(torch.nn.Linear(16, 8192, bias=False).bfloat16()) is None
+    assert by_column(torch.nn.Linear(16, 80, bias=False)) is None
+
+
+def test_a_large_vocabulary_gives_the_same():
+    config = copy.deepcopy(moonshine_model().config)
+    config.vocab_size = 8192
+    torch.manual_seed(1)
+    model = MoonshineForConditionalGeneration(config).eval()
+    expected = model.generate(**waves(1), max_new_tokens=NEW)
+    assert len(set(expected[0].tolist())) >= 5
+    for draft in (None, PromptLookup()):
+        found = model.generate(**waves(1), max_new_tokens=NEW, custom_generate=Decoder(draft))
+        assert found.tolist() == expected.tolist()
+    assert model.proj_out in moonshine._columns
 
 
 # Known mistakes
