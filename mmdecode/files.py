@@ -572,9 +572,11 @@ def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> No
         new = json.loads(json.dumps(wanted["settings"], default=str))
         differing = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
         shown = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differing)
+        named = old.get("model") if "model" in differing else None  # the default may be another now
+        again = f"repeat them, --model {named} among them," if named else "repeat them"
         raise OptionError(
-            f"{place} holds results of other settings ({shown}); repeat them to continue, or "
-            "choose another --out"
+            f"{place} holds results of other settings ({shown}); {again} to continue, or choose "
+            "another --out"
         )
 
 

@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 LEAVES = all_commands()
 BASES = {
     "demo": "vlm --limit 1",
-    "transcribe": "CLIP --max-new-tokens 2",
+    "transcribe": "CLIP --model zoo:whisper-synth --max-new-tokens 2",
     "ask": "IMAGE -q What? --max-new-tokens 2",
     "generate-image": "--class ring -n 1 --out out",
-    "stream": "CLIP --max-new-tokens 2",
+    "stream": "CLIP --model zoo:whisper-synth --max-new-tokens 2",
     "evaluate wer": "--model zoo:whisper-synth --data TABLE --max-new-tokens 2 --resamples 2",
     "evaluate silence": "--clips 2 --seconds 1 --limit 1 --speech none --max-new-tokens 2",
     "evaluate nbest": "--data cv --limit 4 --resamples 2 --methods 1best",

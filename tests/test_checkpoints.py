@@ -245,9 +245,9 @@ def own(tmp_path, monkeypatch):
 
 LOADING = [
     "transcribe talk.ogg --model MODEL",
-    "transcribe talk.ogg --correct llm:model=MODEL",
-    "transcribe talk.ogg --word-method ctc:model=MODEL --json",
-    "transcribe talk.ogg --draft assistant:model=MODEL",
+    "transcribe talk.ogg --model zoo:whisper-synth --correct llm:model=MODEL",
+    "transcribe talk.ogg --model zoo:whisper-synth --word-method ctc:model=MODEL --json",
+    "transcribe talk.ogg --model zoo:whisper-synth --draft assistant:model=MODEL",
     "stream talk.ogg --model MODEL",
     "ask photo.png -q ring --model MODEL",
     "generate-image --model MODEL --class ring --out drawn",

@@ -120,7 +120,8 @@ def test_quiet_leaves_errors_alone_on_stderr(tmp_path):
     quiet = CliRunner().invoke(app, [*words, str(tmp_path / "b"), "--quiet"])
     assert "a smoke test" in plain.stderr and quiet.stderr == ""
     assert quiet.stdout == plain.stdout
-    missing = CliRunner().invoke(app, ["transcribe", str(tmp_path / "gone.wav"), "--quiet"])
+    words = ["transcribe", str(tmp_path / "gone.wav"), "--model", "zoo:whisper-synth", "--quiet"]
+    missing = CliRunner().invoke(app, words)
     assert missing.exit_code == 1 and missing.stderr.startswith("failed: ")
     console.errors_only = False
 

@@ -14,6 +14,7 @@ from mmdecode.cli.models import INSTEAD, MODELS, toy_note
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import all_commands
+from tests.support.moonshine import NAME, hide_wheel, show_wheel
 
 CLIP = speech_test()[3].path
 
@@ -21,6 +22,7 @@ CLIP = speech_test()[3].path
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    hide_wheel(monkeypatch, tmp_path / "cache")
     shutil.copy(CLIP, "talk.ogg")
     Image.fromarray(render(draw_scene(0))).save("photo.png")
     Path("clips.jsonl").write_text('{"path": "talk.ogg", "text": "a word"}\n')
@@ -37,14 +39,22 @@ def test_the_first_command_that_one_types_says_what_to_give_instead(own):
     done = printed("transcribe", "talk.ogg")
     [line] = [line for line in done.stderr.splitlines() if "toy" in line]
     assert line.startswith("zoo:whisper-synth is a toy")
-    assert "openai/whisper-small" in line
+    assert "knows 489 words" in line and "openai/whisper-small" in line
+    assert line.endswith(f"{NAME} after: pip install --no-deps moonshine-voice==0.1.0")
     assert "toy" not in done.stdout
+
+
+def test_a_recogniser_that_is_installed_is_named_without_how_to_install_it(own, monkeypatch):
+    show_wheel(monkeypatch, own)
+    note = toy_note({"paths": ["talk.ogg"], "model": "zoo:whisper-synth"})
+    assert note.endswith(f"or {NAME}")
 
 
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
         ({"path": "-", "model": "zoo:whisper-synth"}, "openai/whisper-small"),
+        ({"data": "zoo:real-clips", "model": "zoo:whisper-synth"}, "openai/whisper-small"),
         ({"paths": ["photo.png"], "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
         ({"table": "clips.jsonl", "model": "zoo:llava-scenes"}, "llava-hf/llava-1.5-7b-hf"),
         ({"start": Path("photo.png"), "model": "zoo:llamagen-scenes"}, "Janus-Pro-1B"),

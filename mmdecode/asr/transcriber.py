@@ -16,7 +16,7 @@ from mmdecode.asr.audio import Source, source_of
 from mmdecode.asr.long_form import ADVICE, Job, LongForm, Piece
 from mmdecode.asr.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.recognizers import of_type
+from mmdecode.asr.recognizers import of_type, refuse_beyond
 from mmdecode.asr.words import Word, around_words, in_order, timed_words
 from mmdecode.checkpoints import (
     code_trusted,
@@ -201,7 +201,7 @@ class Transcriber:
         """
         settings = make_options(options)
         name = full_name(str(model_id))
-        model, processor = load(name, device, dtype)
+        model, processor = load(name, device, dtype, settings)
         at_hand = {"target": model, "model_id": name}
         if isinstance(draft, str):
             draft = registry.create("draft", draft, **at_hand)
@@ -516,13 +516,22 @@ def make_options(options: Mapping[str, Any]) -> TranscribeOptions:
 
 
 def load(
-    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+    model_id: str,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    options: TranscribeOptions | None = None,
 ) -> tuple[Any, Any]:
     """Model and processor of a checkpoint.
 
+    Args:
+        model_id: A folder, a Hub id or another name of a checkpoint.
+        device: Where to; ``None``: CUDA where there is one.
+        dtype: Of the weights.
+        options: Refused before weights are read, where the family cannot serve them.
+
     Raises:
         InputError: It cannot be loaded.
-        OptionError: The device or dtype does not exist.
+        OptionError: The device or dtype does not exist, or the family cannot serve the options.
         UnsupportedModelError: It is no recogniser that is known.
     """
     from transformers import AutoConfig
@@ -531,5 +540,8 @@ def load(
     path = local_path(model_id)
     with loading(model_id):
         config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
-        model, processor = of_type(config.model_type).load(path, config, kind)
+        family = of_type(config.model_type)
+        if options is not None:
+            refuse_beyond(family.capabilities, options, model_id)
+        model, processor = family.load(path, config, kind)
     return placed(model, device), processor

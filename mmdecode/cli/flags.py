@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mmdecode.cli.models import REAL, SYNTHETIC, default_recogniser
 from mmdecode.errors import OptionError
 
 
@@ -20,9 +21,14 @@ def model_help(what: str, example: str) -> str:
     return f"{what}, as {example}: a folder, a Hub id, its short name or zoo:NAME."
 
 
-Model = Annotated[
+Recogniser = Annotated[
     str,
-    typer.Option(help=model_help("A Whisper model", "openai/whisper-small")),
+    typer.Option(
+        "--model",
+        help=model_help("A speech recogniser", "openai/whisper-small"),
+        default_factory=default_recogniser,
+        show_default=f"{REAL} where it is installed, else {SYNTHETIC}, which knows 489 words",
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue in --out; same settings only.")]
 Overwrite = Annotated[

@@ -3,6 +3,8 @@
 * ``--trust-remote-code``, the one way to let a checkpoint run Python files of its own;
 * short names of models stand for their Hub ids, in what is printed and hashed too;
 * a shipped model on the user's own files is announced as the toy it is.
+
+`default_recogniser` is the model of commands on speech that were given none.
 """
 
 from __future__ import annotations
@@ -28,14 +30,24 @@ OWN_FILES = (
 )
 """Parameters that name what a model is run on, among other things."""
 
+REAL, SYNTHETIC = "moonshine:tiny-en", "zoo:whisper-synth"
+"""Recognisers that need no download: of people, and of 489 words that a program speaks."""
+
 INSTEAD = {
-    "whisper": "openai/whisper-small, or another Whisper",
+    "whisper": f"openai/whisper-small, or another Whisper, or {REAL}",
     "llava": "llava-hf/llava-1.5-7b-hf, or another vision-language model",
     "llamagen": "deepseek-community/Janus-Pro-1B, or another model of image tokens",
     "var": "a VAR that was published, read by load_published of mmdecode.models.var",
     "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
 }
 """What to give in the place of a shipped model, by how its name begins."""
+
+
+def default_recogniser() -> str:
+    """The published recogniser where it is installed, else the synthetic Whisper that ships."""
+    from mmdecode.checkpoints import is_installed
+
+    return REAL if is_installed(REAL) else SYNTHETIC
 
 
 def with_models(command: Any) -> Any:
@@ -94,12 +106,12 @@ def _prepared(run: Any) -> Any:
 
 
 def toy_note(given: dict[str, Any]) -> str | None:
-    """What to say where a shipped model is run on the user's own files.
+    """What to say where a shipped model is run on the user's own files, or on real recordings.
 
     Args:
         given: A command's parameters by name.
     """
-    from mmdecode.checkpoints import zoo_names
+    from mmdecode.checkpoints import is_installed, scheme_card, zoo_names
 
     own = [value for name in OWN_FILES for value in _texts(given.get(name)) if _is_own(value)]
     if not own:
@@ -112,10 +124,12 @@ def toy_note(given: dict[str, Any]) -> str | None:
         return None
     shown = " and ".join(f"zoo:{name}" for name in real)
     instead = " and ".join(dict.fromkeys(real.values()))
-    return (
-        f"{shown} is a toy that ships for tests and makes nonsense of your own files; name a real "
-        f"model: {instead}"
-    )
+    what = "a toy that ships for tests"
+    if f"zoo:{next(iter(real))}" == SYNTHETIC:
+        what = "a toy that knows 489 words"
+    if REAL in instead and not is_installed(REAL):
+        instead += f" after: {scheme_card(REAL)['install']}"
+    return f"{shown} is {what} and makes nonsense of your own files; name a real model: {instead}"
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -127,8 +141,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_own(value: str) -> bool:
-    """Whether a value names something to read that does not ship with the package."""
-    if value == "-":
+    """Whether a value names something to read that no shipped model was made for."""
+    if value in ("-", "zoo:real-clips"):
         return True
     path = Path(value)
     shipped = Path(mmdecode.__file__).parent

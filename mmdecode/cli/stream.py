@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Model
+from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Recogniser
 from mmdecode.cli.output import console, emit_json, out
 from mmdecode.cli.progress import without_other_bars
 
@@ -31,7 +31,7 @@ def command(
             "kHz, one channel."
         ),
     ],
-    model: Model = "zoo:whisper-synth",
+    model: Recogniser,
     draft: Annotated[
         str | None, typer.Option(help="Who drafts; see 'mmdecode methods draft'.")
     ] = None,

@@ -21,8 +21,8 @@ from mmdecode.cli.flags import (
     Dtype,
     Language,
     MaxNewTokens,
-    Model,
     Overwrite,
+    Recogniser,
     Resume,
     Task,
     Timestamps,
@@ -57,6 +57,7 @@ SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
 def command(
     context: typer.Context,
+    model: Recogniser,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -70,7 +71,6 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="A table of recordings: .jsonl, .json, .csv or .tsv.")
     ] = None,
-    model: Model = "zoo:whisper-synth",
     draft: Annotated[
         str | None,
         typer.Option(
@@ -600,6 +600,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
     if as_json:
         emit_json(
             {
+                "model": output.settings["model"],
                 "transcribed": tally.transcribed,
                 "resumed": tally.done_before,
                 "changed": tally.changed,

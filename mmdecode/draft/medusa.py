@@ -195,7 +195,8 @@ class Medusa:
         if not heads:
             raise InputError(
                 f"{name} holds no Medusa heads; expected keys medusa_heads.*, medusa_head.* or "
-                "0.0.linear.weight: give the checkpoint of the heads, not the bare model"
+                "0.0.linear.weight: give the checkpoint of the heads, as medusa:path=NAME, not the "
+                "bare model; or a model that ships with heads: --model zoo:whisper-synth"
             )
         linear_target = config.get("medusa_heads_type") == "base_head"
         module = MedusaHeads.from_layout(heads, first=1 if linear_target else 0)

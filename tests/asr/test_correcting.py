@@ -242,8 +242,9 @@ def test_corrected_words_stay_in_their_segments(before, after, shares):
 
 def test_the_command_corrects_and_its_json_says_who_decided(tmp_path, clips):
     soundfile.write(tmp_path / "a.wav", clips[0].samples(), 16_000)
-    words = ["transcribe", str(tmp_path / "a.wav"), "--out", str(tmp_path / "out"), "--format"]
-    words += ["json", "--device", "cpu", "--correct", f"uadf:model={LM}"]
+    words = ["transcribe", str(tmp_path / "a.wav"), "--out", str(tmp_path / "out")]
+    words += ["--model", "zoo:whisper-synth", "--format", "json", "--device", "cpu"]
+    words += ["--correct", f"uadf:model={LM}"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     made = json.loads((tmp_path / "out" / "a.json").read_text())

@@ -208,8 +208,8 @@ def test_the_command_writes_the_page_and_a_resumed_one_writes_it_whole(tmp_path)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page, out = tmp_path / "pages" / "who.html", tmp_path / "out"
     command = ["transcribe", "--data", str(manifest), "--device", "cpu", "--out", str(out)]
-    command += ["--format", "txt", "--report", str(page), "--correct"]
-    command += ["llm:model=zoo:lm-synth"]
+    command += ["--model", "zoo:whisper-synth", "--format", "txt", "--report", str(page)]
+    command += ["--correct", "llm:model=zoo:lm-synth"]
     for more in (["--limit", "1"], ["--resume"]):
         done = CliRunner().invoke(app, [*command, *more])
         assert done.exit_code == 0, done.output

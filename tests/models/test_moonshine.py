@@ -21,15 +21,14 @@ from mmdecode.models.moonshine import convert, wheel
 from mmdecode.models.moonshine.ort_file import read_graph
 from mmdecode.models.moonshine.tokenizer import read_pieces, tokenizer_json
 from mmdecode.zoo.real_clips import real_clips
-from tests.support.moonshine import NAME, needs_wheel
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def no_wheel(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, wheel.PACKAGE, None)  # as if nobody had installed it
-    monkeypatch.setenv("MMDECODE_CACHE", str(tmp_path / "cache"))
+    hide_wheel(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture

@@ -3,6 +3,13 @@
 START HERE: `mmdecode.asr.recognizers.base`, the contract; `of_type` finds the class of a model.
 """
 
-from mmdecode.asr.recognizers.base import Capabilities, Encoded, Recognizer, Span, of_type
+from mmdecode.asr.recognizers.base import (
+    Capabilities,
+    Encoded,
+    Recognizer,
+    Span,
+    of_type,
+    refuse_beyond,
+)
 
-__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "of_type"]
+__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "of_type", "refuse_beyond"]

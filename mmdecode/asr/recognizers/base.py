@@ -188,27 +188,13 @@ class Recognizer:
         Raises:
             OptionError: The options ask for it.
         """
-        can = self.capabilities
-        usual = type(options)()
-        needs = {
-            "word_timestamps": (can.word_times, "it cannot time words"),
-            "hallucination_silence_threshold": (can.word_times, "it cannot time words"),
-            "task": (can.languages, "it transcribes, in one language"),
-            "prompt": (can.prompts, "no text can be shown to it"),
-            "hotwords": (can.prompts, "no text can be shown to it"),
-            "condition_on_prev_tokens": (can.prompts, "no text can be shown to it"),
-            "no_speech_threshold": (can.silence, "it gives no probability of silence"),
-            "window_s": (not can.timestamps, "the length of its windows is fixed"),
-        }
-        for name, (able, why) in needs.items():
-            given = getattr(options, name)
-            if not able and given != getattr(usual, name):
+        refuse_beyond(self.capabilities, options, self.name)
+        if not self.capabilities.languages and options.language is not None:
+            if self.language is None:
                 raise OptionError(
-                    f"{name}={given!r} is given to {self.name}, and {why}; leave it out, or name "
-                    "a model that can, with --model or model_id: "
-                    + ("a Moonshine" if can.timestamps else "a Whisper")
+                    f"language={options.language!r} is given to {self.name}, which has one and "
+                    f"does not say which; leave it out, or {_INSTEAD[False]}"
                 )
-        if not can.languages and options.language is not None:
             try:
                 self.language_of_name(options.language)
             except ValueError as error:
@@ -270,7 +256,7 @@ class Recognizer:
         """A window as a waveform that guides may change, see `mmdecode.adapters.audio_views`."""
         raise OptionError(
             f"the guide changes the waveform, and {self.name} offers no view of it; leave the "
-            "guide out"
+            f"guide out, or {_INSTEAD[False]}"
         )
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
@@ -295,7 +281,7 @@ class Recognizer:
         if self.language is not None and language_code(name) != self.language:
             raise ValueError(
                 f"{self.name} transcribes {self.language!r} alone; leave the language out, or name "
-                "a model of that language"
+                "a model of that language, with --model or model_id"
             )
         return None
 
@@ -432,6 +418,48 @@ class Recognizer:
     def timer(self) -> Timer | None:
         """Times words, where the options ask for it."""
         return None
+
+
+_INSTEAD = {
+    can: f"name a model that can, with --model or model_id: {which}"
+    for can, which in (
+        (True, "a Moonshine, as moonshine:tiny-en"),
+        (False, "a Whisper, as openai/whisper-small"),
+    )
+}
+"""What to do, by whether the model that was named says when segments begin and end."""
+
+
+def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> None:
+    """Refuses options that a family cannot serve.
+
+    Args:
+        can: What the family can do.
+        options: What is asked for.
+        name: Of the model, for the error.
+
+    Raises:
+        OptionError: The options ask for more.
+    """
+    usual = type(options)()
+    needs = {
+        "word_timestamps": (can.word_times, "it cannot time words"),
+        "hallucination_silence_threshold": (can.word_times, "it cannot time words"),
+        "task": (can.languages or options.task == "transcribe", "it cannot translate"),
+        "prompt": (can.prompts, "no text can be shown to it"),
+        "hotwords": (can.prompts, "no text can be shown to it"),
+        "condition_on_prev_tokens": (can.prompts, "no text can be shown to it"),
+        "no_speech_threshold": (can.silence, "it gives no probability of silence"),
+        "padding": (can.timestamps, "its windows are not filled up"),
+        "window_s": (not can.timestamps, "the length of its windows is fixed"),
+    }
+    for option, (able, why) in needs.items():
+        given = getattr(options, option)
+        if not able and given != getattr(usual, option):
+            raise OptionError(
+                f"{option}={given!r} is given to {name}, and {why}; leave it out, or "
+                f"{_INSTEAD[can.timestamps]}"
+            )
 
 
 def of_type(model_type: str) -> type[Recognizer]:

@@ -63,6 +63,7 @@ GENERATION = {
     "eos_token_id": 2,
     "pad_token_id": 2,
     "decoder_start_token_id": 1,
+    "language": "en",
     "max_length": MOST_TOKENS,
 }
 

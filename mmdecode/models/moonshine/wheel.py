@@ -31,7 +31,7 @@ SIZES = {
 }
 """In bytes."""
 
-FORMAT = 1
+FORMAT = 2
 """Of what is written; one more when that changes, so that an older cache is not taken for it."""
 
 CARD: dict[str, Any] = {

@@ -1,0 +1,110 @@
+"""The model of `transcribe` and `stream` where none is named: the published one if installed."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from mmdecode.cli.app import app
+from mmdecode.zoo.speech import speech_test
+from tests.support.commands import all_commands
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
+
+SYNTHETIC = "zoo:whisper-synth"
+COMMANDS = ("transcribe", "stream")
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(speech_test()[3].path, "talk.ogg")
+    return tmp_path
+
+
+def parsed(name, *words):
+    with all_commands()[name].make_context(name, ["talk.ogg", *words]) as context:
+        return context.params["model"]
+
+
+def run(*words):
+    return CliRunner().invoke(app, [*words, "--device", "cpu"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_default_is_the_published_model_where_it_is_installed(name, own, monkeypatch):
+    hide_wheel(monkeypatch, own / "cache")
+    assert parsed(name) == SYNTHETIC
+    with monkeypatch.context() as patch:
+        show_wheel(patch, own)
+        assert parsed(name) == NAME
+        assert parsed(name, "--model", SYNTHETIC) == SYNTHETIC
+        (own / "o.yaml").write_text("model: small")
+        assert parsed(name, "--options", "o.yaml") == "small"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_says_what_the_default_is_on_every_machine(name, own, monkeypatch):
+    hide_wheel(monkeypatch, own / "cache")
+    without = run(name, "--help").stdout
+    show_wheel(monkeypatch, own)
+    assert run(name, "--help").stdout == without
+    shown = " ".join(without.replace("│", " ").split())
+    assert f"{NAME} where it is installed, else {SYNTHETIC}, which knows 489 words" in shown
+
+
+def test_the_model_is_said_once_and_is_what_the_results_hold(own, monkeypatch):
+    hide_wheel(monkeypatch, own / "cache")
+    words = ["transcribe", "talk.ogg", "--out", "out", "--format", "txt"]
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count(f"model {SYNTHETIC} on cpu, float32") == 1
+    assert json.loads(done.stdout)["model"] == SYNTHETIC
+    assert json.loads((own / "out" / "run.json").read_text())["settings"]["model"] == SYNTHETIC
+    show_wheel(monkeypatch, own)
+    changed = run(*words, "--resume")
+    said = str(changed.exception)
+    assert f"model was {SYNTHETIC!r}, is {NAME!r}" in said
+    assert f"repeat them, --model {SYNTHETIC} among them, to continue" in said
+    again = run(*words, "--resume", "--model", SYNTHETIC, "--quiet")
+    assert again.exit_code == 0 and again.stderr == ""
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_the_published_model_hears_a_stream_and_a_file(own):
+    for name in COMMANDS:
+        done = run(name, "talk.ogg")
+        assert done.exit_code == 0, done.output
+        assert f"model {NAME} on cpu, float32" in done.stderr
+        assert "toy" not in done.stderr
+        assert len(done.stdout.split()) > 3
+
+
+REFUSED = {
+    "--word-timestamps": "cannot time words",
+    "--word-method attention": "cannot time words",
+    "--task translate": "cannot translate",
+    "--language de": "transcribes 'en' alone",
+    "--prompt Athens": "no text can be shown to it",
+    "--hotwords Athens": "no text can be shown to it",
+    "--condition-on-prev-tokens": "no text can be shown to it",
+    "--word-timestamps --hallucination-silence-threshold 2": "cannot time words",
+    "--no-speech-threshold 0.6 --logprob-threshold -1": "no probability of silence",
+    "--padding zeros": "windows are not filled up",
+    "--draft medusa": "holds no Medusa heads",
+    "--guide whisper_cd": "the guide changes the waveform",
+}
+"""What the published model cannot do, and what is said of it."""
+
+
+@needs_wheel
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", REFUSED)
+def test_an_option_that_the_default_cannot_serve_is_refused_naming_model(flags, own):
+    done = run("transcribe", "talk.ogg", *flags.split(), "--out", "out")
+    assert done.exit_code and not (own / "out").exists()
+    said = str(done.exception)
+    assert REFUSED[flags] in said
+    assert "--model" in said
+    assert done.stdout == ""
