@@ -1,15 +1,18 @@
 """The README: its examples run as they stand, and its tables are those of the registry.
 
-``python tests/test_readme.py`` writes the tables again.
+So is the table of recognisers in ``docs``. ``python tests/test_readme.py`` writes them again.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from mmdecode import registry
+from mmdecode.asr.recognizers import Capabilities
 from tests.support.hub import publish_named
+from tests.support.moonshine import NAME, needs_wheel
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
@@ -47,21 +50,54 @@ def families():
     return table(["adapter", "models", "`model_type`"], rows)
 
 
-TABLES = {"methods": methods, "families": families}
+CAN = {
+    "timestamps": "times of segments",
+    "languages": "language, task",
+    "prompts": "prompt, hotwords",
+    "silence": "probability of silence",
+    "word_times": "word times",
+    "drafts": "drafts, guides",
+}
 
 
-def written(text):
-    for name, make in TABLES.items():
+def recognisers():
+    """Every recogniser, with the models it takes and what they can do."""
+    names = [field.name for field in fields(Capabilities)]
+    rows = []
+    for entry in registry.describe("recognizers"):
+        if not entry.plugin:
+            cls, _ = registry.resolve("recognizers", entry.name)
+            can = {name: "yes" if getattr(cls.capabilities, name) else "no" for name in names}
+            if not cls.model_types and cls.capabilities.drafts:
+                can["drafts"] = "with an adapter"
+            types = ", ".join(f"`{name}`" for name in cls.model_types) or "any other"
+            summary = entry.summary.partition(":")[0]
+            rows.append([f"`{entry.name}`", types, summary, *can.values()])
+    titles = [CAN.get(name, name.replace("_", " ")) for name in names]
+    return table(["recogniser", "`model_type`", "models", *titles], rows)
+
+
+TABLES = {
+    README: {"methods": methods, "families": families},
+    README.parent / "docs" / "recognisers.md": {"recognisers": recognisers},
+}
+pages = pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
+
+
+def written(page):
+    text = page.read_text(encoding="utf-8")
+    for name, make in TABLES[page].items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        assert text.count(begin) == text.count(end) == 1, f"README has no place for {name}"
+        assert text.count(begin) == text.count(end) == 1, f"{page.name} has no place for {name}"
         place = re.compile(f"{begin}.*{end}", re.DOTALL)
         text = place.sub(lambda _, n=make, b=begin, e=end: f"{b}\n{n()}\n{e}", text)
     return text
 
 
-def test_the_tables_of_the_readme_are_those_of_the_registry():
-    text = README.read_text(encoding="utf-8")
-    assert text == written(text), "run: python tests/test_readme.py"
+@pages
+def test_tables_are_those_of_the_registry(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == written(page), "run: python tests/test_readme.py"
 
 
 TRAINS = ("mmdecode train",)
@@ -94,7 +130,8 @@ def sandbox(tmp_path_factory):
 
 
 def timed(text, long):
-    return pytest.param(text, marks=pytest.mark.slow if long else ())
+    marks = [pytest.mark.slow] * long + [needs_wheel] * (NAME in text)
+    return pytest.param(text, marks=marks)
 
 
 # of libraries that the examples import: what they do at import is no fault of ours
@@ -119,4 +156,5 @@ def test_there_are_examples_of_every_kind():
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in TABLES:
+        path.write_text(written(path), encoding="utf-8")
