@@ -17,7 +17,9 @@ import torch
 
 from mmdecode import registry
 from mmdecode.files import is_own
+from mmdecode.zoo.real_clips import RATE, real_clips
 from mmdecode.zoo.speech import speech_test
+from tests.support.moonshine import needs_wheel
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,8 +108,8 @@ def test_a_page_shows_its_result_file(page, module, monkeypatch):
 
 MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
-    "hallucination.md": "tables", "image_speed.md": "tables", "streaming.md": "tables",
-    "vlm_speed.md": "tables", "../README.md": "image tokens",
+    "hallucination.md": "tables", "image_speed.md": "tables", "real_speech.md": "tables",
+    "streaming.md": "tables", "vlm_speed.md": "tables", "../README.md": "image tokens",
 }  # fmt: skip
 
 
@@ -435,3 +437,111 @@ def test_a_set_of_the_hub_becomes_a_manifest(call, monkeypatch, tmp_path):
     assert entries[0].speaker == "7" and abs(entries[0].duration_s - clip.duration_s) < 0.01
     assert Path(entries[1].audio).read_bytes() == clip.path.read_bytes()
     assert Path(entries[1].audio).suffix == ".ogg"
+
+
+# Real speech
+
+
+def test_recordings_of_clips_are_the_same_each_time_and_know_who_spoke_when(benchmarks):
+    joined = importlib.import_module("recordings").joined
+    clips = [clip for clip in real_clips() if clip.duration_s < 4]
+    found, again = joined(20, clips), joined(20, clips)
+    assert np.array_equal(found.samples, again.samples) and found.parts == again.parts
+    assert 20 <= found.seconds < 20 + 4 + 1.5
+    assert {part.name for part in found.parts[: len(clips)]} == {clip.name for clip in clips}
+    waves = {clip.name: clip.samples() for clip in clips}
+    for part, following in zip(found.parts, [*found.parts[1:], None], strict=True):
+        start, end = (round(at * RATE) for at in (part.start_s, part.end_s))
+        assert np.array_equal(found.samples[start:end], waves[part.name])
+        pause = (following.start_s if following else found.seconds) - part.end_s
+        assert 0.5 <= pause <= 1.51
+    assert found.text == " ".join(part.text for part in found.parts)
+    assert not np.array_equal(found.samples, joined(20, clips, seed=1).samples)
+
+
+def way(name, ms, identical=11, batch=1, length=None, **more):
+    known = {"threads": 2, "clips": 11, "encoder_ms_per_audio_s": 7.0, "rtf": 0.04, "words": 174}
+    own = {"way": name, "batch": batch, "ms_per_token": ms, "identical": identical}
+    ratio = None if ms is None else [round(10 / ms, 2), 1.1, 1.9]
+    counted = {"tokens_per_pass": length, "over_generate": ratio, "word_errors": 10}
+    return known | own | counted | more
+
+
+def measured(*rows, ratio=0.9):
+    """A result of real_speech.py that holds these rows."""
+    facts = {"torch": "2", "transformers": "5", "onnxruntime": "1", "command": "python x"}
+    facts |= {"model": "m", "parameters": 1, "clips": 11, "audio_s": 65, "repeats": 3, "cores": 2}
+    facts |= {"device": "d", "dtype": "f", "date": "t", "limited": False}
+    facts |= {"load_at_start": 0.1, "load_at_end": 0.9}
+    piped = way("transformers' pipeline", None, 9, 8)
+    long = [
+        way("undrafted", 6.0, 3, over_pipeline=ratio, rtf=0.03 * ratio),
+        piped | {"over_pipeline": 1.0, "rtf": 0.03, "identical": None},
+    ]
+    recording = {"minutes": 30, "audio_s": 1800, "clips": 9, "windows": 3, "repeats": 1}
+    return {
+        "machine": facts,
+        "refused": {"swift": "it needs more"},
+        "short": [way("generate", 10.0), *rows],
+        "long": [recording | {"rows": long}],
+        "memory": {"seconds": 300, "rows": []},
+    }
+
+
+def test_what_is_said_of_real_speech_follows_from_what_was_measured(benchmarks):
+    script = importlib.import_module("real_speech")
+    shown = importlib.import_module("real_speech_tables")
+
+    def said(result):
+        return shown.tables(result | {"bars": script.bars(result)}, "r.json")
+
+    undrafted, int8 = way("undrafted", 6.0, length=1.0), way("onnxruntime, int8", 4.0, 9)
+    slow, fast = way("lookup", 7.0, length=1.1), way("lookahead", 5.0, length=1.4)
+    text = said(measured(undrafted, slow, int8, way("transformers' pipeline", None, 8)))
+    assert "1.67 [1.10, 1.90] times as fast a token" in text
+    assert text.count(": held.") == 2 and "MISSED" not in text
+    assert "None of these drafts gains time: the best, lookup, is 0.86" in text
+    assert "int8 graphs take less than our float32 loop, 4.00 ms" in text
+    assert "Onnxruntime, int8 has them in 9 of 11" in text and "pipeline has them in 8" in text
+    assert "Every row of ours has the ids" in text and "- swift: it needs more." in text
+    assert "174 reference words" in text and "10 (5.7 %) wrong" in text
+    text = said(measured(way("undrafted", 9.0, length=1.0), fast, ratio=1.2))
+    assert text.count(": MISSED.") == 2 and "Some draft gains time here: the best" in text
+    assert "lookahead, is 1.80 times" in text
+    text = said(measured(undrafted, fast | {"identical": 10}))
+    assert "DIFFERENT ids than `generate` in rows of ours: lookahead" in text
+
+
+@pytest.mark.slow
+@needs_wheel
+def test_real_speech_is_measured_on_a_clip(call, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables -->\n<!-- end of tables -->\n")
+    words = ["--quick", "--parts", "short", "long", "--out", str(tmp_path), "--page", str(page)]
+    assert "smoke test" in call("real_speech", *words, "--ways", "lookup", "recycling, 8 nodes")
+    (path,) = tmp_path.glob("real-speech-cpu-*.json")
+    result = json.loads(path.read_text())
+    names = {row["way"] for row in result["short"]}
+    kept = "recycling, 8 nodes, table kept"
+    assert {"generate", "undrafted", "lookup", kept, "transformers' pipeline"} <= names
+    assert "generate, padded batch" in {row["way"] for row in result["short"] if row["batch"] > 1}
+    [recording] = result["long"]
+    for row in [*result["short"], *recording["rows"]]:
+        own = row["tokens_per_pass"] is not None
+        assert own == (row["way"] == "undrafted" or row["way"].startswith(("lookup", "recycling")))
+        if own or row["way"] == "generate":
+            assert row["identical"] == row.get("clips", recording["windows"]), row
+            assert row["ms_per_token"] > 0 and row["encoder_ms_per_audio_s"] > 0
+        assert 0 < row["rtf"] < 5
+    assert all(row["word_errors"] < 0.2 * row["words"] for row in result["short"])
+    assert [bar["bar"] for bar in result["bars"]] == ["undrafted over generate"]
+    assert path.name in page.read_text()
+
+
+@pytest.mark.slow
+@needs_wheel
+def test_memory_of_a_way_is_that_of_its_own_process():
+    words = ["--child", "undrafted", "--minutes", "0.1", "--batch-size", "1,2", "--threads", "1"]
+    row = json.loads(run(*words, script="real_speech.py").splitlines()[-1])
+    assert row["way"] == "undrafted" and row["loaded_mb"] > 100  # 27 million weights of 4 bytes
+    assert set(row["peak_mb"]) == {"1", "2"} and 0 <= row["recording_mb"] < 1000
