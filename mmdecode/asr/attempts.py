@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.recognizers.base import by_length
 
 if TYPE_CHECKING:
     from mmdecode.asr.beams import Scored
@@ -62,6 +63,7 @@ class Attempts:
         self, recognizer: Recognizer, decoder: Decoder, options: TranscribeOptions
     ) -> None:
         self.recognizer, self.decoder, self.options = recognizer, decoder, options
+        self.silent = options.silence_threshold(recognizer.capabilities.silence)
 
     def __call__(
         self,
@@ -82,7 +84,7 @@ class Attempts:
         """
         options, width, ours = self.options, prompt.shape[1], self.recognizer
         no_speech: list[float | None] = [None] * len(prompt)
-        if options.no_speech_threshold is not None or options.scores:
+        if self.silent is not None or options.scores:
             no_speech = ours.no_speech(prompt, encoded)
         if options.beams > 1 and not temperature:
             found = self.searched(prompt, encoded, options.beams, 1)
@@ -128,8 +130,14 @@ class Attempts:
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
         """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
-        config = self.recognizer.generation(prompt.shape[1], max(self._limits(encoded)))
-        return self.recognizer.searched(prompt, encoded, config, beams, keep)
+        limits = self._limits(encoded)
+        found: dict[int, list[Scored]] = {}
+        for rows in by_length(limits):
+            config = self.recognizer.generation(prompt.shape[1], limits[rows[0]])
+            chosen = encoded.rows(rows)
+            ranked = self.recognizer.searched(prompt[rows], chosen, config, beams, keep)
+            found |= dict(zip(rows, ranked, strict=True))
+        return [found[row] for row in range(len(prompt))]
 
     def judge(self, result: Result) -> None:
         """Sets ``failed``, ``silent`` and ``looped``, and takes the end token off."""
@@ -140,8 +148,8 @@ class Attempts:
         if options.logprob_threshold is not None and result.avg_logprob is not None:
             unlikely = result.avg_logprob < options.logprob_threshold
             result.failed |= unlikely
-            threshold = options.no_speech_threshold
-            if threshold is not None and unlikely and (result.no_speech_prob or 0.0) > threshold:
+            silent = self.silent is not None and (result.no_speech_prob or 0.0) > self.silent
+            if unlikely and silent:
                 result.failed, result.silent = False, True
         if tokens[-1] in self.recognizer.ends:
             result.tokens = tokens[:-1]

@@ -74,8 +74,8 @@ def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """JSON with the keys of openai-whisper: ``text``, ``segments`` and ``language``.
 
     Segments of one window share ``seek`` (its first frame, of a hundredth of a second),
-    ``avg_logprob``, ``no_speech_prob`` and ``compression_ratio``. Texts begin with the space that
-    openai-whisper leaves before words.
+    ``avg_logprob``, ``compression_ratio`` and ``no_speech_prob``, which is null of models without
+    times. Texts begin with the space that openai-whisper leaves before words.
 
     Raises:
         OptionError: Segments have no scores; `mmdecode.asr.TranscribeOptions` says how to ask.
@@ -86,7 +86,8 @@ def whisper_json(transcript: Transcript, layout: Layout = DEFAULT) -> str:
         texts[segment.window_s] = texts.get(segment.window_s, "") + space + segment.text
     segments = []
     for number, segment in enumerate(transcript.segments):
-        if segment.avg_logprob is None or segment.no_speech_prob is None:
+        known = transcript.timed_by == "windows" or segment.no_speech_prob is not None
+        if segment.avg_logprob is None or not known:
             raise OptionError(
                 "whisper-json has avg_logprob and no_speech_prob of every segment, and they were "
                 "not computed; transcribe with scores=True"

@@ -41,7 +41,7 @@ from mmdecode.asr.chunks import join
 from mmdecode.asr.cuts import without_loop
 from mmdecode.asr.hallucinations import Place, Verdict
 from mmdecode.asr.n_best import Alternatives
-from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span
+from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, changes_audio
 from mmdecode.asr.voice import Timeline, VoiceActivity
 from mmdecode.asr.words import timed_words
 from mmdecode.engine.decoder import NoDraft
@@ -159,14 +159,14 @@ class LongForm:
 
     def __init__(self, recognizer: Recognizer, decoder: Decoder) -> None:
         self.recognizer, self.options = recognizer, recognizer.options
+        recognizer.check(decoder)
         self.overlap = self._overlap()
         if self.options.beams > 1:
             _check_plain(decoder)
         self.attempts = Attempts(recognizer, decoder, self.options)
         self.alternatives = Alternatives(self.attempts) if self.options.n_best else None
         self.voice = VoiceActivity(self.options) if self.options.vad else None
-        branches = getattr(getattr(decoder, "guide", None), "branches", ())
-        self.hears = any(spec.view == "audio" for spec in branches)
+        self.hears = changes_audio(decoder.guide)
         self.timer = recognizer.timer()
 
     def _overlap(self) -> int:
@@ -415,7 +415,7 @@ class LongForm:
             job.seek += count if follows else 0
             return
         offset = window.seek * ours.stamp_s / ours.stride
-        whole = int(count * ours.frame_s / ours.stamp_s)
+        whole = ours.steps(count)
         cuts, stamps, rest = ours.split(result.tokens, whole, self.options.mode == "sequential")
         if result.looped and self.options.loop_guard == "cut":
             cuts = without_loop(cuts, ours.is_text)

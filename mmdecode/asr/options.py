@@ -10,11 +10,14 @@ from typing import Any, Literal, get_args
 from mmdecode.asr.recognizers.whisper_features import PADDINGS, Padding
 from mmdecode.errors import OptionError, did_you_mean
 
+AUTO: Literal["auto"] = "auto"
+SILENT = 0.6
+"""What ``no_speech_threshold="auto"`` stands for where the model gives such a probability."""
 FALLBACK: dict[str, Any] = {
     "temperatures": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "compression_ratio_threshold": 1.35,
     "logprob_threshold": -1.0,
-    "no_speech_threshold": 0.6,
+    "no_speech_threshold": AUTO,
 }
 """Whisper's fallback; the compression ratio is of token ids, as in transformers, not of text."""
 
@@ -38,7 +41,8 @@ class TranscribeOptions:
         compression_ratio_threshold: A window whose token ids compress better failed.
         logprob_threshold: A window whose mean log-probability is lower failed.
         no_speech_threshold: A window that failed by its log-probability is skipped as silence
-            where the no-speech probability is higher.
+            where the no-speech probability is higher. ``auto``: 0.6 of models that have such a
+            probability, none of others.
         scores: Whether segments have ``avg_logprob`` and ``no_speech_prob`` where no threshold asks
             for them, as openai-whisper's JSON does. The text does not depend on it.
         beams: Search with so many beams where the temperature is 0, by transformers; 1 is greedy,
@@ -98,7 +102,7 @@ class TranscribeOptions:
     temperatures: tuple[float, ...] = (0.0,)
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
-    no_speech_threshold: float | None = None
+    no_speech_threshold: float | Literal["auto"] | None = None
     scores: bool = False
     beams: int = 1
     condition_on_prev_tokens: bool = False
@@ -153,10 +157,9 @@ class TranscribeOptions:
                 "no_speech_threshold skips windows that failed by their log-probability, and "
                 "logprob_threshold is not set; set it too (Whisper's is -1.0)"
             )
-        if self.no_speech_threshold is not None and not 0 <= self.no_speech_threshold <= 1:
-            raise OptionError(
-                f"no_speech_threshold={self.no_speech_threshold}; expected a probability"
-            )
+        silent = self.no_speech_threshold
+        if silent not in (None, AUTO) and (isinstance(silent, str) or not 0 <= silent <= 1):
+            raise OptionError(f"no_speech_threshold={silent!r}; expected a probability, or 'auto'")
         if self.logprob_threshold is not None and self.logprob_threshold > 0:
             raise OptionError(
                 f"logprob_threshold={self.logprob_threshold}; expected a log-probability, 0 or less"
@@ -187,6 +190,16 @@ class TranscribeOptions:
                 "one alone is the transcript"
             )
         self._check_chunks()
+
+    def silence_threshold(self, known: bool) -> float | None:
+        """`no_speech_threshold` as a number.
+
+        Args:
+            known: Whether the model says how probable it is that nobody speaks.
+        """
+        if self.no_speech_threshold == AUTO:
+            return SILENT if known else None
+        return self.no_speech_threshold
 
     def _check_names(self) -> None:
         kinds = {

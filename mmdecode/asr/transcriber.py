@@ -49,7 +49,7 @@ class Segment:
         tokens: As ids, timestamps included.
         temperature: At which it was decoded.
         avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
-        no_speech_prob: Of its window; ``None``: no threshold asked for it.
+        no_speech_prob: Of its window; ``None``: no threshold asked for it, or the model gives none.
         looped: Whether its window ended in a loop, see `mmdecode.asr.loops`.
         window_s: When the window began in which it was decoded.
         words: Its words; ``None``: nothing asked for them.
@@ -364,7 +364,7 @@ class Transcriber:
         return Transcript(
             source=job.name,
             index=index,
-            text=self.recognizer.text(tokens),
+            text=self.recognizer.joined([piece.tokens for piece in job.pieces]),
             segments=segments,
             language=self.recognizer.code_of(job.language),
             duration_s=job.timeline.duration_s,

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from mmdecode import registry
+from mmdecode.engine.decoder import NoDraft
 from mmdecode.engine.setup import token_ids
-from mmdecode.errors import InputError, OptionError, UnsupportedModelError
+from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from mmdecode.asr.alignment import Timer
@@ -44,6 +45,8 @@ class Capabilities:
         prompts: It can be shown a text before a window.
         silence: It says how probable it is that nobody speaks.
         word_times: Words can be timed.
+        fixed_windows: All windows have one length, and the last one is filled up.
+        audio_views: Guides may change the waveform, see `Recognizer.heard`.
         drafts: The engine decodes it, so that drafts and guides work; else plain ``generate`` does.
     """
 
@@ -52,6 +55,8 @@ class Capabilities:
     prompts: bool = False
     silence: bool = False
     word_times: bool = False
+    fixed_windows: bool = False
+    audio_views: bool = False
     drafts: bool = True
 
 
@@ -135,6 +140,7 @@ class Recognizer:
         language: Code of the only language; ``None``: it has several, or they are not known.
 
     Raises:
+        UnsupportedModelError: The processor lacks a part, or the checkpoint's settings do.
         OptionError: The family cannot do what the options ask for.
     """
 
@@ -145,6 +151,13 @@ class Recognizer:
 
     def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
         self.model, self.processor, self.options = model, processor, options
+        for part in ("tokenizer", "feature_extractor"):
+            if getattr(processor, part, None) is None:
+                raise UnsupportedModelError(
+                    f"the processor is a {type(processor).__name__} without a "
+                    f"{part.replace('_', ' ')}; expected one with a tokenizer and a feature "
+                    "extractor: load it with AutoProcessor from the model's folder"
+                )
         self.tokenizer = processor.tokenizer
         self.config = model.generation_config
         self.rate = int(processor.feature_extractor.sampling_rate)
@@ -158,7 +171,9 @@ class Recognizer:
             )
         self.ends = frozenset(ends)
         self.pad = (token_ids(self.config.pad_token_id) or ends)[0]
-        self._special = frozenset(self.tokenizer.all_special_ids)
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marks = (token for token, one in added.items() if one.special)
+        self._special = frozenset((*self.tokenizer.all_special_ids, *marks))
 
     # ---- what the model is
 
@@ -205,6 +220,30 @@ class Recognizer:
                 "once"
             )
 
+    def check(self, decoder: Decoder) -> None:
+        """Refuses a draft or guide that the model cannot be decoded with.
+
+        Raises:
+            IncompatibleError: The engine has no adapter for the model, or the guide changes the
+                waveform and the family offers no view of it.
+        """
+        can, guide = self.capabilities, decoder.guide
+        if not can.drafts and (guide is not None or not isinstance(decoder.draft, NoDraft)):
+            raise IncompatibleError.between(
+                "a draft or a guide",
+                self.name,
+                "the engine has no adapter for this model, which plain generate decodes",
+                "leave them out, or register an adapter under the entry-point group "
+                "mmdecode.adapters",
+            )
+        if not can.audio_views and changes_audio(guide):
+            raise IncompatibleError.between(
+                f"guide {type(guide).__name__}",
+                self.name,
+                "the guide changes the waveform, and this family offers no view of it",
+                f"leave the guide out, or {_INSTEAD[False]}",
+            )
+
     # ---- windows
 
     @property
@@ -221,6 +260,10 @@ class Recognizer:
     def window_frames(self) -> int:
         """Most frames of a window, as the options have it."""
         return round((self.options.window_s or self.window_s) / self.frame_s)
+
+    def steps(self, count: int) -> int:
+        """Whole timestamp steps in so many frames."""
+        return count // self.stride
 
     def open(self, source: Source) -> Recording:
         """A recording, measured.
@@ -254,10 +297,7 @@ class Recognizer:
 
     def heard(self, recording: Recording, seek: int, count: int) -> Any:
         """A window as a waveform that guides may change, see `mmdecode.adapters.audio_views`."""
-        raise OptionError(
-            f"the guide changes the waveform, and {self.name} offers no view of it; leave the "
-            f"guide out, or {_INSTEAD[False]}"
-        )
+        raise NotImplementedError
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Reads windows.
@@ -342,12 +382,22 @@ class Recognizer:
 
     def said(self, tokens: Sequence[int]) -> list[Any]:
         """Those that are text, as they are: timed ones stay timed."""
-        return [t for t in tokens if self.is_text(t) and t not in self._special]
+        return [token for token in tokens if self.is_text(token)]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, those that stand for none left out."""
         decode = self.tokenizer.decode
         return decode(self.said(tokens), clean_up_tokenization_spaces=False).strip()
+
+    def joined(self, parts: Sequence[Sequence[int]]) -> str:
+        """The text of windows that were decoded each by itself, with spaces where texts have them.
+
+        Args:
+            parts: Tokens of segments, in order.
+        """
+        spaced = any(self.starts_word(token) for tokens in parts for token in self.said(tokens))
+        texts = (self.text(tokens) for tokens in parts)
+        return (" " if spaced else "").join(text for text in texts if text)
 
     def starts_word(self, token: int) -> bool:
         """Whether a token begins a word, by the mark that its vocabulary has for spaces."""
@@ -427,7 +477,7 @@ _INSTEAD = {
         (False, "a Whisper, as openai/whisper-small"),
     )
 }
-"""What to do, by whether the model that was named says when segments begin and end."""
+"""What to do, by whether the windows of the model that was named have one length."""
 
 
 def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> None:
@@ -450,15 +500,15 @@ def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> N
         "hotwords": (can.prompts, "no text can be shown to it"),
         "condition_on_prev_tokens": (can.prompts, "no text can be shown to it"),
         "no_speech_threshold": (can.silence, "it gives no probability of silence"),
-        "padding": (can.timestamps, "its windows are not filled up"),
-        "window_s": (not can.timestamps, "the length of its windows is fixed"),
+        "padding": (can.fixed_windows, "its windows are not filled up"),
+        "window_s": (not can.fixed_windows, "the length of its windows is fixed"),
     }
     for option, (able, why) in needs.items():
         given = getattr(options, option)
-        if not able and given != getattr(usual, option):
+        if not able and given not in (getattr(usual, option), "auto"):
             raise OptionError(
                 f"{option}={given!r} is given to {name}, and {why}; leave it out, or "
-                f"{_INSTEAD[can.timestamps]}"
+                f"{_INSTEAD[can.fixed_windows]}"
             )
 
 
@@ -469,6 +519,11 @@ def of_type(model_type: str) -> type[Recognizer]:
         UnsupportedModelError: No recogniser is for it.
     """
     return registry.recognizer_class(model_type)
+
+
+def changes_audio(guide: Any) -> bool:
+    """Whether a guide reads a window whose waveform was changed."""
+    return any(spec.view == "audio" for spec in getattr(guide, "branches", ()))
 
 
 def by_length(lengths: Sequence[Any], rows: Sequence[int] | None = None) -> list[list[int]]:

@@ -29,8 +29,7 @@ from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, by_length
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.asr.recording import Recording
 from mmdecode.checkpoints import code_trusted
-from mmdecode.engine.decoder import NoDraft
-from mmdecode.errors import IncompatibleError, InputError, UnsupportedModelError
+from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 SHORTEST_S = 0.1
 """Shorter windows are filled up with silence."""
+LEAST_S = 0.5
+"""No cut leaves a rest shorter than this, or than a quarter of a window."""
 OVERLAP_S = 3.0
 """By how much windows overlap where no pause was found, at most a third of a window."""
 
@@ -80,7 +81,7 @@ class GenericRecognizer(Recognizer):
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise InputError(
                 f"{path}: its processor cannot be loaded ({' '.join(str(error).split())[:200]}); "
-                "expected a tokenizer and a feature extractor beside the weights: copy "
+                "expected a tokenizer and a feature extractor next to the weights: copy "
                 "tokenizer.json, tokenizer_config.json and preprocessor_config.json of the "
                 "checkpoint it was trained from"
             ) from error
@@ -107,10 +108,11 @@ class GenericRecognizer(Recognizer):
         if left <= whole:
             return Span(left, recording.frames)
         earliest = whole // 2
+        latest = min(whole, left - min(round(LEAST_S * self.rate), whole // 4))
         meeting = [round(at * self.rate) - seek for at in seams]
-        cut = max((at for at in meeting if earliest <= at <= whole), default=None)
+        cut = max((at for at in meeting if earliest <= at <= latest), default=None)
         if cut is None:
-            cut = pause_in(recording.waveform(seek, seek + whole), self.rate, earliest)
+            cut = pause_in(recording.waveform(seek, seek + latest), self.rate, earliest)
         if cut is not None:
             return Span(cut, seek + cut)
         overlap = min(round(OVERLAP_S * self.rate), whole // 3)
@@ -127,15 +129,18 @@ class GenericRecognizer(Recognizer):
         found = []
         for wave in waves:
             padded = np.pad(wave, (0, max(0, shortest - len(wave))))
-            given = self.processor.feature_extractor(
-                padded, sampling_rate=self.rate, return_tensors="pt"
-            )
+            with np.errstate(divide="ignore", invalid="ignore"):
+                given = self.processor.feature_extractor(
+                    padded, sampling_rate=self.rate, return_tensors="pt"
+                )
             found.append({name: self._placed(value) for name, value in given.items()})
         return found
 
     def _placed(self, value: Tensor) -> Tensor:
-        kind = self.model.dtype if value.is_floating_point() else value.dtype
-        return value.to(self.model.device, kind)
+        """On the model's device; silence, which some extractors divide by its variance, is 0."""
+        if not value.is_floating_point():
+            return value.to(self.model.device)
+        return value.nan_to_num(0.0, 0.0, 0.0).to(self.model.device, self.model.dtype)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Reads windows, those of one length together; without an adapter they are left as is."""
@@ -235,7 +240,6 @@ class GenericRecognizer(Recognizer):
         names: list[str],
     ) -> Any:
         """By ``generate`` itself, each window alone, with noise of its own."""
-        self._refuse_parts(decoder)
         sequences, scores = [], []
         for row, name in enumerate(names):
             seed = int.from_bytes(hashlib.blake2b(f"{decoder.seed}/{name}".encode()).digest()[:8])
@@ -257,17 +261,6 @@ class GenericRecognizer(Recognizer):
             return ids
         padded = torch.nn.utils.rnn.pad_sequence(scores)  # (L, B, V)
         return ModelOutput(sequences=ids, scores=tuple(padded))
-
-    def _refuse_parts(self, decoder: Decoder) -> None:
-        """Refuses a draft or guide for a model that the engine does not know."""
-        if decoder.guide is not None or not isinstance(decoder.draft, NoDraft):
-            raise IncompatibleError.between(
-                "a draft or a guide",
-                self.name,
-                "the engine has no adapter for this model, which plain generate decodes",
-                "leave them out, or register an adapter under the entry-point group "
-                "mmdecode.adapters",
-            )
 
 
 def _shape(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:

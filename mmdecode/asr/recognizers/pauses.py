@@ -37,7 +37,7 @@ def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
         earliest: No cut is made before this sample.
 
     Returns:
-        ``None``: nothing in it is a pause.
+        A multiple of `STEP_S`; ``None``: nothing in it is a pause.
     """
     found = levels(samples, rate)
     if not len(found):
@@ -53,4 +53,4 @@ def pause_in(samples: np.ndarray, rate: int, earliest: int) -> int | None:
         length = end - begin
         if length >= SHORTEST_S * rate and (best is None or length >= best[0]):
             best = length, (begin + end) // 2
-    return None if best is None else min(best[1], len(samples))
+    return None if best is None else best[1] // step * step

@@ -47,7 +47,13 @@ class WhisperRecognizer(Recognizer):
 
     model_types = ("whisper",)
     capabilities = Capabilities(
-        timestamps=True, languages=True, prompts=True, silence=True, word_times=True
+        timestamps=True,
+        languages=True,
+        prompts=True,
+        silence=True,
+        word_times=True,
+        fixed_windows=True,
+        audio_views=True,
     )
 
     def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
@@ -106,6 +112,10 @@ class WhisperRecognizer(Recognizer):
     def window_frames(self) -> int:
         """Frames of every window."""
         return self.mel.window_frames
+
+    def steps(self, count: int) -> int:
+        """By their seconds, rounded as they are: times stay what they were."""
+        return int(count * self.frame_s / self.stamp_s)
 
     def open(self, source: Source) -> Speech:
         """A recording, measured."""
@@ -181,6 +191,10 @@ class WhisperRecognizer(Recognizer):
     def is_text(self, token: int) -> bool:
         """Whether an id is below the timestamps."""
         return token < self.prompts.timestamp_begin
+
+    def joined(self, parts: Sequence[Sequence[int]]) -> str:
+        """Windows go on where the one before ended, and so do their tokens."""
+        return self.text([token for tokens in parts for token in tokens])
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
         """Cuts where two timestamps meet."""

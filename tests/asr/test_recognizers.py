@@ -1,0 +1,359 @@
+"""Recognisers without timestamps: what plain `generate` says of windows that end at pauses."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmdecode import Decoder
+from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
+from mmdecode.asr.attempts import Result
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.chunks import join
+from mmdecode.asr.long_form import Piece
+from mmdecode.asr.recognizers.generic import LEAST_S
+from mmdecode.asr.recognizers.pauses import pause_in
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
+from tests.asr.tiny_recognizers import MODELS, tokenizer
+
+RATE = 16_000
+KINDS = pytest.mark.parametrize("kind", MODELS)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Model and processor of each kind."""
+    return {kind: make() for kind, make in MODELS.items()}
+
+
+@pytest.fixture
+def made(parts):
+    def make(kind, decoder=None, **options):
+        return Transcriber(*parts[kind], decoder, TranscribeOptions(**options))
+
+    return make
+
+
+def alone(transcriber, samples, **options):
+    """Tokens of plain `generate` for one window, without start and end."""
+    samples = np.pad(samples, (0, max(0, RATE // 10 - len(samples))))
+    inputs = transcriber.processor.feature_extractor(
+        samples, sampling_rate=RATE, return_tensors="pt"
+    )
+    most = transcriber.recognizer.most_tokens(len(samples) / RATE)
+    found = transcriber.model.generate(**inputs, max_new_tokens=most, **options)[0, 1:].tolist()
+    return found[: found.index(1)] if 1 in found else found
+
+
+def spoken(*seconds, seed=0):
+    """Bursts of noise with pauses of 0.3 s between them."""
+    random = np.random.default_rng(seed)
+    parts = [np.zeros(0)]
+    for length in seconds:
+        parts += [0.2 * random.standard_normal(round(length * RATE)), np.zeros(round(0.3 * RATE))]
+    return (np.concatenate(parts) + 1e-4 * random.standard_normal(sum(map(len, parts)))).astype(
+        "f4"
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_recording_of_one_window_is_what_plain_generate_says_of_it(made, kit, kind, batch_size):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 0.05, 3.3, 0.7))]
+    ours = made(kind, batch_size=batch_size)
+    expected = [alone(ours, samples) for samples in recordings]
+    assert len({len(row) for row in expected}) > 1 or kind != "moonshine", "no row ends early"
+    assert [t.tokens for t in ours(recordings)] == expected
+
+
+def test_drafts_and_batches_change_no_token_of_moonshine(made, kit):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 0.4, 3.3))]
+    for temperature in (0.0, 0.8):
+        options = {"temperatures": (temperature,), "logprob_threshold": -math.inf}
+        plain = made("moonshine", Decoder(seed=7), batch_size=1, **options)
+        expected = [(t.tokens, t.segments) for t in plain(recordings)]
+        for draft in (None, PromptLookup(3, 1)):
+            decoder = Decoder(draft, seed=7)
+            found = made("moonshine", decoder, batch_size=4, **options)(recordings)
+            assert [t.tokens for t in found] == [tokens for tokens, _ in expected]
+            for transcript, (_, segments) in zip(found, expected, strict=True):
+                for one, other in zip(transcript.segments, segments, strict=True):
+                    assert one.avg_logprob == pytest.approx(other.avg_logprob, abs=1e-4)
+
+
+@KINDS
+def test_a_sampled_window_does_not_depend_on_its_neighbours(made, kit, kind):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 0.5))]
+    ours = made(kind, Decoder(seed=4), temperatures=(1.0,))
+    expected = [ours(samples).tokens for samples in recordings]
+    assert [t.tokens for t in ours(recordings)] == expected
+    other = made(kind, Decoder(seed=5), temperatures=(1.0,))
+    assert [t.tokens for t in other(recordings)] != expected
+
+
+@KINDS
+def test_a_long_recording_is_its_windows_and_they_follow_each_other(made, kind):
+    samples = spoken(0.7, 0.9, 0.6, 1.1, 0.5)
+    ours = made(kind, window_s=1.5, batch_size=2)
+    found = ours(samples)
+    assert found.timed_by == "windows"
+    assert found.stats["windows"] == len(found.segments) > 3
+    times = [round(t * RATE) for s in found.segments for t in (s.start_s, s.end_s)]
+    assert times[0] == 0 and times[-1] == len(samples)
+    assert times[1:-1:2] == times[2:-1:2], "no sample is heard twice or not at all"
+    windows = [samples[a:b] for a, b in zip(times[::2], times[1::2], strict=True)]
+    assert all(LEAST_S * RATE / 2 <= len(window) <= 1.5 * RATE for window in windows)
+    quiet = [abs(samples[at - 80 : at + 80]).max() for at in times[1:-1:2]]
+    assert max(quiet) < 0.01, "cut in the middle of speech"
+    assert [s.tokens for s in found.segments] == [alone(ours, window) for window in windows]
+    assert found.text == " ".join(s.text for s in found.segments if s.text)
+    assert [s.text for s in ours.stream_segments(samples)] == [s.text for s in found.segments]
+
+
+LOUD = st.lists(st.tuples(st.floats(0.02, 2.0), st.sampled_from([0.0, 1e-3, 0.3])), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sound=LOUD, rest=st.integers(1, 4000), window_s=st.sampled_from([0.5, 1.0, 2.3]))
+def test_windows_hold_every_sample_and_none_is_too_long_or_short(parts, sound, rest, window_s):
+    random = np.random.default_rng(len(sound))
+    samples = np.concatenate(
+        [a * random.standard_normal(round(s * RATE)) for s, a in sound] + [np.full(rest, 0.1)]
+    )
+    ours = Transcriber(*parts["moonshine"], None, TranscribeOptions(window_s=window_s)).recognizer
+    recording = ours.open(source_of(samples.astype("f4"), RATE))
+    seek, whole, joins = 0, ours.window_frames, False
+    while seek < recording.frames:
+        span = ours.span(recording, seek, [])
+        assert 0 < span.frames <= whole
+        if seek or span.following < recording.frames:
+            assert span.frames >= min(LEAST_S * RATE, whole // 4)
+        ends = seek + span.frames
+        assert span.following == ends or (span.joined and seek < span.following < ends)
+        if span.following == recording.frames:
+            assert ends == recording.frames and not span.joined
+        seek, joins = span.following, span.joined
+    assert seek == recording.frames and not joins
+
+
+def test_a_window_ends_in_the_middle_of_its_longest_pause():
+    samples = np.concatenate([spoken(1.0, 0.4), np.zeros(RATE // 5), spoken(0.6)])
+    assert abs(pause_in(samples, RATE, 0) / RATE - 1.95) < 0.03  # 1.7 to 2.2
+    assert abs(pause_in(samples[: round(1.8 * RATE)], RATE, 0) / RATE - 1.15) < 0.03
+    assert pause_in(spoken(3.0)[: 3 * RATE], RATE, 0) is None
+    assert pause_in(np.zeros(RATE), RATE, 0) is None
+    assert pause_in(np.zeros(100), RATE, 0) is None
+
+
+# ---- windows that overlap
+
+WORDS = range(10, 100)
+"""Tokens that begin a word; 100 to 200 go on."""
+
+
+def joined(left, right, begin, starts=lambda token: token in WORDS):
+    """From (start, end, tokens), the tokens."""
+    made = [[Piece(a, b, t, Result([], 0.0)) for a, b, t in part] for part in (left, right)]
+    found = join(*made, begin, lambda token: token < 300, starts)
+    for one, other in itertools.pairwise(found):
+        assert one.start < one.end <= other.start
+    return [piece.tokens for piece in found]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        # words in the overlap are said once; both windows stay segments
+        (
+            [(0, 9, [11, 12, 13, 14, 15, 16, 17, 18, 19])],
+            [(6, 15, [17, 18, 19, 20, 21, 22, 23, 24, 25])],
+            [[11, 12, 13, 14, 15, 16, 17], [18, 19, 20, 21, 22, 23, 24, 25]],
+        ),
+        # nothing in common: each has the words of its half of the overlap
+        (
+            [(0, 9, [11, 12, 13, 14, 15, 16, 17, 18, 19])],
+            [(6, 15, [30, 31, 32, 33, 34, 35, 36, 37, 38])],
+            [[11, 12, 13, 14, 15, 16, 17], [31, 32, 33, 34, 35, 36, 37, 38]],
+        ),
+        # a short last window keeps what it alone heard
+        (
+            [(0, 9, [11, 12, 13, 14, 15, 16, 17, 18, 19])],
+            [(6, 10, [30, 31, 32, 33])],
+            [[11, 12, 13, 14, 15, 16, 17], [31, 32, 33]],
+        ),
+        # the shared tokens are in the middle of a word
+        (
+            [(0, 9, [11, 12, 13, 14, 15, 16, 107, 108, 19])],
+            [(6, 15, [107, 108, 109, 21, 22, 23, 24, 25, 26])],
+            [[11, 12, 13, 14, 15, 16, 107, 108, 109], [21, 22, 23, 24, 25, 26]],
+        ),
+        ([(0, 9, [11, 12, 13])], [], [[11, 12, 13]]),
+        ([], [(6, 15, [11, 12, 13])], [[11, 12, 13]]),
+        # a last window that has one word of its own, which both heard
+        ([(0, 9, [11, 12, 13])], [(6, 9.2, [13])], [[11, 12], [13]]),
+    ],
+)
+def test_texts_of_overlapping_windows_meet_at_a_word(left, right, expected):
+    assert joined(left, right, 6.0) == expected
+
+
+def test_texts_without_spaces_meet_anywhere():
+    left, right = [(0, 9, list(range(101, 110)))], [(6, 15, list(range(107, 116)))]
+    assert joined(left, right, 6.0) == [list(range(101, 108)), list(range(108, 116))]
+
+
+@KINDS
+def test_a_recording_without_pauses_has_windows_that_overlap_and_segments_that_do_not(
+    made, kit, kind
+):
+    samples = np.random.default_rng(2).standard_normal(5 * RATE).astype("f4") * 0.1
+    for options in ({"window_s": 1.5}, {"mode": "chunked", "overlap_s": 0.5, "window_s": 1.5}):
+        ours = made(kind, **options)
+        found = ours(samples)
+        assert found.stats["windows"] > 3
+        for one, other in itertools.pairwise(found.segments):
+            assert one.start_s < one.end_s <= other.start_s
+        start = ours.recognizer.starts_word
+        for segment in found.segments[1:]:
+            assert start(segment.tokens[0]) or not any(map(start, segment.tokens))
+        said = [t for segment in found.segments for t in segment.tokens]
+        assert said == found.tokens and found.tokens
+
+
+# ---- refusals
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"word_timestamps": "attention"},
+        {"word_timestamps": True, "hallucination_silence_threshold": 1.0},
+        {"task": "translate"},
+        {"language": "de"},
+        {"prompt": "names"},
+        {"hotwords": "names"},
+        {"condition_on_prev_tokens": True},
+        {"no_speech_threshold": 0.6, "logprob_threshold": -1.0},
+        {"padding": "silence"},
+    ],
+    ids=str,
+)
+def test_what_a_family_cannot_do_is_refused_by_name_and_works_without_it(made, kind, options):
+    name = next(iter(options))
+    with pytest.raises(OptionError, match=rf"^{name}=.*leave it out, or name a model.*--model"):
+        made(kind, **options)
+
+
+def test_whisper_is_refused_a_length_of_windows(model, processor, folder):
+    with pytest.raises(OptionError, match=r"^window_s=5.*leave it out.*moonshine:tiny-en"):
+        Transcriber.from_pretrained(folder, window_s=5)
+
+
+@KINDS
+def test_a_language_is_taken_where_the_model_is_said_to_know_it(kind):
+    model, processor = MODELS[kind](language="en")
+    for language in ("en", "English", "<|en|>"):
+        Transcriber(model, processor, None, TranscribeOptions(language=language))
+    with pytest.raises(
+        OptionError, match=r"'de'.*transcribes 'en' alone; leave the language out.*--model"
+    ):
+        Transcriber(model, processor, None, TranscribeOptions(language="de"))
+
+
+def test_drafts_and_guides_need_an_adapter_and_views_of_the_waveform_a_family_that_has_them(made):
+    with pytest.raises(IncompatibleError, match=r"no adapter.*leave them out.*mmdecode\.adapters"):
+        made("speech_to_text", Decoder(PromptLookup()))
+    with pytest.raises(IncompatibleError, match="no adapter"):
+        made("speech_to_text", Decoder(guide="whisper_cd"))
+    with pytest.raises(IncompatibleError, match=r"changes the waveform.*leave the guide out"):
+        made("moonshine", Decoder(guide="whisper_cd"))
+
+
+def test_a_processor_without_a_part_is_refused_and_the_part_is_named(parts):
+    model, processor = parts["moonshine"]
+    for given_, missing in (
+        (processor.feature_extractor, "tokenizer"),
+        (SimpleNamespace(tokenizer=tokenizer()), "feature extractor"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"without a {missing}.*AutoProcessor"):
+            Transcriber(model, given_)
+
+
+# ---- searches and gates
+
+
+@KINDS
+def test_the_fallback_leaves_out_the_gate_that_needs_a_probability_of_silence(made, kit, kind):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 1.4))]
+    ours = made(kind, Decoder(seed=0), **FALLBACK | {"temperatures": (0.0, 0.6)})
+    together = ours(recordings)
+    assert any(t.stats["attempts"] > 1 for t in together)
+    assert [t.tokens for t in together] == [ours(samples).tokens for samples in recordings]
+    assert all(s.no_speech_prob is None for t in together for s in t.segments)
+    assert all(s.avg_logprob < 0 for t in together for s in t.segments)
+
+
+@KINDS
+def test_beams_are_those_of_generate_for_each_recording_alone(made, kit, kind):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 1.0, 0.3))]
+    ours = made(kind, beams=3)
+    expected = [alone(ours, samples, num_beams=3) for samples in recordings]
+    assert [t.tokens for t in ours(recordings)] == expected
+
+
+@KINDS
+@pytest.mark.parametrize("method", ["beam", "sample"])
+def test_n_best_lists_do_not_depend_on_the_batch(made, kit, kind, method):
+    recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 0.6))]
+    ours = made(kind, Decoder(seed=1), n_best=3, n_best_method=method)
+    together = ours(recordings)
+    for samples, transcript in zip(recordings, together, strict=True):
+        other = ours(samples)
+        assert transcript.tokens == other.tokens
+        [window], [expected] = transcript.n_best, other.n_best
+        assert [h.tokens for h in window] == [h.tokens for h in expected]
+        assert len(window) > 1
+        assert [h.score for h in window] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+# ---- bad input
+
+
+@KINDS
+def test_odd_recordings_are_transcribed_or_fail_alone(made, kit, kind, tmp_path):
+    (tmp_path / "broken.wav").write_bytes(b"RIFF nothing")
+    wave = kit.noise(1.0)
+    odd = {
+        "one sample": np.full(1, 0.1, "f4"),
+        "0.05 s": wave[: RATE // 20],
+        "96 kHz": (np.repeat(wave, 6), 96_000),
+        "silence": np.zeros(RATE, "f4"),
+        "nothing": np.zeros(0, "f4"),
+        "not a number": np.full(RATE, np.nan, "f4"),
+        "broken": str(tmp_path / "broken.wav"),
+        "good": wave,
+    }
+    ours = made(kind, batch_size=4)
+    found = dict(zip(odd, ours(list(odd.values())), strict=True))
+    failed = {name for name, one in found.items() if isinstance(one, Failure)}
+    assert failed == {"nothing", "not a number", "broken"}
+    assert found["good"].tokens == alone(ours, wave)
+    assert found["0.05 s"].duration_s == 0.05
+    assert all(math.isfinite(value) for value in _scores(made(kind, scores=True)(odd["silence"])))
+
+
+def _scores(transcript):
+    return [segment.avg_logprob for segment in transcript.segments]
+
+
+def test_states_of_silence_are_numbers(parts):
+    ours = Transcriber(*parts["speech_to_text"]).recognizer
+    [inputs] = ours.features([np.zeros(RATE, "f4")])
+    assert all(torch.isfinite(value).all() for value in inputs.values())
