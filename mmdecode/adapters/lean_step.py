@@ -49,7 +49,7 @@ class Layer(NamedTuple):
         place: That of its own keys and values in the cache: a view may leave layers out.
         heads: Of both attentions.
         scale: Of their scores; ``None``: the square root of the head's width, inverted.
-        padding: Zeros behind each head's width while it attends.
+        padding: Zeros added after each head's own width while it attends.
         keys: Of the audio, ``(B, heads, S, D)``.
         values: Likewise.
         source_mask: Additive, ``(B, 1, 1, S)``; ``None``: nothing of the audio is padding.
