@@ -13,7 +13,6 @@ from mmdecode.errors import UnknownNameError
 
 DEMOS = ("speech", "vlm", "image")
 MODELS = {
-    "speech": "zoo:whisper-synth",
     "vlm": "zoo:llava-scenes",
     "image": "zoo:llamagen-scenes",
 }
@@ -37,16 +36,18 @@ def command(
         str | None,
         typer.Option(
             help="Of the demo that is named, else of speech, as openai/whisper-small: a folder, a "
-            "Hub id, its short name or zoo:NAME; a shipped one by default.",
+            "Hub id, its short name or zoo:NAME; a shipped one by default, and of recordings of "
+            "people moonshine:tiny-en where it is installed.",
         ),
     ] = None,
     draft: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Speech: Medusa heads for the model (a folder, a Hub id or zoo:NAME), or any "
-            "draft of 'mmdecode methods draft' as name or name:key=value,..."
+            "draft of 'mmdecode methods draft' as name or name:key=value,...; by default "
+            "the shipped heads, and recycling for a model that does not ship."
         ),
-    ] = "zoo:whisper-synth-medusa",
+    ] = None,
     guides: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +87,8 @@ def command(
 ) -> None:
     """Transcribe shipped speech, ask about shipped images, and draw, with shipped models.
 
-    Speech is transcribed plainly and drafted: the text must not change, the time should. Questions
+    Recordings of people come first, by moonshine:tiny-en where it is installed. Synthetic
+    speech is transcribed plainly and drafted: the text must not change, the time should. Questions
     about images are answered plainly and under guides, side by side: the answers may change. Their
     captions are written once more with a draft: in fewer passes, the tokens the same.
     Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the law. Each writes
@@ -104,19 +106,19 @@ def command(
         folder = FOLDER / name if output is None else output if what else output / name
         asked_for = model if name == chosen[0] else None
         shared = (folder.resolve(), limit, device, dtype, seed, overwrite)
-        loaded = asked_for or MODELS[name]
         if name == "speech":
             from mmdecode.cli import demo_speech
 
-            found[name] = demo_speech.run(loaded, draft, repeats, *shared)
+            found[name] = demo_speech.run(asked_for, draft, repeats, *shared)
         elif name == "vlm":
             from mmdecode.cli import demo_vlm
 
+            loaded = asked_for or MODELS[name]
             found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
         else:
             from mmdecode.cli import demo_image
 
-            found[name] = demo_image.run(loaded, *shared)
+            found[name] = demo_image.run(asked_for or MODELS[name], *shared)
     if json:
         emit_json(found if what is None else found[what])
     if not all(one.get("identical", True) for one in found.values()):

@@ -1,14 +1,19 @@
-"""``mmdecode demo speech``: the shipped recordings, plainly and with Medusa heads."""
+"""``mmdecode demo speech``: the shipped recordings, plainly and drafted.
+
+Recordings of people come first (`mmdecode.cli.demo_recordings`), where a model is there that knows
+more than synthetic speech.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.output import console
+from mmdecode.cli.output import console, print_line
 from mmdecode.cli.progress import only_our_output
 
 if TYPE_CHECKING:
@@ -16,14 +21,16 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.transcriber import Transcriber, Transcript
     from mmdecode.engine.decoder import Decoder, Round
-    from mmdecode.evaluation.report import Item, Report
+    from mmdecode.evaluation.report import Item, Opening, Report
     from mmdecode.evaluation.wer import WER
     from mmdecode.zoo.speech import Clip
 
+MODEL, DRAFT = "zoo:whisper-synth", "zoo:whisper-synth-medusa"
+
 
 def run(
-    model: str,
-    draft: str,
+    model: str | None,
+    draft: str | None,
     repeats: int,
     out: Path,
     limit: int | None,
@@ -45,33 +52,111 @@ def run(
     )
     refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
     started = time.perf_counter()
-    what = "the shipped recordings" if limit is None else f"{limit} of the shipped recordings"
-    console.print(
-        f"Transcribing {what} twice: token by token, and with Medusa heads that guess several "
-        "tokens ahead.\nThe text must not change; the time should. This takes about a minute.",
-        highlight=False,
-    )
     from mmdecode.evaluation import report as page
     from mmdecode.evaluation.conditions import load_average
     from mmdecode.zoo.speech import speech_test
 
+    people, synthetic, note = _parts(model, draft, device, dtype)
+    load_before = load_average() or "unknown"
+    real, opening, rows, titles = None, None, [], {}
+    if people is not None:
+        real, opening, rows, titles = _recordings(people, limit, seed)
+    elif note:
+        print_line(note, console)
+    what = "synthetic recordings" if limit is None else f"{limit} of the synthetic recordings"
+    console.print(
+        f"Transcribing {what} twice with {synthetic.model}: token by token, and with "
+        f"{synthetic.draft}\nguessing several tokens ahead. The text must not change; the time "
+        "should. This takes about a minute.",
+        highlight=False,
+        markup=False,
+    )
     clips = speech_test()[:limit]
     recordings = speech_test(long=True) if limit is None else []
-    ways = _load(model, draft, device, dtype)
-    load_before = load_average() or "unknown"
-    items, noisy, rows, titles = _run(ways, clips, recordings, repeats)
-    write_file(texts_file, rows_text(rows), overwrite)
-    write_files(subtitles, titles, overwrite)
-    result = _report(model, draft, ways, items, clips, noisy, recordings, seed)
+    ways = synthetic.ways
+    items, noisy, more_rows, more_titles = _run(ways, clips, recordings, repeats)
+    write_file(texts_file, rows_text([*rows, *more_rows]), overwrite)
+    write_files(subtitles, titles | more_titles, overwrite)
+    result = _report(synthetic, items, clips, noisy, recordings, seed)
     result.conditions.update(_conditions(ways, dtype, repeats, load_before))
-    write_file(page_file, page.page(result), overwrite)
+    if note:
+        result.conditions["recordings of people"] = note
+    write_file(page_file, page.page(result, opening), overwrite)
     summary = _summary(result, items, len(clips))
+    summary["real"] = real
     summary["seconds"] = round(time.perf_counter() - started, 1)
     summary["files"] = {
         name: str(out / name) for name in ("report.html", "transcripts.jsonl", "subtitles")
     }
     _show(result, summary, items, len(clips))
+    if real is not None and not real["identical"]:
+        summary["identical"] = False
+        summary["different"] = [*real["different"], *summary["different"]]
     return summary
+
+
+@dataclass
+class Part:
+    """A model with a draft.
+
+    Attributes:
+        model, draft: Their names.
+        ways: Without and with the draft.
+    """
+
+    model: str
+    draft: str
+    ways: tuple[Way, Way]
+
+
+def _parts(
+    model: str | None, draft: str | None, device: str | None, dtype: str
+) -> tuple[Part | None, Part, str]:
+    """What transcribes people, what synthetic speech, and why nothing transcribes people."""
+    from mmdecode.cli import demo_recordings
+    from mmdecode.errors import MMDecodeError
+
+    def loaded(model: str, draft: str) -> Part:
+        return Part(model, draft, _load(model, draft, device, dtype))
+
+    if model is None:
+        synthetic = loaded(MODEL, draft or DRAFT)
+        note = demo_recordings.missing()
+        if note:
+            return None, synthetic, note
+        try:
+            return loaded(demo_recordings.MODEL, demo_recordings.DRAFT), synthetic, ""
+        except MMDecodeError as error:
+            return None, synthetic, f"Recordings of people are left out: {error}"
+    if model.startswith("zoo:"):  # it knows synthetic speech alone
+        return None, loaded(model, draft or DRAFT), ""
+    named = loaded(model, draft or demo_recordings.DRAFT)
+    times_words = named.ways[0].transcriber.recognizer.capabilities.word_times
+    return named, named if times_words else loaded(MODEL, DRAFT), ""
+
+
+def _recordings(
+    people: Part, limit: int | None, seed: int
+) -> tuple[dict[str, Any], Opening, list[dict[str, Any]], dict[str, str]]:
+    """Numbers, first screen, rows of texts and subtitles of recordings of people."""
+    from mmdecode.asr.formats import FORMATS
+    from mmdecode.asr.subtitles import DEFAULT
+    from mmdecode.cli import demo_recordings
+    from mmdecode.evaluation.recording_page import opening
+    from mmdecode.zoo.real_clips import all_clips
+
+    clips = all_clips()[:limit]
+    console.print(
+        f"Transcribing {len(clips)} recordings of people with {people.model}.", highlight=False
+    )
+    found, transcripts = demo_recordings.transcribe(
+        people.model, people.draft, people.ways, clips, seed
+    )
+    demo_recordings.show(found)
+    pairs = [*zip(found.items, transcripts, strict=True)]
+    rows = [demo_recordings.row(item, transcript) for item, transcript in pairs]
+    titles = {f"{item.name}.srt": FORMATS["srt"](text, DEFAULT) for item, text in pairs}
+    return demo_recordings.summary(found), opening(found), rows, titles
 
 
 @dataclass
@@ -122,6 +207,7 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
 
         way: Way
 
+        @functools.wraps(Decoder.__call__)  # generate asks which arguments it takes
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             began = now(network.device)
             ids = super().__call__(*args, **kwargs)
@@ -239,9 +325,7 @@ def _row(clip: Clip, kind: str, transcript: Transcript, **more: Any) -> dict[str
 
 
 def _report(
-    model: str,
-    draft: str,
-    ways: tuple[Way, Way],
+    part: Part,
     items: list[Item],
     clips: Sequence[Clip],
     noisy: list[str],
@@ -267,15 +351,15 @@ def _report(
     columns = itertools.zip_longest(*(item.histogram for item in items), fillvalue=0)
     scored = sum(item.passes * item.tokens_per_pass for item in items)
     return Report(
-        model=model,
-        draft=draft,
+        model=part.model,
+        draft=part.draft,
         items=items,
         ratio=(float(times[:, 0].sum() / times[:, 1].sum()), float(low), float(high)),
         tokens_per_pass=scored / max(sum(item.passes for item in items), 1),
         histogram=[sum(column) for column in columns],
         wer=scores,
         conditions={},
-        label=_labels(ways[0].transcriber),
+        label=_labels(part.ways[0].transcriber),
     )
 
 
@@ -321,7 +405,8 @@ def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> d
     }
 
 
-def _score(score: WER) -> dict[str, Any]:
+def score(score: WER) -> dict[str, Any]:
+    """A score, as JSON holds it."""
     names = ("value", "low", "high", "words", "substitutions", "deletions", "insertions")
     found = {name: getattr(score, name) for name in (*names, "utterances", "normaliser")}
     return found | ({"low": None, "high": None} if score.utterances == 1 else {})
@@ -344,7 +429,7 @@ def _summary(report: Report, items: Sequence[Item], short: int) -> dict[str, Any
         "clips": short,
         "identical": report.identical,
         "different": [item.name for item in items if not item.identical],
-        "wer": {name: _score(score) for name, score in report.wer.items()},
+        "wer": {name: score(found) for name, found in report.wer.items()},
         "tokens": sum(item.tokens for item in items),
         "passes": sum(item.passes for item in items),
         "plain_passes": sum(item.plain_passes for item in items),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmdecode.evaluation.wer import WER, Step, align_as_written
 from mmdecode.files import MAKER
@@ -119,6 +119,20 @@ class Pass:
     rejected: tuple[int, ...]
 
 
+class Opening(NamedTuple):
+    """What a page shows before the report.
+
+    Attributes:
+        title: Of the page, as HTML.
+        header: Its heading, as HTML.
+        body: What follows, as HTML.
+    """
+
+    title: str
+    header: str
+    body: str
+
+
 def passes(rounds: Sequence[Round]) -> list[Pass]:
     """Where each token of one window came from."""
     found = []
@@ -144,8 +158,13 @@ def score_text(score: WER) -> str:
     return f"{100 * score.value:.2f} % ({score.words} words of 1 recording, {score.normaliser})"
 
 
-def page(report: Report) -> str:
-    """The whole page."""
+def page(report: Report, opening: Opening | None = None) -> str:
+    """The whole page.
+
+    Args:
+        report: What it shows.
+        opening: What it shows before that; ``None``: nothing.
+    """
     gain, low, high = report.ratio
     speed = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times slower"
     differing = sum(not item.identical for item in report.items)
@@ -158,16 +177,23 @@ def page(report: Report) -> str:
     )
     conditions = escape(" \u00b7 ".join(report.conditions.values()))
     clips = "".join(_item(item, report.label) for item in report.items)
-    return f"""{head(f"mmdecode demo: {speed}")}<body>
-<header>
-<p class="eyebrow">mmdecode demo</p>
-<h1>Decoding is <b{pace}>{speed}</b>, <b class="{mood}">{verdict}</b></h1>
+    title, eyebrow, level = f"mmdecode demo: {speed}", "mmdecode demo", 1
+    if opening:
+        title, eyebrow, level = f"mmdecode demo: {opening.title}", "speed, on synthetic speech", 2
+    header = f"""<header>
+<p class="eyebrow">{eyebrow}</p>
+<h{level} class="headline">Decoding is <b{pace}>{speed}</b>,
+<b class="{mood}">{verdict}</b></h{level}>
 <p class="lead">{escape(report.model)} wrote down {len(report.items)} recordings twice: token by
 token, and with {escape(report.draft)} guessing ahead. Compared is the same decoding loop without
 and with the draft, in turns, clip by clip.</p>
 <p class="conditions">{conditions}</p>
-</header>
-<main>
+</header>"""
+    top = f"{header}\n<main>"
+    if opening:
+        top = f"{opening.header}\n<main>\n{opening.body}\n{header}"
+    return f"""{head(title)}<body>
+{top}
 <section class="cards">{_cards(report, low, high)}</section>
 <section class="figures">
 {_histogram(report.histogram)}

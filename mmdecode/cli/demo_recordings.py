@@ -1,0 +1,214 @@
+"""The first part of ``mmdecode demo speech``: recordings of people, by a published recogniser."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.cli.output import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmdecode.asr.transcriber import Transcript
+    from mmdecode.cli.demo_speech import Way
+    from mmdecode.evaluation.recording_page import Recording, Recordings
+    from mmdecode.zoo.real_clips import RealClip
+
+MODEL = "moonshine:tiny-en"
+DRAFT = "recycling"
+
+NO_GAIN = (
+    "No draft without training gains time on this model, since people hardly repeat themselves. "
+    "Heads trained for it do not ship yet: what heads gain is shown below, by a Whisper of "
+    "synthetic speech."
+)
+"""Said of `MODEL`."""
+
+
+def missing() -> str | None:
+    """How to get `MODEL`, in one line; ``None``: it is there."""
+    from mmdecode.checkpoints import is_installed, scheme_card
+
+    if is_installed(MODEL):
+        return None
+    return (
+        f"Recordings of people are left out: {MODEL} is not installed. To hear what it makes of "
+        f"them: {scheme_card(MODEL)['install']} (Linux, x86_64)"
+    )
+
+
+def transcribe(
+    model: str, draft: str, ways: tuple[Way, Way], clips: Sequence[RealClip], seed: int = 0
+) -> tuple[Recordings, list[Transcript]]:
+    """Transcribes each clip by plain ``generate``, by our loop, and by our loop with a draft.
+
+    Args:
+        model: Its name.
+        draft: Its name.
+        ways: Without and with the draft, over the model.
+        clips: What to transcribe, at least one.
+        seed: Of the interval.
+
+    Returns:
+        What a page shows, and the drafted transcripts.
+    """
+    from rich.progress import track
+
+    from mmdecode.evaluation.recording_page import Recordings
+    from mmdecode.evaluation.wer import wer
+
+    plain, drafted = ways
+    shortest = min(clips, key=lambda clip: clip.duration_s)
+    for warm in (lambda: _generate(plain, shortest), *(lambda w=w: w(shortest.path) for w in ways)):
+        warm()
+    items, transcripts = [], []
+    for clip in track(clips, description="transcribing", console=console, transient=True):
+        item, transcript = _compare(plain, drafted, clip)
+        items.append(item)
+        transcripts.append(transcript)
+    tokenizer = plain.transcriber.processor.tokenizer
+    found = Recordings(
+        model=model,
+        draft=draft,
+        items=items,
+        wer=wer([one.reference for one in items], [one.hypothesis for one in items], seed=seed),
+        note=NO_GAIN if model == MODEL else "",
+        label=lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False),
+    )
+    return found, transcripts
+
+
+def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
+    """One clip each way, once."""
+    from mmdecode.engine.decoder import Round
+    from mmdecode.evaluation.recording_page import Recording
+
+    ids, generate_s = _generate(plain, clip)
+    _, plain_s, plain_total_s = plain(clip.path)
+    plain_ids, passes = plain.ids, plain.decoder.stats.passes
+    windows: list[list[Round]] = []
+    drafted.decoder.trace = windows
+    transcript, drafted_s, drafted_total_s = drafted(clip.path)
+    drafted.decoder.trace = None
+    stats = drafted.decoder.stats.as_dict()
+    return Recording(
+        name=clip.name,
+        audio=clip.path,
+        speaker=clip.speaker or clip.origin,
+        origin=f"{clip.origin}; {clip.licence.partition(';')[0]}",
+        seconds=clip.duration_s,
+        reference=clip.text,
+        hypothesis=transcript.text,
+        windows=windows,
+        tokens=stats["tokens"],
+        plain_passes=passes,
+        passes=stats["passes"],
+        tokens_per_pass=stats["acceptance_length"],
+        generate_total_s=generate_s,
+        plain_s=plain_s,
+        plain_total_s=plain_total_s,
+        drafted_s=drafted_s,
+        drafted_total_s=drafted_total_s,
+        identical=drafted.ids == plain_ids and ids in (None, plain_ids),
+    ), transcript
+
+
+def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, float | None]:
+    """Ids of plain ``generate`` with its seconds from the file on, call by call as `Way` has them.
+
+    Models with timestamps have windows and rules of their own, and are not asked.
+    """
+    recogniser = way.transcriber.recognizer
+    if recogniser.capabilities.timestamps or clip.duration_s > way.transcriber.window_s:
+        return None, None
+    began = time.perf_counter()
+    [inputs] = recogniser.features([clip.samples(recogniser.rate)])
+    most = recogniser.most_tokens(clip.duration_s)
+    ids = way.transcriber.model.generate(
+        **inputs, max_new_tokens=most, do_sample=False, num_beams=1, return_dict_in_generate=False
+    )
+    return [ids.tolist()], time.perf_counter() - began
+
+
+def summary(found: Recordings) -> dict[str, Any]:
+    """The numbers, as JSON holds them."""
+    from mmdecode.cli.demo_speech import score
+
+    times = {name: round(seconds, 4) for name, seconds in found.times().items()}
+    return {
+        "model": found.model,
+        "draft": found.draft,
+        "clips": len(found.items),
+        "audio_s": round(found.audio_s, 2),
+        "identical": found.identical,
+        "different": [item.name for item in found.items if not item.identical],
+        "compared_with_generate": found.with_generate,
+        "wer": score(found.wer),
+        "tokens": found.total("tokens"),
+        "passes": found.total("passes"),
+        "plain_passes": found.total("plain_passes"),
+        "tokens_per_pass": round(found.tokens_per_pass, 4),
+        "times": times,
+        "note": found.note,
+    }
+
+
+def row(item: Recording, transcript: Transcript) -> dict[str, Any]:
+    """A line of ``transcripts.jsonl``."""
+    texts = {"reference": item.reference, "text": item.hypothesis}
+    more = {"tokens": transcript.tokens, "identical": item.identical}
+    return {"name": item.name, "set": "real", **texts, **more}
+
+
+def show(found: Recordings) -> None:
+    """Prints what was heard and how it differs from what was said, then the numbers."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    from mmdecode.evaluation.report import score_text
+
+    table = Table("recording", "heard", box=None, padding=(0, 2, 0, 0))
+    for item in found.items:
+        table.add_row(Text(item.name, "dim"), _marked(item))
+    console.print(table)
+    console.print(
+        Text.assemble(
+            ("heard(said)", "red"),
+            ": another word; ",
+            ("+heard", "red"),
+            ": a word too many; ",
+            ("-(said)", "red"),
+            ": a word missing",
+            style="dim",
+        )
+    )
+    scores = f"word errors, real: {score_text(found.wer)}; {found.caution}"
+    console.print(scores, highlight=False, markup=False)
+    differing = [item.name for item in found.items if not item.identical]
+    same, names = f"yes[/], all {len(found.items)} recordings", ", ".join(differing)
+    verdict = f"[bold red]no[/], ids differ in {names}" if differing else f"[bold green]{same}"
+    console.print(f"identical: {verdict}, by {escape(found.ways)}", highlight=False)
+    console.print(found.speed, highlight=False, markup=False)
+    if found.note:
+        console.print(found.note, highlight=False, markup=False)
+    console.print()
+
+
+def _marked(item: Recording) -> Any:
+    """What was heard, with what was said where they differ."""
+    from rich.text import Text
+
+    from mmdecode.evaluation.wer import align_as_written
+
+    shown = {
+        "substitute": lambda step: f"{step.heard}({step.said})",
+        "insert": lambda step: f"+{step.heard}",
+        "delete": lambda step: f"-({step.said})",
+    }
+    parts = [
+        Text(step.heard) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
+        for step in align_as_written(item.reference, item.hypothesis)
+    ]
+    return Text(" ").join(parts) if parts else Text("nothing", "italic")

@@ -1,0 +1,221 @@
+"""The first screen of the speech demo: what a recogniser made of recordings of people.
+
+It stands before the page of `mmdecode.evaluation.report` and has its parts: players, marked words,
+and strips that show who proposed which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmdecode.evaluation.report import LEGEND, Opening, card, legend, marked, player, strip
+from mmdecode.evaluation.wer import WER, align_as_written
+
+if TYPE_CHECKING:
+    from mmdecode.engine.decoder import Round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """One recording of a person, transcribed without and with a draft.
+
+    Attributes:
+        name: Its name.
+        audio: The file that the page plays.
+        speaker: Who speaks, or where it is from.
+        origin: What it is a recording of, and its licence.
+        seconds: Its length.
+        reference: What was said.
+        hypothesis: What was recognised.
+        windows: Rounds of the drafted decoding, window by window.
+        tokens: Tokens committed.
+        plain_passes, passes: Decoder passes without and with the draft.
+        tokens_per_pass: Tokens per pass after the prompt.
+        generate_total_s: Seconds of plain ``generate`` from the file on; ``None``: it was not run.
+        plain_s, drafted_s: Seconds of decoding by our loop.
+        plain_total_s, drafted_total_s: Seconds from the file on.
+        identical: Whether all ways gave the same token ids.
+    """
+
+    name: str
+    audio: Path
+    speaker: str
+    origin: str
+    seconds: float
+    reference: str
+    hypothesis: str
+    windows: Sequence[Sequence[Round]]
+    tokens: int
+    plain_passes: int
+    passes: int
+    tokens_per_pass: float
+    generate_total_s: float | None
+    plain_s: float
+    plain_total_s: float
+    drafted_s: float
+    drafted_total_s: float
+    identical: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recordings:
+    """What the first screen shows.
+
+    Attributes:
+        model, draft: Their names.
+        items: The recordings, at least one.
+        wer: Of all recordings.
+        note: What is to be known of drafts of this model; may be empty.
+        label: The text of a token id.
+    """
+
+    model: str
+    draft: str
+    items: Sequence[Recording]
+    wer: WER
+    note: str
+    label: Callable[[int], str]
+
+    def total(self, name: str) -> int:
+        """Sum of an attribute over the recordings."""
+        return sum(getattr(item, name) for item in self.items)
+
+    def times(self) -> dict[str, float]:
+        """Seconds over all recordings; those of plain ``generate`` only where it was run."""
+        names = ["plain_s", "drafted_s", "plain_total_s", "drafted_total_s"]
+        if self.with_generate:
+            names.insert(0, "generate_total_s")
+        return {name: sum(getattr(item, name) for item in self.items) for name in names}
+
+    @property
+    def identical(self) -> bool:
+        """Whether every recording came out the same."""
+        return all(item.identical for item in self.items)
+
+    @property
+    def with_generate(self) -> bool:
+        """Whether plain ``generate`` was run on every recording."""
+        return all(item.generate_total_s is not None for item in self.items)
+
+    @property
+    def audio_s(self) -> float:
+        """Seconds of audio."""
+        return sum(item.seconds for item in self.items)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Over all recordings."""
+        scored = sum(item.passes * item.tokens_per_pass for item in self.items)
+        return scored / max(self.total("passes"), 1)
+
+    @property
+    def word_errors(self) -> str:
+        """The score in words."""
+        return f"{self.wer.errors} of {self.wer.words} words wrong"
+
+    @property
+    def caution(self) -> str:
+        """What the score is worth."""
+        known = any("LibriSpeech" in item.origin for item in self.items)
+        seen = ", and LibriSpeech, which some of it is from, may be in the training data"
+        return f"{self.wer.words} words are little data{seen * known}"
+
+    @property
+    def ways(self) -> str:
+        """Whose token ids were compared."""
+        generate = "plain generate, " * self.with_generate
+        return f"{generate}our loop without a draft, and our loop with {self.draft}"
+
+    @property
+    def speed(self) -> str:
+        """How long it took."""
+        times = self.times()
+        plain, drafted = times["plain_total_s"], times["drafted_total_s"]
+        generate = ""
+        if self.with_generate:
+            generate = f"plain generate {times['generate_total_s']:.1f} s, "
+        return (
+            f"Seconds for {self.audio_s:.0f} s of audio, each way once: {generate}our loop "
+            f"{plain:.1f} s, drafted {drafted:.1f} s ({self.tokens_per_pass:.2f} tokens per pass)"
+        )
+
+
+def opening(found: Recordings) -> Opening:
+    """What the page of the demo begins with."""
+    first, count = found.items[0], len(found.items)
+    others = f", one of {count} recordings of people" * (count > 1)
+    differing = sum(not item.identical for item in found.items)
+    mood, same = "good", "every token id is the same"
+    if differing:
+        mood, same = "bad", f"the token ids of {differing} recordings differ"
+    header = f"""<header>
+<p class="eyebrow">mmdecode demo</p>
+<h1>\u201c{escape(first.hypothesis) or "nothing"}\u201d</h1>
+<p class="lead">This is what {escape(found.model)} heard in a recording of
+{escape(first.speaker)}{others}: <b>{found.word_errors}</b>, and <b class="{mood}">{same}</b> by
+{escape(found.ways)}. {escape(found.caution)}.</p>
+</header>"""
+    note = f"<p>{escape(found.note)}</p>" if found.note else ""
+    body = f"""<section class="cards">{_cards(found)}</section>
+<section>
+{note}
+<ul class="legend words">{LEGEND}</ul>
+{"".join(_item(item, found.label) for item in found.items)}
+</section>"""
+    return Opening(f"real recordings, {found.word_errors}", header, body)
+
+
+def _cards(found: Recordings) -> str:
+    same = sum(item.identical for item in found.items)
+    times, passes = found.times(), found.total("passes")
+    plain, drafted = times["plain_total_s"], times["drafted_total_s"]
+    spread = f"95 % interval {100 * found.wer.low:.1f} to {100 * found.wer.high:.1f} %"
+    generate = ""
+    if found.with_generate:
+        generate = f"; plain generate {times['generate_total_s']:.1f} s"
+    length = f"{found.audio_s:.0f} s of audio, from file to text, without a draft"
+    saved = f"{passes:,} passes for {found.total('plain_passes'):,}"
+    return "".join(
+        (
+            card(
+                "word errors",
+                f"{100 * found.wer.value:.1f} %",
+                f"{found.wer.errors} of {found.wer.words} words"
+                + f"; {spread}" * (found.wer.utterances > 1),
+            ),
+            card(
+                "same token ids",
+                "yes" if found.identical else "no",
+                f"{same} of {len(found.items)} recordings",
+            ),
+            card("heard in", f"{plain:.1f} s", f"{length}{generate}; each once"),
+            card(
+                "tokens per pass",
+                f"{found.tokens_per_pass:.2f}",
+                f"with {found.draft}: {saved}, in {drafted:.1f} s",
+            ),
+        )
+    )
+
+
+def _item(item: Recording, label: Callable[[int], str]) -> str:
+    steps = align_as_written(item.reference, item.hypothesis)
+    wrong = sum(step.kind != "equal" for step in steps)
+    errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
+    same = "" if item.identical else '<span class="bad">token ids differ</span>'
+    strips = "".join(strip(rounds, label) for rounds in item.windows)
+    return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
+<header><h2>{escape(item.speaker)}</h2><span>{item.seconds:.1f} s</span>
+<span class="{"bad" if wrong else "good"}">{errors}</span>{same}
+<span>{escape(item.origin)}</span></header>
+{player(item.audio, item.name)}
+<dl><dt>heard</dt><dd>{marked(steps)}</dd><dt>said</dt><dd>{escape(item.reference)}</dd></dl>
+<details><summary>who proposed which token: {item.tokens} tokens in {item.passes} passes of the
+decoder, {item.plain_passes} without a draft</summary>
+<ul class="legend">{legend(item.windows)}</ul>{strips}</details>
+</article>
+"""
