@@ -110,7 +110,56 @@ MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
     "hallucination.md": "tables", "image_speed.md": "tables", "real_speech.md": "tables",
     "streaming.md": "tables", "vlm_speed.md": "tables", "../README.md": "image tokens",
+    "peers.md": "published checkpoint",
 }  # fmt: skip
+
+
+def test_what_is_said_of_published_checkpoints_is_in_the_results(benchmarks):
+    measured, pages = importlib.import_module("measured"), importlib.import_module("pages")
+    for page, shown in measured.tables(ROOT / "benchmarks" / "results").items():
+        begin, end = pages.marks(measured.PAGES[page])
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert f"{begin}\n{shown}\n{end}" in text, "run: python benchmarks/measured.py"
+
+
+def real_row(way, threads, ms, over, **more):
+    row = {"way": way, "batch": 1, "threads": threads, "clips": 9, "identical": 9, "rtf": 0.05}
+    row |= {"ms_per_token": ms, "over_generate": over, "tokens_per_pass": None}
+    return row | {"word_errors": 3, "words": 200} | more
+
+
+def test_rows_of_a_published_checkpoint_are_measured_or_called_not_measured(benchmarks, tmp_path):
+    measured = importlib.import_module("measured")
+    results = ROOT / "benchmarks" / "results"
+    synthetic = measured.newest(results, "asr-cpu-*.json")
+    none = measured.first_table(None, synthetic)
+    assert none.count("**published** |") == 3 and none.count("| not measured |") == 6
+    assert "not measured yet" in none and "not measured yet" in measured.peers_table(None)
+    rows = [
+        real_row("generate", 1, 11.0, [1, 1, 1]),
+        real_row("generate", 2, 12.0, [1, 1, 1]),
+        real_row("undrafted", 1, 8.0, [1.4, 1.3, 1.5], tokens_per_pass=1.0),
+        real_row("undrafted", 2, 3.0, [4, 4, 4]),
+        real_row("lookup", 1, 9.0, [1.2, 1.1, 1.3], identical=8, tokens_per_pass=1.1),
+        real_row("recycling, 8 nodes", 1, 10.0, [1.1, 1, 1.2], tokens_per_pass=1.3),
+        real_row("onnxruntime, the publisher's int8", 1, 4.0, [2.5, 2.4, 2.6], identical=2),
+        real_row("transformers' pipeline", 1, None, None),
+    ]
+    facts = {"date": "2026-01-02", "clips": 9, "audio_s": 65.4, "reference_words": 200}
+    facts |= {"load_at_start": 0.24}
+    result = {"machine": facts, "short": rows}
+    (tmp_path / "real-speech-cpu-a.json").write_text(json.dumps(result))
+    cut_short = {"machine": facts | {"date": "2026-01-03", "limited": True}, "short": []}
+    (tmp_path / "real-speech-cpu-b.json").write_text(json.dumps(cut_short))
+    real = measured.newest(tmp_path, "real-speech-cpu-*.json")
+    first = measured.first_table(real, synthetic).splitlines()
+    assert first[2].endswith("no draft | 1.40 [1.30, 1.50] | 1.00 | 9 of 9 | 3 (1.5 %) |")
+    assert first[3].endswith("quickest: lookup | 1.20 [1.10, 1.30] | 1.10 | 8 of 9 | 3 (1.5 %) |")
+    assert first[4].endswith("int8 | 2.50 [2.40, 2.60] |  | 2 of 9 | 3 (1.5 %) |")
+    assert "9 recordings of people, 65 s, 200 words" in first[-1] and "-cpu-a.json" in first[-1]
+    shown = measured.peers_table(real)
+    assert shown.count("\n| ") == 2 + 6 and "4.00" not in shown
+    assert "| transformers' pipeline | 1 |  |  | 0.0500 | 9 of 9 | 3 (1.5 %) |" in shown
 
 
 @pytest.mark.parametrize("page", MARKED)
