@@ -56,6 +56,8 @@ CAN = {
     "prompts": "prompt, hotwords",
     "silence": "probability of silence",
     "word_times": "word times",
+    "fixed_windows": "windows of one length",
+    "audio_views": "guides that change the sound",
     "drafts": "drafts, guides",
 }
 
