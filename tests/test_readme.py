@@ -51,10 +51,10 @@ def families():
 
 
 CAN = {
-    "timestamps": "times of segments",
-    "languages": "language, task",
-    "prompts": "prompt, hotwords",
-    "silence": "probability of silence",
+    "timestamps": "says when segments begin and end",
+    "languages": "can be told language and task",
+    "prompts": "prompts, hotwords, text so far",
+    "silence": "probability that nobody speaks",
     "word_times": "word times",
     "fixed_windows": "windows of one length",
     "audio_views": "guides that change the sound",
@@ -62,21 +62,23 @@ CAN = {
 }
 
 
+def able(cls, name):
+    """Whether a recogniser can do something, as the table says it."""
+    if name == "drafts" and not cls.model_types:
+        return "with an adapter"
+    return "yes" if getattr(cls.capabilities, name) else "no"
+
+
 def recognisers():
-    """Every recogniser, with the models it takes and what they can do."""
-    names = [field.name for field in fields(Capabilities)]
-    rows = []
-    for entry in registry.describe("recognizers"):
-        if not entry.plugin:
-            cls, _ = registry.resolve("recognizers", entry.name)
-            can = {name: "yes" if getattr(cls.capabilities, name) else "no" for name in names}
-            if not cls.model_types and cls.capabilities.drafts:
-                can["drafts"] = "with an adapter"
-            types = ", ".join(f"`{name}`" for name in cls.model_types) or "any other"
-            summary = entry.summary.partition(":")[0]
-            rows.append([f"`{entry.name}`", types, summary, *can.values()])
-    titles = [CAN.get(name, name.replace("_", " ")) for name in names]
-    return table(["recogniser", "`model_type`", "models", *titles], rows)
+    """What every recogniser can do, and the models it takes."""
+    entries = [entry for entry in registry.describe("recognizers") if not entry.plugin]
+    classes = [registry.resolve("recognizers", entry.name)[0] for entry in entries]
+    types = [", ".join(f"`{name}`" for name in cls.model_types) for cls in classes]
+    rows = [["`model_type`", *(names or "any other" for names in types)]]
+    rows.append(["models", *(entry.summary.partition(":")[0] for entry in entries)])
+    for one in fields(Capabilities):
+        rows.append([CAN.get(one.name, one.name), *(able(cls, one.name) for cls in classes)])
+    return table(["recogniser", *(f"`{entry.name}`" for entry in entries)], rows)
 
 
 TABLES = {

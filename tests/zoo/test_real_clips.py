@@ -1,11 +1,14 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 from typer.testing import CliRunner
 
+import mmdecode
 from mmdecode.asr import manifest
+from mmdecode.checkpoints import scheme_card
 from mmdecode.cli.app import app
 from mmdecode.zoo import real_clips
 from mmdecode.zoo.real_clips import FOLDER, MORE, all_clips
@@ -23,6 +26,21 @@ def test_the_shipped_clips_are_real_speech_with_texts_and_licences():
         assert clip.origin and clip.speaker and clip.source.partition(":")[0] in terms
     assert terms.count("creativecommons.org/licenses/by/4.0/") == 2  # LibriSpeech, AMI
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 2.5e6
+
+
+def test_the_notice_names_whom_to_credit():
+    notice = (Path(mmdecode.__file__).parents[1] / "NOTICE").read_text()
+    corpora = {
+        clip.licence.split("(")[1].split(")")[0] for clip in CLIPS if "CC BY" in clip.licence
+    }
+    assert corpora == {"LibriSpeech", "AMI"}
+    for words in (
+        *corpora,
+        "Vassil Panayotov",
+        "AMI Consortium",
+        scheme_card("moonshine:tiny-en")["notice"],
+    ):
+        assert words in notice, words
 
 
 def test_clips_keep_their_rates_and_are_heard_at_that_of_the_model():
