@@ -37,7 +37,7 @@ from mmdecode.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "KINDS",
@@ -1003,14 +1003,19 @@ def schemes() -> dict[str, Any]:
 
 
 def recognizer_class(model_type: str) -> Any:
-    """The recogniser class of a model type; the generic one comes last.
+    """The recogniser class of a model type: ours, then those of plug-ins, then the generic one.
 
     Raises:
         UnsupportedModelError: It is no speech recogniser that transformers knows.
     """
+
+    def special() -> Iterator[Entry]:
+        ours = (entry for entry in _BUILTIN if entry.kind == "recognizers")
+        yield from (entry for entry in ours if entry.name != "generic")
+        yield from (entry for entry in describe("recognizers") if entry.plugin)
+
     known: list[str] = []
-    entries = [entry for entry in _entries("recognizers").values() if entry.name != "generic"]
-    for entry in entries:
+    for entry in special():
         cls: Any = _load(entry)
         if model_type in cls.model_types:
             return cls

@@ -441,7 +441,7 @@ MAY_IMPORT = {
     **{room: {"engine", "frontdoor", *METHODS} for room in MODALITIES},
     "loading": {*MODALITIES},
     **{room: {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS} for room in TOOLS},
-    "testing": {"engine", "frontdoor", *METHODS},
+    "testing": {"engine", "frontdoor", *METHODS, "asr"},
     "cli": {"engine", "frontdoor", *METHODS, *MODALITIES, *TOOLS},
     "__main__": {"cli"},
 }

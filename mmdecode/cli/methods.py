@@ -18,12 +18,13 @@ def command(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="draft, accept, guide, correct, adapters or checkpoints; all where left out."
+            help="draft, accept, guide, correct, adapters, recognizers or checkpoints; all where "
+            "left out."
         ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """List drafters, acceptance rules, guides, correctors, adapters and schemes of checkpoints."""
+    """List drafters, acceptance rules, guides, correctors, adapters, recognisers, checkpoints."""
     if kind is not None and kind not in registry.KINDS:
         raise UnknownNameError.of("kind", kind, registry.KINDS)
     found = {k: registry.describe(k) for k in registry.KINDS if kind in (None, k)}

@@ -382,7 +382,7 @@ class Recognizer:
 
     def said(self, tokens: Sequence[int]) -> list[Any]:
         """Those that are text, as they are: timed ones stay timed."""
-        return [token for token in tokens if self.is_text(token)]
+        return [t for t in tokens if self.is_text(t) and t not in self._special]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, those that stand for none left out."""

@@ -1,0 +1,247 @@
+"""Checks that a recogniser keeps the promises of `mmdecode.asr.recognizers.base`.
+
+`check_recognizer` is for families of your own and raises AssertionError with what differs. It
+decodes short noises, so that any model will do, a tiny random one too; known mistakes fail it, see
+``tests/asr/test_check_recognizer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationMixin
+
+from mmdecode.asr.audio import source_of
+from mmdecode.asr.long_form import LongForm
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.recognizers.base import Encoded, Recognizer
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.decoder import Decoder
+from mmdecode.errors import MMDecodeError, OptionError
+
+TOLERANCE = 1e-4
+"""Largest difference of states of the encoder."""
+BEYOND: dict[str, dict[str, Any]] = {
+    "word_times": {"word_timestamps": True},
+    "prompts": {"prompt": "a"},
+    "silence": {"no_speech_threshold": 0.5, "logprob_threshold": -1.0},
+    "languages": {"task": "translate"},
+    "fixed_windows": {"padding": "silence"},
+}
+"""What is refused to a family without a capability."""
+
+
+def check_recognizer(
+    make: Callable[[TranscribeOptions], Recognizer],
+    plain: Callable[[np.ndarray], Sequence[int]] | None = None,
+) -> None:
+    """Checks what the loop over windows relies on.
+
+    * What the family cannot do is refused, and the option is named.
+    * Windows hold every sample of a recording; none is empty or longer than ``window_frames``.
+    * A window has one encoding and one text, whether it is read alone or with others, and a draft
+      changes nothing.
+    * The text of a window is that of plain ``generate``, ends and pads are no text, and segments
+      lie in their window.
+
+    Args:
+        make: From options to the recogniser of a model, in float32 or float64.
+        plain: From samples ``(T,)`` of one window to what ``generate`` says of them, without prompt
+            and end; ``None``: ``model.generate`` of what `Recognizer.features` gives, where that
+            has names, else the comparison is left out.
+
+    Raises:
+        AssertionError: A promise is broken.
+    """
+    usual = make(TranscribeOptions())
+    _check_ids(usual)
+    _check_refusals(make, usual)
+    recordings = _recordings(usual)
+    for samples in recordings:
+        _check_windows(usual, samples)
+    whole = round(usual.window_s * usual.rate)
+    short = [samples for samples in recordings if len(samples) <= whole]
+    with torch.no_grad():
+        _check_encoding(usual, short)
+    texts = [_decoded(make(TranscribeOptions(batch_size=1)), None, [one])[0] for one in recordings]
+    _same(_decoded(usual, None, recordings), texts, "together", "alone")
+    if usual.capabilities.drafts:
+        drafted = _decoded(usual, PromptLookup(3, 1), recordings)
+        _same(drafted, texts, "drafted", "undrafted")
+    plain = plain or _generate(usual)
+    if plain is not None:
+        spoken = [usual.said(plain(one)) for one in short]
+        ours = [usual.said(texts[place]) for place in range(len(short))]
+        _same(ours, spoken, "through the loop", "by plain generate")
+    for tokens in texts:
+        _check_text(usual, tokens)
+
+
+def _recordings(ours: Recognizer) -> list[np.ndarray]:
+    """Noises of unequal length, those of at most one window first; the last has pauses."""
+    random = np.random.default_rng(0)
+    lengths = [min(seconds, ours.window_s) for seconds in (0.05, 0.7, 1.6, 2.0)]
+    found = [np.zeros(1)] + [0.1 * random.standard_normal(round(s * ours.rate)) for s in lengths]
+    long = 0.1 * random.standard_normal(round(2.3 * ours.window_s * ours.rate))
+    pauses = (np.arange(len(long)) / ours.rate) % (ours.window_s / 3) > 0.4
+    return [one.astype(np.float32) for one in (*found, long, long * pauses)]
+
+
+def _check_ids(ours: Recognizer) -> None:
+    assert ours.rate > 0, f"rate is {ours.rate}; expected samples a second"
+    assert ours.window_frames > 0, f"window_frames is {ours.window_frames}; expected at least 1"
+    assert ours.ends, "ends is empty; expected the ids that end a transcript"
+    texts = ours.said([*ours.ends, ours.pad])
+    assert not texts, f"said keeps {texts} as text; they end or fill up a transcript"
+    vocab = ours.model.config.get_text_config(decoder=True).vocab_size
+    prompt = ours.prompt(None, [])
+    assert prompt, "prompt is empty; expected what the decoder reads before it writes"
+    strange = [token for token in (*prompt, ours.pad) if not 0 <= token < vocab]
+    assert not strange, f"prompt or pad hold {strange}; expected ids below {vocab}"
+    counts = [ours.most_tokens(seconds) for seconds in (1 / ours.rate, 1.0, ours.window_s)]
+    assert counts == sorted(counts) and counts[0] >= 1, (
+        f"most_tokens of a sample, a second and a window are {counts}; expected 1 or more, and no "
+        "fewer for more"
+    )
+
+
+def _check_refusals(make: Callable[[TranscribeOptions], Recognizer], usual: Recognizer) -> None:
+    for capability, options in BEYOND.items():
+        if getattr(usual.capabilities, capability):
+            continue
+        name = next(iter(options))
+        try:
+            make(TranscribeOptions(**options))
+        except OptionError as error:
+            assert name in str(error), f"the refusal does not name {name}: {error}"
+        else:
+            raise AssertionError(f"{name} was not refused, and the family has no {capability}")
+
+
+def _check_windows(ours: Recognizer, samples: np.ndarray) -> None:
+    """Walks over a recording where the recogniser itself says how it is cut."""
+    recording = ours.open(source_of((samples, ours.rate), ours.rate))
+    seek, what = 0, f"of a recording of {len(samples)} samples"
+    while seek < recording.frames:
+        span = ours.span(recording, seek, [])
+        assert 0 < span.frames <= ours.window_frames, (
+            f"a window {what} has {span.frames} frames; expected 1 to {ours.window_frames}"
+        )
+        ours.read(recording, seek, span.frames)
+        end, following = seek + span.frames, span.following
+        if following is None:
+            assert ours.capabilities.timestamps, "following is None, and tokens say no times"
+            following = end
+        assert seek < following <= end, (
+            f"the window {what} from frame {seek} to {end} is followed by one from {following}; "
+            "expected one that leaves no frame out"
+        )
+        assert span.joined or following == end, (
+            f"windows {what} overlap from {following} to {end}, and do not say that they are joined"
+        )
+        seek = following
+
+
+def _check_encoding(ours: Recognizer, recordings: Sequence[np.ndarray]) -> None:
+    windows, seconds = [], []
+    for samples in recordings:
+        recording = ours.open(source_of((samples, ours.rate), ours.rate))
+        frames = min(recording.frames, ours.window_frames)
+        windows.append(ours.read(recording, 0, frames))
+        seconds.append(frames * ours.frame_s)
+    together = ours.encode(windows, seconds)
+    order = [*range(len(windows))][::-1]
+    chosen = together.rows(order)
+    assert list(chosen.seconds) == seconds[::-1], "rows does not reorder the seconds of windows"
+    if together.states is None:
+        return
+    for row, place in enumerate(order):
+        alone = ours.encode([windows[place]], [seconds[place]])
+        found, expected = _states(chosen, row), _states(alone, 0)
+        assert found.shape == expected.shape, (
+            f"window {place} has {len(found)} states with others and {len(expected)} alone; "
+            "padding is no state, say so in mask"
+        )
+        worst = float((found - expected).abs().amax())
+        assert worst <= TOLERANCE, (
+            f"states of window {place} differ by {worst:.3g} between alone and with others; encode "
+            "windows of one length together, and pad their states"
+        )
+
+
+def _states(encoded: Encoded, row: int) -> torch.Tensor:
+    """Those of one window, without padding, ``(S, H)``."""
+    assert encoded.states is not None, "rows lost the states"
+    states = encoded.states[row]
+    return states if encoded.mask is None else states[encoded.mask[row].bool()]
+
+
+def _decoded(ours: Recognizer, draft: Any, recordings: Sequence[np.ndarray]) -> list[list[int]]:
+    """Tokens of recordings in one call."""
+    loop = LongForm(ours, Decoder(draft, seed=0))
+    sources = [
+        source_of((samples, ours.rate), ours.rate, place)
+        for place, samples in enumerate(recordings)
+    ]
+    found: dict[int, list[int]] = {}
+    for done in loop.run(sources):
+        if isinstance(done, tuple):
+            problem = done[1].problem
+            assert not isinstance(problem, MMDecodeError), f"recording {done[0]} failed: {problem}"
+            raise problem
+        found[done.index] = [int(token) for piece in done.pieces for token in piece.tokens]
+        for piece in done.pieces:
+            inside = -1e-6 <= piece.start <= piece.end <= done.timeline.duration_s + ours.stamp_s
+            assert inside or ours.capabilities.fixed_windows, (
+                f"a segment from {piece.start:.3f} to {piece.end:.3f} s in a recording of "
+                f"{done.timeline.duration_s:.3f} s"
+            )
+    return [found[place] for place in range(len(recordings))]
+
+
+def _generate(ours: Recognizer) -> Callable[[np.ndarray], Sequence[int]] | None:
+    """What ``model.generate`` says of one window."""
+    [first] = ours.features([np.zeros(ours.rate, np.float32)])
+    if not isinstance(first, Mapping):
+        return None
+
+    def plain(samples: np.ndarray) -> list[int]:
+        [inputs] = ours.features([samples])
+        prompt = torch.tensor([ours.prompt(None, [])], device=ours.model.device)
+        most = ours.most_tokens(len(samples) / ours.rate)
+        found = GenerationMixin.generate(
+            ours.model,
+            decoder_input_ids=prompt,
+            max_new_tokens=most,
+            do_sample=False,
+            num_beams=1,
+            **inputs,
+        )
+        new = found[0, prompt.shape[1] :].tolist()
+        return new[: next((at for at, token in enumerate(new) if token in ours.ends), len(new))]
+
+    return plain
+
+
+def _check_text(ours: Recognizer, tokens: Sequence[int]) -> None:
+    text = ours.text(tokens)
+    around = [*ours.prompt(None, []), *tokens, *sorted(ours.ends), ours.pad]
+    assert ours.text(around) == text, (
+        f"the text of a prompt, {text!r} and an end is {ours.text(around)!r}; what is no text is "
+        "left out"
+    )
+    assert ours.joined([tokens]) == text, (
+        f"one segment is {ours.joined([tokens])!r} as a whole transcript and {text!r} by itself"
+    )
+
+
+def _same(
+    found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], where: str, otherwise: str
+) -> None:
+    for place, (ours, other) in enumerate(zip(found, expected, strict=True)):
+        assert list(ours) == list(other), (
+            f"recording {place} is {list(ours)} {where}, and {list(other)} {otherwise}"
+        )

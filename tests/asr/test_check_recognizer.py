@@ -1,0 +1,189 @@
+"""`check_recognizer`, which known mistakes fail, and plug-ins that bring a family of their own."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mmdecode import registry
+from mmdecode.asr import Transcriber
+from mmdecode.asr.recognizers.base import Span
+from mmdecode.asr.recognizers.generic import GenericRecognizer
+from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
+from mmdecode.asr.recognizers.whisper import WhisperRecognizer
+from mmdecode.errors import MMDecodeError
+from mmdecode.testing import check_recognizer
+from tests.asr.tiny_recognizers import MODELS
+
+
+class Short(MoonshineRecognizer):
+    """Windows of two seconds, so that a check has little to decode."""
+
+    window_s = 2.0
+
+
+@pytest.fixture(scope="module")
+def moonshine():
+    return MODELS["moonshine"]()
+
+
+def check(kind, parts):
+    check_recognizer(lambda options: kind(*parts, options))
+
+
+def test_ours_pass(moonshine, model, processor):
+    check(Short, moonshine)
+    check(type("Short", (GenericRecognizer,), {"window_s": 2.0}), MODELS["speech_to_text"]())
+    check(WhisperRecognizer, (model, processor))
+
+
+class LosesTheRest(Short):
+    def span(self, recording, seek, seams):
+        span = super().span(recording, seek, seams)
+        return Span(span.frames, recording.frames) if seek else span
+
+
+class Gap(Short):
+    def span(self, recording, seek, seams):
+        span = super().span(recording, seek, seams)
+        return Span(max(span.frames - 9, 1), span.following, span.joined)
+
+
+class Overlaps(Short):
+    def span(self, recording, seek, seams):
+        return super().span(recording, seek, seams)._replace(joined=False)
+
+
+class TooLong(Short):
+    def span(self, recording, seek, seams):
+        return Span(recording.frames - seek, recording.frames)
+
+
+class HearsPadding(Short):
+    def encode(self, windows, seconds):
+        longest = max(one["input_values"].shape[1] for one in windows)
+        windows = [
+            {
+                name: torch.nn.functional.pad(value, (0, longest - value.shape[1]))
+                for name, value in one.items()
+            }
+            for one in windows
+        ]
+        return super().encode(windows, seconds)
+
+
+class NoMask(Short):
+    def encode(self, windows, seconds):
+        encoded = super().encode(windows, seconds)
+        return type(encoded)(encoded.inputs, encoded.seconds, encoded.states)
+
+
+class EndIsText(Short):
+    def said(self, tokens):
+        return [token for token in tokens if token]
+
+
+class PromptIsText(Short):
+    def text(self, tokens):
+        return self.tokenizer.decode(tokens)
+
+
+class MoreThanItCan(Short):
+    def refuse(self, options):
+        pass
+
+
+class Shortest(Short):
+    def most_tokens(self, seconds):
+        return max(1, 8 - int(seconds))
+
+
+class OtherPrompt(Short):
+    def prompt(self, language, shown):
+        return [7]
+
+
+class Cuts(Short):
+    def split(self, tokens, whole, sequential):
+        split = super().split(tokens, whole, sequential)
+        return split._replace(cuts=[(a, 9 * b, t) for a, b, t in split.cuts])
+
+
+class Loses(Short):
+    def split(self, tokens, whole, sequential):
+        return super().split(tokens[:-1], whole, sequential)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (LosesTheRest, "leaves no frame out"),
+        (Gap, "leaves no frame out"),
+        (Overlaps, "do not say that they are joined"),
+        (TooLong, "expected 1 to 32000"),
+        (HearsPadding, "encode windows of one length together|padding is no state"),
+        (NoMask, "padding is no state"),
+        (EndIsText, "they end or fill up"),
+        (PromptIsText, "what is no text is left out"),
+        (MoreThanItCan, "word_timestamps was not refused, and the family has no word_times"),
+        (Shortest, "no fewer for more"),
+        (Cuts, "a segment from 0.000"),
+        (Loses, "by plain generate"),
+    ],
+)
+def test_a_mistake_is_found_and_said(wrong, words, moonshine):
+    with pytest.raises(AssertionError, match=words):
+        check(wrong, moonshine)
+
+
+def test_what_generate_says_may_be_given(moonshine):
+    ours = lambda options: Short(*moonshine, options)  # noqa: E731
+    with pytest.raises(AssertionError, match=r"is \[.+\] through the loop, and \[5\] by plain"):
+        check_recognizer(ours, plain=lambda samples: [5])
+
+
+# ---- plug-ins
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    """A distribution with a family of its own, one that cannot be loaded, and a taken name."""
+    info = tmp_path / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[mmdecode.recognizers]\nmine = strange_ears:Mine\nlost = strange_gone:Lost\n"
+        "whisper = strange_ears:Mine\n"
+    )
+    (tmp_path / "strange_ears.py").write_text(
+        """
+from mmdecode.asr.recognizers.generic import GenericRecognizer
+class Mine(GenericRecognizer):
+    "Windows of one second."
+    model_types = ("speech_to_text", "moonshine")
+    window_s = 1.0
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("strange_ears", None)
+
+
+def test_a_plugin_brings_a_family_and_a_broken_one_is_left_out(plugins):
+    with pytest.warns(RuntimeWarning) as caught:
+        ours = Transcriber(*MODELS["speech_to_text"]())
+    said = " ".join(str(one.message) for one in caught)
+    assert "'whisper', which exists already" in said
+    assert type(ours.recognizer).__name__ == "Mine" and ours.window_s == 1.0
+    found = ours(0.1 * np.random.default_rng(0).standard_normal(32_000))
+    assert found.stats["windows"] > 1
+
+
+def test_our_families_stay_ours_and_a_broken_plugin_is_named(plugins, moonshine):
+    assert type(Transcriber(*moonshine).recognizer) is MoonshineRecognizer
+    with pytest.warns(RuntimeWarning) as caught:
+        assert registry.recognizer_class("speecht5") is GenericRecognizer
+    assert any("'lost' of stranger" in str(one.message) for one in caught)
+    with pytest.raises(MMDecodeError, match="uninstall stranger"):
+        registry.resolve("recognizers", "lost")
