@@ -189,9 +189,18 @@ def test_nothing_said_or_nothing_heard_is_shown():
         (Round((1, 2), (3,), 4, False, 2), [(3, "other"), (4, "corrected")], (1, 2)),
         (Round((1, 2), (), 4, False, 1), [(4, "corrected")], (1, 2)),
         (Round((), (), 4, False, 1), [(4, "corrected")], ()),
+        (Round((), (), 4, True, 1), [(4, "corrected")], ()),
         (Round((1, 7, 3), (1, 7), 4, False, 2), [(1, "accepted"), (7, "accepted")], ()),
     ],
-    ids=["rejection", "all accepted", "second guess", "none accepted", "no draft", "end inside"],
+    ids=[
+        "rejection",
+        "all accepted",
+        "second guess",
+        "none accepted",
+        "no draft",
+        "empty draft",
+        "end inside",
+    ],
 )
 def test_every_token_has_its_origin(step, committed, rejected):
     first, found = page.passes([Round((), (), 6, True, 1), step])

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ from mmdecode.engine.decoder import Round
 from mmdecode.evaluation import recording_page
 from mmdecode.evaluation.report import page
 from mmdecode.evaluation.wer import wer
-from mmdecode.models.moonshine import wheel
 from mmdecode.zoo.real_clips import all_clips, real_clips
 from tests.pages import checked
-from tests.support.moonshine import NAME, needs_wheel
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel
 from tests.test_demo import report
 
 
@@ -84,13 +82,14 @@ def test_the_page_begins_with_what_was_heard_and_ends_with_the_speed_of_syntheti
 def test_words_that_differ_are_marked_and_the_reference_stands_next_to_them():
     text = shown(recordings())
     assert '<span class="substitute">blue<del>red</del></span>' in text
+    assert "<dt>heard</dt><dd>Add two blue cakes please.</dd>" in text
     assert "<dt>said</dt><dd>add the two red cakes</dd>" in text and "3 word errors" in text
 
 
 def test_the_page_says_when_ids_differ_and_with_what_they_were_compared():
     good, bad = shown(recordings()), shown(recordings(recording(identical=False)))
     assert "every token id is the same" in good and "by\nplain generate, our loop" in good
-    assert "the token ids of 1 recordings differ" in bad and "token ids differ</span>" in bad
+    assert "the token ids of 1 recording differ" in bad and "token ids differ</span>" in bad
     alone = shown(recordings(recording(generate_total_s=None)))
     assert "plain generate" not in alone
 
@@ -115,8 +114,7 @@ def test_the_terminal_shows_errors_next_to_what_was_said(capsys):
 
 
 def test_without_the_recogniser_the_demo_goes_on_and_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, wheel.PACKAGE, None)  # as if nobody had installed it
-    monkeypatch.setenv("MMDECODE_CACHE", str(tmp_path / "cache"))
+    hide_wheel(monkeypatch, tmp_path / "cache")
     people, synthetic, note = demo_speech._parts(None, None, "cpu", "float32")
     assert people is None and synthetic.model == "zoo:whisper-synth"
     assert "pip install --no-deps moonshine-voice==" in note and "\n" not in note

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.cli.models import REAL, default_recogniser
 from mmdecode.cli.output import console
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.recording_page import Recording, Recordings
     from mmdecode.zoo.real_clips import RealClip
 
-MODEL = "moonshine:tiny-en"
 DRAFT = "recycling"
 
 NO_GAIN = (
@@ -23,18 +23,18 @@ NO_GAIN = (
     "Heads trained for it do not ship yet: what heads gain is shown below, by a Whisper of "
     "synthetic speech."
 )
-"""Said of `MODEL`."""
+"""Said of the published recogniser."""
 
 
 def missing() -> str | None:
-    """How to get `MODEL`, in one line; ``None``: it is there."""
-    from mmdecode.checkpoints import is_installed, scheme_card
+    """How to get the published recogniser, in one line; ``None``: it is there."""
+    from mmdecode.checkpoints import scheme_card
 
-    if is_installed(MODEL):
+    if default_recogniser() == REAL:
         return None
     return (
-        f"Recordings of people are left out: {MODEL} is not installed. To hear what it makes of "
-        f"them: {scheme_card(MODEL)['install']} (Linux, x86_64)"
+        f"Recordings of people are left out: {REAL} is not installed. To hear what it makes of "
+        f"them: {scheme_card(REAL)['install']} (Linux, x86_64)"
     )
 
 
@@ -67,14 +67,21 @@ def transcribe(
         item, transcript = _compare(plain, drafted, clip)
         items.append(item)
         transcripts.append(transcript)
-    tokenizer = plain.transcriber.processor.tokenizer
+    recogniser = plain.transcriber.recognizer
+
+    def label(token: int) -> str:
+        if token in recogniser.ends:
+            return "[end]"
+        text = recogniser.tokenizer.decode([token], clean_up_tokenization_spaces=False).strip()
+        return " " * recogniser.starts_word(token) + text
+
     found = Recordings(
         model=model,
         draft=draft,
         items=items,
         wer=wer([one.reference for one in items], [one.hypothesis for one in items], seed=seed),
-        note=NO_GAIN if model == MODEL else "",
-        label=lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False),
+        note=NO_GAIN if model == REAL else "",
+        label=label,
     )
     return found, transcripts
 
@@ -200,8 +207,6 @@ def _marked(item: Recording) -> Any:
     """What was heard, with what was said where they differ."""
     from rich.text import Text
 
-    from mmdecode.evaluation.wer import align_as_written
-
     shown = {
         "substitute": lambda step: f"{step.heard}({step.said})",
         "insert": lambda step: f"+{step.heard}",
@@ -209,6 +214,6 @@ def _marked(item: Recording) -> Any:
     }
     parts = [
         Text(step.heard) if step.kind == "equal" else Text(shown[step.kind](step), "bold red")
-        for step in align_as_written(item.reference, item.hypothesis)
+        for step in item.steps
     ]
-    return Text(" ").join(parts) if parts else Text("nothing", "italic")
+    return Text(" ").join(parts) if item.errors else Text(item.hypothesis)

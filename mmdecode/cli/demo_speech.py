@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.cli.models import REAL, SYNTHETIC
 from mmdecode.cli.output import console, print_line
 from mmdecode.cli.progress import only_our_output
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.wer import WER
     from mmdecode.zoo.speech import Clip
 
-MODEL, DRAFT = "zoo:whisper-synth", "zoo:whisper-synth-medusa"
+HEADS = f"{SYNTHETIC}-medusa"
 
 
 def run(
@@ -66,7 +67,7 @@ def run(
     what = "synthetic recordings" if limit is None else f"{limit} of the synthetic recordings"
     console.print(
         f"Transcribing {what} twice with {synthetic.model}: token by token, and with "
-        f"{synthetic.draft}\nguessing several tokens ahead. The text must not change; the time "
+        f"{synthetic.draft} guessing several tokens ahead. The text must not change; the time "
         "should. This takes about a minute.",
         highlight=False,
         markup=False,
@@ -120,19 +121,19 @@ def _parts(
         return Part(model, draft, _load(model, draft, device, dtype))
 
     if model is None:
-        synthetic = loaded(MODEL, draft or DRAFT)
+        synthetic = loaded(SYNTHETIC, draft or HEADS)
         note = demo_recordings.missing()
         if note:
             return None, synthetic, note
         try:
-            return loaded(demo_recordings.MODEL, demo_recordings.DRAFT), synthetic, ""
+            return loaded(REAL, demo_recordings.DRAFT), synthetic, ""
         except MMDecodeError as error:
             return None, synthetic, f"Recordings of people are left out: {error}"
     if model.startswith("zoo:"):  # it knows synthetic speech alone
-        return None, loaded(model, draft or DRAFT), ""
+        return None, loaded(model, draft or HEADS), ""
     named = loaded(model, draft or demo_recordings.DRAFT)
     times_words = named.ways[0].transcriber.recognizer.capabilities.word_times
-    return named, named if times_words else loaded(MODEL, DRAFT), ""
+    return named, named if times_words else loaded(SYNTHETIC, HEADS), ""
 
 
 def _recordings(

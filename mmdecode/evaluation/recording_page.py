@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmdecode.evaluation.report import LEGEND, Opening, card, legend, marked, player, strip
-from mmdecode.evaluation.wer import WER, align_as_written
+from mmdecode.evaluation.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.engine.decoder import Round
@@ -59,6 +59,16 @@ class Recording:
     drafted_s: float
     drafted_total_s: float
     identical: bool
+
+    @property
+    def steps(self) -> list[Step]:
+        """What was said and what was heard, aligned."""
+        return align_as_written(self.reference, self.hypothesis)
+
+    @property
+    def errors(self) -> int:
+        """How many words are wrong."""
+        return sum(step.kind != "equal" for step in self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +161,7 @@ def opening(found: Recordings) -> Opening:
     differing = sum(not item.identical for item in found.items)
     mood, same = "good", "every token id is the same"
     if differing:
-        mood, same = "bad", f"the token ids of {differing} recordings differ"
+        mood, same = "bad", f"the token ids of {differing} recording{'s' * (differing > 1)} differ"
     header = f"""<header>
 <p class="eyebrow">mmdecode demo</p>
 <h1>\u201c{escape(first.hypothesis) or "nothing"}\u201d</h1>
@@ -203,9 +213,13 @@ def _cards(found: Recordings) -> str:
 
 
 def _item(item: Recording, label: Callable[[int], str]) -> str:
-    steps = align_as_written(item.reference, item.hypothesis)
-    wrong = sum(step.kind != "equal" for step in steps)
+    wrong = item.errors
     errors = f"{wrong} word error{'s' * (wrong != 1)}" if wrong else "no word errors"
+    lines = [("heard", escape(item.hypothesis) or "<i>nothing</i>")]
+    lines.append(("said", escape(item.reference)))
+    if wrong:
+        lines.append(("errors", marked(item.steps)))
+    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in lines)
     same = "" if item.identical else '<span class="bad">token ids differ</span>'
     strips = "".join(strip(rounds, label) for rounds in item.windows)
     return f"""<article class="clip{" wrong" * bool(wrong)}" id="{escape(item.name)}">
@@ -213,7 +227,7 @@ def _item(item: Recording, label: Callable[[int], str]) -> str:
 <span class="{"bad" if wrong else "good"}">{errors}</span>{same}
 <span>{escape(item.origin)}</span></header>
 {player(item.audio, item.name)}
-<dl><dt>heard</dt><dd>{marked(steps)}</dd><dt>said</dt><dd>{escape(item.reference)}</dd></dl>
+<dl>{rows}</dl>
 <details><summary>who proposed which token: {item.tokens} tokens in {item.passes} passes of the
 decoder, {item.plain_passes} without a draft</summary>
 <ul class="legend">{legend(item.windows)}</ul>{strips}</details>

@@ -143,7 +143,7 @@ def passes(rounds: Sequence[Round]) -> list[Pass]:
                 break
             same += 1
         origins = ["accepted"] * same + ["other"] * (len(turn.accepted) - same)
-        own = "first" if index == 0 else "bonus" if turn.bonus else "corrected"
+        own = "first" if index == 0 else "bonus" if turn.bonus and turn.accepted else "corrected"
         block = list(zip((*turn.accepted, turn.decided), (*origins, own), strict=True))
         ended_inside = turn.kept < len(block)
         rejected = () if ended_inside else turn.drafted[same:]
