@@ -14,6 +14,9 @@ window of the model always: where nothing is agreed on until the window is full,
 up to the first safe place that makes room. So neither memory nor the time of a step grows with the
 recording, and no pause or noise holds the text up.
 
+Models without timestamps of their own hear the kept audio in windows that are cut at pauses, half
+as long as what is kept: such a window is a segment, and is heard alike until it is cut off.
+
 Differs from Macháček et al. 2023: where the committed words end in a new hypothesis is found by
 aligning the texts, so that times of words are not needed; words agree whatever their case and
 marks; hypotheses are not shown the text before the kept audio.
@@ -194,7 +197,8 @@ class Stream:
             also be cut between two of them.
         policy: Of `POLICIES`, with ``n``: ``agreement:n=3``.
         step_s: Seconds between updates.
-        longest_s: Most audio that is kept; ``None``: a window of the model.
+        longest_s: Most audio that is kept; ``None``: `Recognizer.kept_s` of the model's family, for
+            Whisper a window.
 
     The text depends on the samples and on ``step_s``, not on the blocks that the samples come in.
 
@@ -210,7 +214,7 @@ class Stream:
         step_s: float = 1.0,
         longest_s: float | None = None,
     ) -> None:
-        longest_s = transcriber.window_s if longest_s is None else longest_s
+        longest_s = transcriber.recognizer.kept_s if longest_s is None else longest_s
         if not 0 < longest_s <= transcriber.window_s:
             raise OptionError(
                 f"longest_s={longest_s}; expected more than 0 and at most a window of the model, "
@@ -222,6 +226,9 @@ class Stream:
                 f"step_s={step_s}; expected more than 0 and at most half of the audio that is "
                 f"kept, {longest_s / 2:g} s"
             )
+        if not transcriber.recognizer.capabilities.timestamps:
+            usual = transcriber.options.window_s or longest_s
+            transcriber = transcriber.with_options(window_s=min(usual, longest_s / 2))
         self.transcriber = transcriber
         self._commits = Commits(*policy_of(policy))
         self._step, self._longest = round(step_s * self.rate), int(longest_s * self.rate)

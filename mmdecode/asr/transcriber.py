@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -208,6 +208,16 @@ class Transcriber:
         if isinstance(guide, str):
             guide = registry.create("guide", guide, **at_hand)
         return cls(model, processor, Decoder(draft, guide, accept, seed), settings, correct)
+
+    def with_options(self, **options: Any) -> Transcriber:
+        """The same model, decoder and corrector with other settings.
+
+        Args:
+            **options: Fields of `TranscribeOptions` that change.
+        """
+        method = self._corrector.method if self._corrector else None
+        settings = replace(self.options, **options)
+        return Transcriber(self.model, self.processor, self.decoder, settings, method)
 
     @property
     def sampling_rate(self) -> int:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from mmdecode.engine.decoder import Decoder
 
 
+KEPT_S = 12.0
+"""What streams keep of audio whose windows are cut at pauses: two windows at least."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a family can do; what it cannot is refused by name.
@@ -255,6 +259,11 @@ class Recognizer:
     def stamp_s(self) -> float:
         """Seconds in a timestamp step."""
         return self.frame_s * self.stride
+
+    @property
+    def kept_s(self) -> float:
+        """Most seconds that a stream keeps and hears again at each step."""
+        return min(self.window_s, KEPT_S)
 
     @property
     def window_frames(self) -> int:

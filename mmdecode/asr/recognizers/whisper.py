@@ -109,6 +109,11 @@ class WhisperRecognizer(Recognizer):
         return self.stride * self.mel.hop / self.mel.rate
 
     @property
+    def kept_s(self) -> float:
+        """A window."""
+        return self.window_s
+
+    @property
     def window_frames(self) -> int:
         """Frames of every window."""
         return self.mel.window_frames
