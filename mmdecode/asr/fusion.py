@@ -38,12 +38,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import BranchSpec, Context, Scores
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.setup import token_ids
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import (
     ACOUSTIC,
@@ -69,27 +69,32 @@ class Spelling:
     """How a recogniser's tokenizer writes words.
 
     Args:
-        tokenizer: Byte-level BPE, as Whisper's.
-        end: Id of the end of a transcript; it and what comes behind it is no text.
+        tokenizer: A BPE that marks spaces in its tokens, as Whisper's or Moonshine's; what was
+            added to its vocabulary is no text.
+        end: Id of the end of a transcript.
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
         self.end = end
         self._tokenizer = tokenizer
         self._ids: dict[str, Tokens] = {}
-        special = set(tokenizer.all_special_ids)
-        ids = [i for i in range(min(end, len(tokenizer))) if i not in special]
+        other = {end, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ids = [i for i in range(len(tokenizer)) if i not in other]
         names = tokenizer.convert_ids_to_tokens(ids)
+        [first, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, " a"))
+        [alone, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
+        self.space = first[0]
+        # some tokenizers put a space before every text by themselves
+        self._before_word = "" if alone.startswith(self.space) else " "
         ordered = sorted(zip(names, ids, strict=True))
         self._names = [name for name, _ in ordered]
         self._ordered = np.array([token for _, token in ordered])
         self.name = dict(zip(ids, names, strict=True))
-        self.space = bytes_to_unicode()[ord(" ")]
 
     def ids(self, word: str) -> Tokens:
         """The canonical tokens of a word with a space before it."""
         if word not in self._ids:
-            ids = self._tokenizer(f" {word}", add_special_tokens=False).input_ids
+            ids = _plain_ids(self._tokenizer, f"{self._before_word}{word}")
             # a word may look like a special token, which is no text
             self._ids[word] = tuple(token for token in ids if token in self.name)
         return self._ids[word]
@@ -97,9 +102,13 @@ class Spelling:
     def beginning(self, piece: str) -> np.ndarray:
         """Ids of all text tokens whose bytes begin with those of ``piece``, a token's name."""
         first = bisect_left(self._names, piece)
-        # names are made of the 256 characters of the byte alphabet, all below this one
+        # names are made of characters that are all below this one
         last = bisect_left(self._names, f"{piece}\U0010ffff")
         return self._ordered[first:last]
+
+
+def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def casings(word: str) -> list[str]:
@@ -328,7 +337,7 @@ class AcousticScorer:
 
     Args:
         ctx: Of the call.
-        model: A ``WhisperForConditionalGeneration``.
+        model: A recogniser that the engine has an adapter for.
         spelling: How it writes.
         prompt: Its decoder's first ids, which ask for a transcript without times.
         tokenizer: The language model's.
@@ -361,7 +370,7 @@ class AcousticScorer:
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
         """Hears the audio, and answers for the first token."""
-        inputs = {"encoder_outputs": (encoded(self.model, self._given),)}
+        inputs = encoded(self.model, self._given)
         nothing = ctx.ids[:, :0]
         logits = self.branches.prefill(own_view(ctx, self.prompt, nothing, inputs), {})[
             "main"
@@ -526,22 +535,19 @@ def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
     return found
 
 
-def shared_ids(main: Any, acoustic: Any, vocab: int, end: int) -> Tensor | None:
+def shared_ids(main: Any, acoustic: Spelling, vocab: int) -> Tensor | None:
     """The recogniser's id of each id of a language model, if the two write text in the same tokens.
 
     Args:
         main: The language model's tokenizer.
-        acoustic: The recogniser's.
+        acoustic: How the recogniser writes.
         vocab: Rows of the language model's output.
-        end: The recogniser's id of the end of a transcript, below which its text tokens are.
 
     Returns:
         ``(vocab,)``, -1 where there is none; the end tokens belong together. ``None``: some token
         of either is none of the other.
     """
-    own = {name: token for name, token in acoustic.get_vocab().items() if token < end}
-    for token in acoustic.all_special_ids:
-        own.pop(acoustic.convert_ids_to_tokens(token), None)
+    own = {name: token for token, name in acoustic.name.items()}
     special = set(main.all_special_ids)
     named = {name: token for name, token in main.get_vocab().items() if token not in special}
     if own.keys() != named.keys():
@@ -550,16 +556,16 @@ def shared_ids(main: Any, acoustic: Any, vocab: int, end: int) -> Tensor | None:
     for name, token in named.items():
         ids[token] = own[name]
     if main.eos_token_id is not None:
-        ids[main.eos_token_id] = end
+        ids[main.eos_token_id] = acoustic.end
     return ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acoustic:
-    """A Whisper as the one that hears, for the guides of `mmdecode.guide.fusion`.
+    """The one that hears, for the guides of `mmdecode.guide.fusion`.
 
     Attributes:
-        model: A ``WhisperForConditionalGeneration``.
+        model: A recogniser that the engine has an adapter for.
         tokenizer: Its tokenizer.
         prompt: Its decoder's first ids, which ask for a transcript without times; needed where the
             calls do not give them (`mmdecode.guide.fusion.Given`).
@@ -572,7 +578,7 @@ class Acoustic:
     @cached_property
     def spelling(self) -> Spelling:
         """How it writes."""
-        return Spelling(self.tokenizer, int(self.model.generation_config.eos_token_id))
+        return Spelling(self.tokenizer, token_ids(self.model.generation_config.eos_token_id)[0])
 
     def branch(
         self, tokenizer: Any, vocab: int, candidates: int = 8, route: Route = "auto"
@@ -595,7 +601,7 @@ class Acoustic:
             raise OptionError(f"candidates={candidates}; expected 2 or more, to choose from")
         ids = None
         if route != "text":
-            ids = shared_ids(tokenizer, self.tokenizer, vocab, self.spelling.end)
+            ids = shared_ids(tokenizer, self.spelling, vocab)
         if ids is not None:
             return second_model(self.model, self.prompt, ids)
         if route == "ids":

@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
 
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Scores
+from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.linear import not_negative
@@ -177,11 +179,12 @@ class Given:
     """What a second model reads for one row.
 
     Attributes:
-        features: Its encoder's input, without the batch.
+        features: Its encoder's input: a tensor without the batch, of one shape in all rows of a
+            call; or tensors by name with a batch of 1, of any length.
         prompt: Its decoder's first ids, as many for every row of a call.
     """
 
-    features: Tensor
+    features: Tensor | Inputs
     prompt: tuple[int, ...]
 
 
@@ -266,7 +269,7 @@ class SecondModel:
 
     def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
         """Reads its input and its prompt."""
-        inputs = {"encoder_outputs": (encoded(self.model, self._given),)}
+        inputs = encoded(self.model, self._given)
         found = self.branches.prefill(self._view(ctx, inputs), {})
         scores = self._scores(found, earlier)
         self.choices.keep_first()
@@ -329,8 +332,8 @@ def own_view(ctx: Context, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any
     )
 
 
-def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Raw inputs and prompts ``(B, P)`` of a second model, see `SecondModel`.
+def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Any, Tensor]:
+    """Raw inputs of a second model, as `encoded` takes them, and its prompts ``(B, P)``.
 
     Raises:
         InputError: The call brings none, or not one entry per row.
@@ -347,14 +350,23 @@ def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Tens
     features: Any = given
     prompts = [tuple(prompt)] * wanted
     if all(isinstance(one, Given) for one in given):
-        features = torch.stack([one.features for one in given])
+        features = [one.features for one in given]
         prompts = [one.prompt for one in given]
-    rows = torch.tensor(prompts, device=ctx.device)
-    return features.repeat_interleave(ctx.copies, 0), rows.repeat_interleave(ctx.copies, 0)
+        if isinstance(features[0], Tensor):
+            features = torch.stack(features)
+    rows = torch.tensor(prompts, device=ctx.device).repeat_interleave(ctx.copies, 0)
+    if isinstance(features, Tensor):
+        return features.repeat_interleave(ctx.copies, 0), rows
+    return [one for one in features for _ in range(ctx.copies)], rows
 
 
-def encoded(model: Any, given: Tensor) -> Tensor:
-    """What an encoder makes of raw inputs, ``(B, S, H)``."""
+def encoded(model: Any, given: Tensor | Sequence[Inputs]) -> dict[str, Any]:
+    """What an encoder makes of raw inputs, as inputs of its decoder."""
     encoder = model.get_encoder()
     weight = next(encoder.parameters())
-    return encoder(given.to(weight.device, weight.dtype)).last_hidden_state
+    if isinstance(given, Tensor):
+        states = encoder(given.to(weight.device, weight.dtype)).last_hidden_state
+        return {"encoder_outputs": (states,)}
+    states, mask = encode_unpadded(encoder, given)
+    output = ModelOutput(last_hidden_state=states, attention_mask=mask)
+    return {"encoder_outputs": output, "attention_mask": mask}

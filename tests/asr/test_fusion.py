@@ -17,6 +17,7 @@ from mmdecode.asr.fusion import (
     Acoustic,
     AcousticScorer,
     Listener,
+    Spelling,
     casings,
     pieces_of,
     shared_ids,
@@ -487,12 +488,12 @@ def test_what_each_would_have_chosen_is_kept_with_every_token(language, recognis
 def test_ids_are_carried_over_where_both_write_the_same_tokens(recogniser, features, tmp_path):
     acoustic = recogniser.tokenizer
     end = recogniser.spelling.end
-    ids = shared_ids(acoustic, acoustic, len(acoustic), end)
+    ids = shared_ids(acoustic, Spelling(acoustic, end), len(acoustic))
     text = list(recogniser.spelling.name)
     assert ids[text].tolist() == text and ids[acoustic.eos_token_id] == end
     assert (ids[end + 1 :] == -1).all()
     own = build_tokenizer(OPTIONS)
-    assert shared_ids(own, acoustic, len(own), end) is None
+    assert shared_ids(own, Spelling(acoustic, end), len(own)) is None
     spec = recogniser.branch(acoustic, len(acoustic))
     assert spec.build.func is SecondModel
     assert recogniser.branch(own, len(own)).build.func is AcousticScorer

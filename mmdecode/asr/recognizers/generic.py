@@ -25,10 +25,11 @@ from transformers.modeling_outputs import ModelOutput
 
 from mmdecode import registry
 from mmdecode.asr.beams import beam_search
-from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, by_length
+from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.asr.recording import Recording
 from mmdecode.checkpoints import code_trusted
+from mmdecode.engine.encoding import alike, encode_unpadded, stacked
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -146,20 +147,7 @@ class GenericRecognizer(Recognizer):
         """Reads windows, those of one length together; without an adapter they are left as is."""
         if not self.capabilities.drafts:
             return Encoded(windows, seconds)
-        encoder = self.model.get_encoder()
-        found: dict[int, Tensor] = {}
-        for rows in by_length([_shape(one) for one in windows]):
-            output = encoder(**_stacked([windows[row] for row in rows]))
-            states = output.last_hidden_state
-            found |= {row: states[at] for at, row in enumerate(rows)}
-        states = [found[row] for row in range(len(windows))]
-        lengths = [len(one) for one in states]
-        mask = None
-        if len(set(lengths)) > 1:
-            places = torch.arange(max(lengths), device=states[0].device)
-            mask = places < torch.tensor(lengths, device=places.device)[:, None]
-        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-        return Encoded(windows, seconds, padded, mask)
+        return Encoded(windows, seconds, *encode_unpadded(self.model.get_encoder(), windows))
 
     # ---- lengths
 
@@ -209,8 +197,8 @@ class GenericRecognizer(Recognizer):
         """Beam search by transformers, over windows of one length at a time."""
         config = self._of_checkpoint(config, 0.0)
         found: dict[int, list[Scored]] = {}
-        for rows in by_length([_shape(one) for one in encoded.inputs]):
-            inputs = _stacked([encoded.inputs[row] for row in rows])
+        for rows in alike(encoded.inputs):
+            inputs = stacked([encoded.inputs[row] for row in rows])
             ranked = beam_search(self.model, prompt[rows], inputs, [], config, beams, keep)
             found |= dict(zip(rows, ranked, strict=True))
         return [found[row] for row in range(len(prompt))]
@@ -261,12 +249,3 @@ class GenericRecognizer(Recognizer):
             return ids
         padded = torch.nn.utils.rnn.pad_sequence(scores)  # (L, B, V)
         return ModelOutput(sequences=ids, scores=tuple(padded))
-
-
-def _shape(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()))
-
-
-def _stacked(windows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Windows of one shape as one batch."""
-    return {name: torch.cat([one[name] for one in windows]) for name in windows[0]}

@@ -1,0 +1,53 @@
+"""Encoders that must not hear padding: inputs of one length are encoded together, states padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+"""What an encoder takes of one row, by name, each with a batch of 1."""
+
+
+def shape_of(inputs: Inputs) -> tuple[Any, ...]:
+    """Names and shapes: inputs that have the same can be stacked."""
+    return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()))
+
+
+def alike(rows: Sequence[Inputs]) -> list[list[int]]:
+    """Rows in groups of one shape, by their place; smallest first."""
+    groups: dict[Any, list[int]] = {}
+    for place, inputs in enumerate(rows):
+        groups.setdefault(shape_of(inputs), []).append(place)
+    return [group for _, group in sorted(groups.items())]
+
+
+def stacked(rows: Sequence[Inputs]) -> dict[str, Tensor]:
+    """Rows of one shape as one batch."""
+    return {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
+
+
+def encode_unpadded(encoder: Any, rows: Sequence[Inputs]) -> tuple[Tensor, Tensor | None]:
+    """States of each row as it has them alone, padded at their end.
+
+    Args:
+        encoder: Takes the inputs by name and returns ``last_hidden_state (B, S, H)``.
+        rows: Inputs of each row.
+
+    Returns:
+        States ``(B, S, H)``, and which of them are no padding, bool ``(B, S)``; ``None``: all.
+    """
+    found: dict[int, Tensor] = {}
+    for group in alike(rows):
+        states = encoder(**stacked([rows[place] for place in group])).last_hidden_state
+        found |= dict(zip(group, states, strict=True))
+    ordered = [found[place] for place in range(len(rows))]
+    lengths = torch.tensor([len(states) for states in ordered], device=ordered[0].device)
+    mask = None
+    if len(set(lengths.tolist())) > 1:
+        places = torch.arange(int(lengths.max()), device=lengths.device)
+        mask = places < lengths[:, None]
+    return torch.nn.utils.rnn.pad_sequence(ordered, batch_first=True), mask
