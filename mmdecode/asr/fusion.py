@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmdecode.asr.words import SPACES
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.contracts import BranchSpec, Context, Scores
@@ -81,11 +82,11 @@ class Spelling:
         other = {end, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ids = [i for i in range(len(tokenizer)) if i not in other]
         names = tokenizer.convert_ids_to_tokens(ids)
-        [first, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, " a"))
-        [alone, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
-        self.space = first[0]
+        self.space = max(SPACES, key=lambda mark: sum(name.startswith(mark) for name in names))
+        words = (name[1:] for name in names if name.startswith(self.space) and name[1:].isalpha())
+        [first, *_] = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, next(words, "a")))
         # some tokenizers put a space before every text by themselves
-        self._before_word = "" if alone.startswith(self.space) else " "
+        self._before_word = "" if first.startswith(self.space) else " "
         ordered = sorted(zip(names, ids, strict=True))
         self._names = [name for name, _ in ordered]
         self._ordered = np.array([token for _, token in ordered])

@@ -20,6 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 """Languages that write no spaces between words."""
+SPACES = ("\u0120", "\u2581")
+"""How a space is written in names of tokens: by byte-level vocabularies, and by SentencePiece."""
 _OPENING = frozenset("\"'¿¡")  # beside brackets, opening quotes and dashes
 _SPOKEN = frozenset("%&@#§")  # punctuation to Unicode
 _SHORTEST_S = 0.02

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import Decoder, generate
+from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.asr.calibration import COLDEST, HOTTEST, calibrate, confidence, fit_temperature
 from mmdecode.asr.correction import Corrector
 from mmdecode.asr.fusion import (
@@ -25,6 +26,7 @@ from mmdecode.asr.fusion import (
     split,
 )
 from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer as Recognizer
 from mmdecode.asr.transcriber import load
 from mmdecode.checkpoints import local_path
 from mmdecode.draft.lookup import PromptLookup
@@ -34,7 +36,10 @@ from mmdecode.guide.fusion import Given, SecondModel, Shallow, Static
 from mmdecode.guide.uadf import UADF
 from mmdecode.train.lm_synth import TEMPLATE, Options, build_tokenizer
 from mmdecode.zoo import grammar
+from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test
+from tests.asr import tiny_recognizers
+from tests.support.moonshine import NAME, needs_wheel
 
 OPTIONS = Options(vocabulary=400)
 
@@ -192,7 +197,7 @@ class Fixed:
         from tests.guide.laws import context
 
         ctx = context(rows)
-        ctx.mm_inputs = {"input_features": features}
+        ctx.mm_inputs = {"audio": [Given(one, recogniser.prompt) for one in features]}
         ctx.ids[:, 2:] = 0
         self.scorer = AcousticScorer(
             ctx,
@@ -550,3 +555,47 @@ def test_letters_of_other_scripts_do_not_break_a_score(recogniser, features):
     odd = ["\u4f60\u597d", "caf\u00e9", "\u00df", string.punctuation, "a" * 60]
     found = Fixed(recogniser, features[:1])([[(text, ended) for text in odd for ended in (0, 1)]])
     assert all(not math.isnan(value) for value in found[0])
+
+
+@pytest.fixture(scope="module")
+def published():
+    return load(NAME, "cpu", None)
+
+
+@needs_wheel
+def test_a_recogniser_that_marks_spaces_otherwise_scores_texts_by_their_tokens(published):
+    model, processor = published
+    hears = Recognizer(model, processor, TranscribeOptions())
+    clips = real_clips()[:2]
+    inputs = hears.features([clip.samples() for clip in clips])
+    acoustic = Acoustic(model=model, tokenizer=processor.tokenizer, prompt=(1,))
+    texts = [Transcriber(model, processor)(clip.samples()).text for clip in clips]
+    asked = [[(text, True), (text.replace("a", "o", 1), True)] for text in texts]
+    found = Fixed(acoustic, inputs)(asked)  # of unequal length: states are padded
+    assert len({one["input_values"].shape for one in inputs}) == 2
+    for (right, wrong), text, one in zip(found, texts, inputs, strict=True):
+        assert right > wrong + 1
+        alone = Fixed(acoustic, [one])([[(text, True), (text.split()[0], False)]])
+        assert alone[0][0] == pytest.approx(right, abs=2e-3)
+        with torch.no_grad():
+            first = model(**one, decoder_input_ids=torch.tensor([[1]])).logits[0, 0].softmax(-1)
+        ways = [processor.tokenizer.convert_tokens_to_ids(f"\u2581{way}") for way in casings("And")]
+        begins = [acoustic.spelling.beginning(f"\u2581{way}") for way in casings("And")]
+        assert all(way in found for way, found in zip(ways[:2], begins, strict=False))
+        assert alone[0][1] == pytest.approx(
+            max(first[b].sum().log().item() for b in begins), abs=0.05
+        )
+
+
+def test_words_of_a_tokenizer_that_adds_a_space_by_itself_have_one(marking):
+    spelling = Spelling(marking, 1)
+    assert spelling.space == "\u2581"
+    assert [spelling.name[token] for token in spelling.ids("w3")] == ["\u2581w3"]
+    names = {spelling.name[int(token)] for token in spelling.beginning("\u2581w1")}
+    assert names == {"\u2581w1", *(f"\u2581w1{digit}" for digit in range(10))}
+    assert not {0, 1, 2, 3} & set(spelling.name), "special tokens are no text"
+
+
+@pytest.fixture
+def marking():
+    return tiny_recognizers.tokenizer()

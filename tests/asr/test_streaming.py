@@ -22,6 +22,7 @@ from mmdecode.cli import app as cli
 from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.latency import StreamMeter
+from tests.asr import tiny_recognizers
 
 RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1
 
@@ -48,6 +49,7 @@ class Hearer:
     """
 
     sampling_rate, window_s = RATE, WINDOW_S
+    recognizer = SimpleNamespace(kept_s=WINDOW_S, capabilities=SimpleNamespace(timestamps=True))
 
     def __init__(self, timed=False, wild=0, in_silence=""):
         self.options = SimpleNamespace(word_timestamps=timed)
@@ -435,3 +437,48 @@ def test_the_command_refuses_a_file_with_a_header_on_stdin(trained, tmp_path):
     done = CliRunner().invoke(cli.app, words, input=(tmp_path / "x.wav").read_bytes())
     assert isinstance(done.exception, InputError)
     assert "samples without a header" in str(done.exception)
+
+
+HEARD_AT = 16_000
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    """A recogniser whose windows are cut at pauses."""
+    return Transcriber(*tiny_recognizers.moonshine())
+
+
+def bursts(count, seed=0):
+    """Noise with pauses."""
+    random = np.random.default_rng(seed)
+    part = [0.2 * random.standard_normal(HEARD_AT), 1e-4 * random.standard_normal(HEARD_AT // 3)]
+    return np.concatenate(part * count).astype("f4")
+
+
+def test_a_model_without_timestamps_streams_in_windows_cut_at_pauses(windowed, monkeypatch):
+    samples, said = bursts(20), []
+    for size in (len(samples), 7_777):
+        stream = Stream(windowed, "hold:n=1", step_s=1.0, longest_s=4.0)
+        heard = []
+        hear = stream.transcriber.recognizer.read
+
+        def noted(recording, seek, count, hear=hear, heard=heard):
+            heard.append(count)
+            return hear(recording, seek, count)
+
+        monkeypatch.setattr(stream.transcriber.recognizer, "read", noted)
+        updates = []
+        for at in range(0, len(samples), size):
+            updates += stream.feed(samples[at : at + size])
+            assert len(stream._audio) <= 4.0 * HEARD_AT
+        updates.append(stream.finish())
+        said.append("".join(update.text for update in updates))
+        assert max(heard) <= 2.0 * HEARD_AT, "windows are half of what is kept"
+    assert said[0] == said[1] and said[0].strip()
+    assert windowed.options.window_s is None, "the transcriber itself stays as it is"
+
+
+def test_what_a_stream_keeps_by_itself_is_short_where_windows_are_cut(windowed):
+    assert Stream(windowed)._longest == 12 * HEARD_AT
+    with pytest.raises(OptionError, match="longest_s=31"):
+        Stream(windowed, longest_s=31)

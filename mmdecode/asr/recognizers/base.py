@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from mmdecode import registry
+from mmdecode.asr.words import SPACES
 from mmdecode.engine.decoder import NoDraft
 from mmdecode.engine.setup import token_ids
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
@@ -411,7 +412,7 @@ class Recognizer:
     def starts_word(self, token: int) -> bool:
         """Whether a token begins a word, by the mark that its vocabulary has for spaces."""
         name = self.tokenizer.convert_ids_to_tokens(int(token))
-        return str(name).startswith(("\u2581", "\u0120", " "))
+        return str(name).startswith((*SPACES, " "))
 
     def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
         """Cuts the tokens of a window into segments: here into one.
