@@ -32,10 +32,14 @@ def check(kind, parts):
     check_recognizer(lambda options: kind(*parts, options))
 
 
-def test_ours_pass(moonshine, model, processor):
+def test_moonshine_passes(moonshine):
     check(Short, moonshine)
-    check(type("Short", (GenericRecognizer,), {"window_s": 2.0}), MODELS["speech_to_text"]())
+
+
+@pytest.mark.slow
+def test_whisper_and_the_generic_one_pass(model, processor):
     check(WhisperRecognizer, (model, processor))
+    check(type("Short", (GenericRecognizer,), {"window_s": 2.0}), MODELS["speech_to_text"]())
 
 
 class LosesTheRest(Short):

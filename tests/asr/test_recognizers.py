@@ -24,6 +24,9 @@ from tests.asr.tiny_recognizers import MODELS, tokenizer
 
 RATE = 16_000
 KINDS = pytest.mark.parametrize("kind", MODELS)
+QUICK = pytest.mark.parametrize(
+    "kind", ["moonshine", pytest.param("speech_to_text", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,9 @@ def spoken(*seconds, seed=0):
     )
 
 
-@KINDS
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "batch_size"), [("moonshine", 1), ("moonshine", 3), ("speech_to_text", 3)]
+)
 def test_a_recording_of_one_window_is_what_plain_generate_says_of_it(made, kit, kind, batch_size):
     recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 0.05, 3.3, 0.7))]
     ours = made(kind, batch_size=batch_size)
@@ -87,7 +91,7 @@ def test_drafts_and_batches_change_no_token_of_moonshine(made, kit):
                     assert one.avg_logprob == pytest.approx(other.avg_logprob, abs=1e-4)
 
 
-@KINDS
+@QUICK
 def test_a_sampled_window_does_not_depend_on_its_neighbours(made, kit, kind):
     recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 0.5))]
     ours = made(kind, Decoder(seed=4), temperatures=(1.0,))
@@ -208,7 +212,7 @@ def test_texts_without_spaces_meet_anywhere():
     assert joined(left, right, 6.0) == [list(range(101, 108)), list(range(108, 116))]
 
 
-@KINDS
+@QUICK
 def test_a_recording_without_pauses_has_windows_that_overlap_and_segments_that_do_not(
     made, kit, kind
 ):
@@ -289,7 +293,7 @@ def test_a_processor_without_a_part_is_refused_and_the_part_is_named(parts):
 # ---- searches and gates
 
 
-@KINDS
+@QUICK
 def test_the_fallback_leaves_out_the_gate_that_needs_a_probability_of_silence(made, kit, kind):
     recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 1.4))]
     ours = made(kind, Decoder(seed=0), **FALLBACK | {"temperatures": (0.0, 0.6)})
@@ -300,7 +304,7 @@ def test_the_fallback_leaves_out_the_gate_that_needs_a_probability_of_silence(ma
     assert all(s.avg_logprob < 0 for t in together for s in t.segments)
 
 
-@KINDS
+@QUICK
 def test_beams_are_those_of_generate_for_each_recording_alone(made, kit, kind):
     recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 2.0, 1.0, 0.3))]
     ours = made(kind, beams=3)
@@ -308,7 +312,7 @@ def test_beams_are_those_of_generate_for_each_recording_alone(made, kit, kind):
     assert [t.tokens for t in ours(recordings)] == expected
 
 
-@KINDS
+@QUICK
 @pytest.mark.parametrize("method", ["beam", "sample"])
 def test_n_best_lists_do_not_depend_on_the_batch(made, kit, kind, method):
     recordings = [kit.noise(s, seed=i) for i, s in enumerate((1.0, 0.6))]

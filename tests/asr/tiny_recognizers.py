@@ -32,6 +32,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, **SPECIAL)
 
 
+def _set(config, settings):
+    config._from_model_config = False  # else what is set here is lost on disk
+    for name, value in (WORDS_ONLY | settings).items():
+        setattr(config, name, value)
+
+
 def moonshine(seed=3, **settings):
     config = MoonshineConfig(
         vocab_size=VOCAB,
@@ -51,8 +57,7 @@ def moonshine(seed=3, **settings):
     )
     torch.manual_seed(seed)
     model = MoonshineForConditionalGeneration(config).eval()
-    for name, value in (WORDS_ONLY | settings).items():
-        setattr(model.generation_config, name, value)
+    _set(model.generation_config, settings)
     features = Wav2Vec2FeatureExtractor(do_normalize=False)
     return model, Wav2Vec2Processor(feature_extractor=features, tokenizer=tokenizer())
 
@@ -78,8 +83,7 @@ def speech_to_text(seed=1, **settings):
     )
     torch.manual_seed(seed)
     model = Speech2TextForConditionalGeneration(config).eval()
-    for name, value in (WORDS_ONLY | settings).items():
-        setattr(model.generation_config, name, value)
+    _set(model.generation_config, settings)
     features = Speech2TextFeatureExtractor(feature_size=16, num_mel_bins=16)
     return model, Speech2TextProcessor(feature_extractor=features, tokenizer=tokenizer())
 

@@ -1,0 +1,147 @@
+"""Recognisers without timestamps from the command line, one of them known to nobody."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import soundfile
+from typer.testing import CliRunner
+
+from mmdecode.asr import Failure, Transcriber
+from mmdecode.cli.app import app
+from mmdecode.errors import IncompatibleError, InputError
+from tests.asr.tiny_recognizers import MODELS
+
+RATE = 16_000
+KINDS = pytest.mark.parametrize(
+    "kind", ["speech_to_text", pytest.param("moonshine", marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each kind as a checkpoint."""
+    found = {}
+    for kind, make in MODELS.items():
+        found[kind] = tmp_path_factory.mktemp(kind)
+        for part in make():
+            part.save_pretrained(found[kind])
+    return found
+
+
+@pytest.fixture
+def talk(tmp_path, kit):
+    path = tmp_path / "talk.wav"
+    soundfile.write(path, np.concatenate([kit.noise(0.8), np.zeros(RATE), kit.noise(0.9, 1)]), RATE)
+    return path
+
+
+def run(*words):
+    return CliRunner().invoke(app, [*map(str, words), "--device", "cpu"])
+
+
+@KINDS
+def test_a_recording_becomes_files_of_every_format(kind, saved, talk, tmp_path):
+    out = tmp_path / "out"
+    words = ["transcribe", talk, tmp_path / "gone.wav", "--model", saved[kind], "--window-s", "1.2"]
+    done = run(*words, "--out", out, "--format", "all", "--fallback")
+    assert done.exit_code == 1 and "1 transcribed" in done.stderr and "gone.wav" in done.stderr
+    told = json.loads((out / "talk.json").read_text())
+    assert told["timed_by"] == "windows" and len(told["segments"]) > 1 and told["text"]
+    texts = [segment["text"] for segment in told["segments"]]
+    for kind_ in ("txt", "srt", "vtt", "tsv", "jsonl", "whisper.json"):
+        written = (out / f"talk.{kind_}").read_text()
+        assert all(text.split()[0] in written for text in texts)
+    assert len((out / "talk.tsv").read_text().splitlines()) == len(texts) + 1
+    scored = json.loads((out / "talk.whisper.json").read_text())["segments"]
+    assert [one["text"].strip() for one in scored] == texts
+    assert all(one["no_speech_prob"] is None and one["avg_logprob"] < 0 for one in scored)
+    again = run(*words[:2], *words[3:], "--out", out, "--format", "all", "--fallback", "--resume")
+    assert again.exit_code == 0 and "1 done before" in again.stderr
+
+
+@KINDS
+def test_a_recording_is_streamed(kind, saved, talk):
+    done = run("stream", talk, "--model", saved[kind], "--json", "--step", "0.5")
+    assert done.exit_code == 0, done.output
+    *updates, report = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(updates) == 6
+    words = "".join("".join(update["committed"]) for update in updates).split()
+    assert len(words) == report["committed_words"] > 0
+
+
+@pytest.mark.slow
+@KINDS
+def test_a_data_set_is_scored(kind, saved, talk, tmp_path):
+    rows = [{"audio": "talk.wav", "text": "w1 w2"}, {"audio": "gone.wav", "text": "w3"}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "wer"
+    done = run("evaluate", "wer", "--model", saved[kind], "--data", data, "--out", out, "--json")
+    assert done.exit_code == 1, done.output
+    assert "gone.wav" in done.stderr
+    alone = run("evaluate", "wer", "--model", saved[kind], "--data", data, "--limit", "1", "--json")
+    assert alone.exit_code == 0, alone.output
+    assert "wer" in alone.stdout
+
+
+def test_a_language_the_model_lacks_costs_its_row(kit, talk, tmp_path):
+    model, processor = MODELS["moonshine"](language="en")
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "model")
+    rows = [{"audio": "talk.wav", "id": name, "language": name} for name in ("en", "de")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", tmp_path / "model", "--out", tmp_path / "out", "--format", "txt"]
+    done = run("transcribe", "--data", tmp_path / "data.jsonl", *words)
+    assert done.exit_code == 1, done.output
+    assert "1 transcribed, 0 done before, 1 failed" in done.stderr
+    assert "transcribes 'en' alone" in done.stderr
+
+
+# ---- checkpoints that lack something
+
+SLOW = "tokenizer.json"  # transformers tries every way to make one
+MISSING = {
+    ("tokenizer.json", "tokenizer_config.json"): "tokenizer",
+    ("preprocessor_config.json", "processor_config.json"): "feature extractor|processor",
+    ("config.json",): "config.json",
+    ("model.safetensors",): "model.safetensors",
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n[0] == SLOW), id=n[0]) for n in MISSING],
+)
+@KINDS
+def test_a_checkpoint_that_lacks_a_file_is_refused_and_it_is_said_what(
+    kind, names, saved, tmp_path
+):
+    shutil.copytree(saved[kind], tmp_path / "model")
+    for name in names:
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    with pytest.raises(InputError, match=MISSING[names]) as caught:
+        Transcriber.from_pretrained(tmp_path / "model", device="cpu")
+    assert str(tmp_path / "model") in str(caught.value)
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json"):
+        Transcriber.from_pretrained(tmp_path, device="cpu")
+
+
+def test_drafts_guides_and_heads_are_refused_with_what_to_do(saved):
+    for draft in ("lookup", "medusa"):
+        with pytest.raises(
+            (IncompatibleError, InputError), match=r"leave them out|as medusa:path="
+        ):
+            Transcriber.from_pretrained(saved["speech_to_text"], draft=draft, device="cpu")
+
+
+def test_speech_detection_and_chunks_work(saved, talk):
+    pytest.importorskip("silero_vad")
+    for options in ({"vad": True}, {"mode": "chunked", "window_s": 1.2}):
+        ours = Transcriber.from_pretrained(saved["speech_to_text"], device="cpu", **options)
+        found = ours([str(talk), np.full(3, np.nan)])
+        assert found[0].timed_by == "windows" and isinstance(found[1], Failure)
