@@ -17,7 +17,7 @@ from mmdecode.evaluation.report import page
 from mmdecode.evaluation.wer import wer
 from mmdecode.zoo.real_clips import all_clips, real_clips
 from tests.pages import checked
-from tests.support.moonshine import NAME, hide_wheel, needs_wheel
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
 from tests.test_demo import report
 
 
@@ -117,7 +117,16 @@ def test_without_the_recogniser_the_demo_goes_on_and_says_how_to_get_it(monkeypa
     hide_wheel(monkeypatch, tmp_path / "cache")
     people, synthetic, note = demo_speech._parts(None, None, "cpu", "float32")
     assert people is None and synthetic.model == "zoo:whisper-synth"
-    assert "pip install --no-deps moonshine-voice==" in note and "\n" not in note
+    assert note == demo_recordings.missing() and "\n" not in note
+    assert "is not installed" in note and "pip install --no-deps moonshine-voice==" in note
+
+
+def test_a_damaged_wheel_is_said_and_does_not_stop_the_demo(monkeypatch, tmp_path):
+    show_wheel(monkeypatch, tmp_path)
+    assert demo_recordings.missing() is None
+    people, synthetic, note = demo_speech._parts(None, None, "cpu", "float32")
+    assert people is None and synthetic.model == "zoo:whisper-synth"
+    assert note.startswith("Recordings of people are left out: ") and "is not the file of" in note
 
 
 def test_recordings_of_people_are_compared_id_by_id():
@@ -146,6 +155,12 @@ def test_a_published_recogniser_hears_people_as_plain_generate_does():
     found, _ = demo_recordings.transcribe(people.model, people.draft, people.ways, shortest(2))
     assert found.identical and found.with_generate and found.note
     assert "eighteen thirteen" in found.items[0].hypothesis
+    for way in people.ways:
+        model, processor = way.transcriber.model, way.transcriber.processor
+        cut = TranscribeOptions(max_new_tokens=2)
+        way.transcriber = Transcriber(model, processor, way.decoder, cut)
+    found, _ = demo_recordings.transcribe(people.model, people.draft, people.ways, shortest(1))
+    assert not found.identical  # the two agree, and plain generate says more
 
 
 @needs_wheel

@@ -59,7 +59,10 @@ def run(
 
     people, synthetic, note = _parts(model, draft, device, dtype)
     load_before = load_average() or "unknown"
-    real, opening, rows, titles = None, None, [], {}
+    real: dict[str, Any] | None = None
+    opening: Opening | None = None
+    rows: list[dict[str, Any]] = []
+    titles: dict[str, str] = {}
     if people is not None:
         real, opening, rows, titles = _recordings(people, limit, seed)
     elif note:
@@ -80,9 +83,9 @@ def run(
     write_files(subtitles, titles | more_titles, overwrite)
     result = _report(synthetic, items, clips, noisy, recordings, seed)
     result.conditions.update(_conditions(ways, dtype, repeats, load_before))
-    if note:
-        result.conditions["recordings of people"] = note
-    write_file(page_file, page.page(result, opening), overwrite)
+    more = {"recordings of people": note} if note else {}
+    shown = dataclasses.replace(result, conditions=result.conditions | more)
+    write_file(page_file, page.page(shown, opening), overwrite)
     summary = _summary(result, items, len(clips))
     summary["real"] = real
     summary["seconds"] = round(time.perf_counter() - started, 1)
@@ -208,8 +211,9 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
 
         way: Way
 
-        @functools.wraps(Decoder.__call__)  # generate asks which arguments it takes
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # generate asks which arguments it takes
+        @functools.wraps(Decoder.__call__)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
             began = now(network.device)
             ids = super().__call__(*args, **kwargs)
             self.way.seconds += now(network.device) - began
