@@ -12,7 +12,7 @@ import pytest
 import mmdecode as mm
 from mmdecode import registry
 from tests.support.hub import publish_named
-from tests.support.moonshine import NAME, needs_wheel
+from tests.support.moonshine import NAME, WAYS, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -64,16 +64,23 @@ def foreign_tokens():
         yield found[0, inputs.input_ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in LONG else ())
-        for page in PAGES
-        if commands_on(page)
-    ],
-)
-def test_the_commands_of_a_page_run_as_they_stand(page, tmp_path, monkeypatch):
+def run_pages():
+    """Pages with commands, and whether the published model is hidden while they run."""
+    for page in PAGES:
+        lines = commands_on(page)
+        if any(map(takes_default, lines)):
+            for hidden, name, marks in WAYS:
+                yield pytest.param(page, hidden, id=f"{page.stem}-{name}", marks=marks)
+        elif lines:
+            marks = pytest.mark.slow if page.stem in LONG else ()
+            yield pytest.param(page, False, id=page.stem, marks=marks)
+
+
+@pytest.mark.parametrize(("page", "hidden"), [*run_pages()])
+def test_the_commands_of_a_page_run_as_they_stand(page, hidden, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if hidden:
+        hide_wheel(monkeypatch, tmp_path / ".cache")
     lay_out(tmp_path)
     text = page.read_text(encoding="utf-8")
     publish_named(text)

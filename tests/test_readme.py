@@ -12,7 +12,7 @@ import pytest
 from mmdecode import registry
 from mmdecode.asr.recognizers import Capabilities
 from tests.support.hub import publish_named
-from tests.support.moonshine import NAME, needs_wheel
+from tests.support.moonshine import NAME, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
@@ -147,7 +147,17 @@ def test_an_example_runs_as_it_stands(code, sandbox, monkeypatch):
 
 
 @pytest.mark.parametrize("line", [timed(line, line.startswith(LONG)) for line in LINES])
-def test_a_command_runs_as_it_stands(line, sandbox, monkeypatch):
+def test_a_command_runs_as_it_stands(line, sandbox, monkeypatch, tmp_path):
+    monkeypatch.chdir(sandbox)
+    if takes_default(line):
+        hide_wheel(monkeypatch, tmp_path)
+    run_line(line)
+
+
+@needs_wheel
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in LINES if takes_default(line)])
+def test_a_command_without_a_model_runs_the_published_one(line, sandbox, monkeypatch):
     monkeypatch.chdir(sandbox)
     run_line(line)
 

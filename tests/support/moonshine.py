@@ -3,6 +3,7 @@ for those of what happens without and with it."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,3 +35,12 @@ def show_wheel(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.delitem(sys.modules, wheel.PACKAGE, raising=False)
     monkeypatch.syspath_prepend(str(folder / "site"))
     monkeypatch.setenv("MMDECODE_CACHE", str(folder / "cache"))
+
+
+def takes_default(line: str) -> bool:
+    """Whether a line of shell runs the default recogniser."""
+    return bool(re.search(r"\bmmdecode (transcribe|stream)\b", line)) and "--model" not in line
+
+
+WAYS = [(True, "without", ()), (False, "with", (needs_wheel, pytest.mark.slow))]
+"""How documented commands run: whether the wheel is hidden, what that is called, and marks."""
