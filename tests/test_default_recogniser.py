@@ -108,3 +108,11 @@ def test_an_option_that_the_default_cannot_serve_is_refused_naming_model(flags, 
     assert REFUSED[flags] in said
     assert "--model" in said
     assert done.stdout == ""
+
+
+def test_env_says_whether_the_published_model_is_installed(own, monkeypatch):
+    for change, installed in ((hide_wheel, False), (show_wheel, True)):
+        with monkeypatch.context() as patch:
+            change(patch, own)
+            done = CliRunner().invoke(app, ["env", "--json"])
+            assert json.loads(done.stdout)["checkpoints"][NAME] is installed

@@ -57,11 +57,15 @@ def command(json: JsonFlag = False) -> None:
     for name, package in found["packages"].items():
         missing = f"missing (extra: {package['extra']})" if package["extra"] else "missing"
         table.add_row(name, package["version"] or missing)
+    for name, installed in found["checkpoints"].items():
+        table.add_row(name, "installed" if installed else "not installed")
     out.print(table)
 
 
 def _collect() -> dict[str, Any]:
     import torch
+
+    from mmdecode.checkpoints import is_installed, scheme_names
 
     available = torch.cuda.is_available()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -76,6 +80,7 @@ def _collect() -> dict[str, Any]:
         "packages": {
             name: {"version": _version(name), "extra": extra} for name, extra in PACKAGES.items()
         },
+        "checkpoints": {name: is_installed(name) for name in scheme_names()},
     }
 
 
