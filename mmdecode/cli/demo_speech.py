@@ -159,7 +159,7 @@ def _recordings(
     demo_recordings.show(found)
     pairs = [*zip(found.items, transcripts, strict=True)]
     rows = [demo_recordings.row(item, transcript) for item, transcript in pairs]
-    titles = {f"{item.name}.srt": FORMATS["srt"](text, DEFAULT) for item, text in pairs}
+    titles = {f"{item.audio.stem}.srt": FORMATS["srt"](text, DEFAULT) for item, text in pairs}
     return demo_recordings.summary(found), opening(found), rows, titles
 
 
