@@ -29,6 +29,7 @@ def show_wheel(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """As if it were installed, by files of its size with nothing in them."""
     assets = folder / "site" / wheel.PACKAGE / "assets" / "tiny-en"
     assets.mkdir(parents=True)
+    (assets.parents[1] / "__init__.py").touch()  # else one that is really installed comes first
     for name, size in wheel.SIZES.items():
         with (assets / name).open("wb") as file:
             file.truncate(size)
