@@ -76,6 +76,7 @@ def test_the_page_begins_with_what_was_heard_and_ends_with_the_speed_of_syntheti
     assert re.search(r"<h1>\u201cAdd two blue cakes please.\u201d</h1>", text)
     first, second = text.index("3 of 5 words wrong"), text.index("1.50 times as fast")
     assert first < text.index("<audio") < second and text.count("<h1") == 1
+    assert "3 of 5 words, normaliser whisper" in text
     assert "5 words are little data, and LibriSpeech" in text and "Nothing is gained." in text
 
 

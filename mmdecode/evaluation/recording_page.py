@@ -194,7 +194,7 @@ def _cards(found: Recordings) -> str:
             card(
                 "word errors",
                 f"{100 * found.wer.value:.1f} %",
-                f"{found.wer.errors} of {found.wer.words} words"
+                f"{found.wer.errors} of {found.wer.words} words, normaliser {found.wer.normaliser}"
                 + f"; {spread}" * (found.wer.utterances > 1),
             ),
             card(
