@@ -6,7 +6,9 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
+from mmdecode.asr import Transcriber
 from mmdecode.cli.app import app
+from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import all_commands
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
@@ -79,6 +81,12 @@ def test_the_published_model_hears_a_stream_and_a_file(own):
         assert f"model {NAME} on cpu, float32" in done.stderr
         assert "toy" not in done.stderr
         assert len(done.stdout.split()) > 3
+
+
+def test_what_a_family_cannot_do_is_refused_before_weights_are_looked_for(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "moonshine"}')
+    with pytest.raises(OptionError, match=r"cannot time words; .* with --model"):
+        Transcriber.from_pretrained(tmp_path, word_timestamps=True)
 
 
 REFUSED = {

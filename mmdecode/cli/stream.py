@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -100,7 +101,7 @@ def command(
         take([stream.finish()])
     report = meter.report()
     if json:
-        emit_json(report)
+        emit_json({"model": model} | dataclasses.asdict(report))
     else:
         console.print(_summary(report, stream.heard_s), highlight=False, soft_wrap=True)
 

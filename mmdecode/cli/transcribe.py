@@ -253,6 +253,8 @@ def command(
 
     For example:
 
+      mmdecode transcribe talk.mp3
+
       mmdecode transcribe talk.mp3 --model openai/whisper-small
 
       ffmpeg -i talk.mkv -f wav - | mmdecode transcribe - --model small

@@ -423,6 +423,7 @@ def test_the_command_prints_what_is_committed(trained, clip, tmp_path):
     piped = CliRunner().invoke(cli.app, words, input=samples.tobytes() + b"\0")
     assert piped.exit_code == 0, piped.output
     *updates, report = [json.loads(line) for line in piped.stdout.splitlines()]
+    assert report["model"] == trained
     text = "".join(word for update in updates for word in update["committed"])
     assert shown.stdout.strip() == text.strip()
     assert report["committed_words"] == len(text.split())
