@@ -501,7 +501,7 @@ def run(arguments: argparse.Namespace) -> Path:
         result["long"] = []
         for minutes in arguments.minutes:
             print(f"\n{minutes:g} minutes, {subject.threads} threads", flush=True)
-            repeats = max(1, arguments.repeats - (minutes >= 30))
+            repeats = max(1, arguments.repeats - (minutes >= 5))
             found = long_form(subject, 60 * minutes, repeats, arguments.ways, clips)
             print("\n".join(map(shown, found["rows"])), flush=True)
             result["long"].append({"minutes": minutes, "repeats": repeats} | found)
