@@ -1,6 +1,7 @@
 """Recognisers without timestamps: what plain `generate` says of windows that end at pauses."""
 
 import itertools
+import logging
 import math
 from types import SimpleNamespace
 
@@ -361,3 +362,27 @@ def test_states_of_silence_are_numbers(parts):
     ours = Transcriber(*parts["speech_to_text"]).recognizer
     [inputs] = ours.features([np.zeros(RATE, "f4")])
     assert all(torch.isfinite(value).all() for value in inputs.values())
+
+
+def test_no_cut_leaves_a_rest_too_short_to_hold_a_word(made):
+    samples = spoken(1.2, 0.05)[: round(1.55 * RATE)]  # the pause is from 1.2 to 1.5 s
+    ours = made("moonshine", window_s=1.5).recognizer
+    span = ours.span(ours.open(source_of(samples, RATE)), 0, [1.4])
+    assert span.joined and len(samples) - span.following >= 1.5 * RATE / 4
+    samples = spoken(0.8, 0.4, 0.05)  # there is one before, from 0.8 to 1.1 s
+    span = ours.span(ours.open(source_of(samples, RATE)), 0, [])
+    assert not span.joined and 0.8 * RATE < span.following < 1.1 * RATE
+
+
+@QUICK
+def test_hardly_any_temperature_is_greedy(made, kit, kind):
+    samples = kit.noise(1.0)
+    ours = made(kind, Decoder(seed=4), temperatures=(1e-3,))
+    assert ours(samples).tokens == alone(ours, samples)
+
+
+def test_nothing_is_warned_of_where_the_pad_is_the_end(kit, caplog, monkeypatch):
+    model, processor = MODELS["moonshine"](pad_token_id=1)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    Transcriber(model, processor)([kit.noise(1.0), kit.noise(1.0, 1)])
+    assert "attention mask" not in caplog.text

@@ -179,16 +179,18 @@ class GenericRecognizer(Recognizer):
         if encoded.states is None:
             return self._plain(decoder, prompt, encoded, config, names)
         states = ModelOutput(last_hidden_state=encoded.states, attention_mask=encoded.mask)
-        inputs = {} if encoded.mask is None else {"attention_mask": encoded.mask.long()}
+        mask = encoded.mask
+        if mask is None:  # said too, or generate warns of padding where pad and end are one id
+            mask = torch.ones(encoded.states.shape[:2], device=prompt.device)
         return GenerationMixin.generate(
             self.model,
             decoder_input_ids=prompt,
+            attention_mask=mask.long(),
             encoder_outputs=states,
             generation_config=config,
             custom_generate=decoder,
             mm_inputs={"source_ids": sources},
             mm_request=names,
-            **inputs,
         )
 
     def searched(
