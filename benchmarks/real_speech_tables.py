@@ -180,9 +180,9 @@ def said_of_words(result: dict[str, Any]) -> list[str]:
         return []
     return [
         f"Word errors are those of single clips, {base['words']} reference words after "
-        f"normalisation: {errors(base)} wrong by `generate`. This is little data, five of the "
-        "further references were written by hand, and LibriSpeech, of which two clips are, may be "
-        "in the model's training data: it shows that the model hears, and ranks nothing."
+        f"normalisation: {errors(base)} wrong by `generate`. This is little data, and LibriSpeech, "
+        "of which two clips are, may be in the model's training data: it shows that the model "
+        "hears, and ranks nothing."
     ]
 
 
