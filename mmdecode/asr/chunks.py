@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 APART = 0.25
 """Tokens are the same if they are no farther apart than this part of what overlaps; when they were
 said is known roughly only, from their segment."""
+APART_WINDOWS = 1.0
+"""The same where segments are whole windows, in which pauses move words by seconds. The real clips
+of the zoo by `moonshine:tiny-en`, with silence of 2.5 s between them and in windows of 10 s that
+overlap by 3 s: word errors of 16.8 % at 0.25, 7.5 at 0.5, 4.6 at 1 and 8.7 at 1.5."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def join(
     end = max((piece.end for piece in left if piece.tokens), default=begin)
     before = _said(left, [piece.end > begin for piece in left], is_text)
     behind = _said(right, [piece.start < end for piece in right], is_text)
-    first, second, size = longest_run(before, behind, APART * (end - begin))
+    apart = APART if starts_word is None else APART_WINDOWS
+    first, second, size = longest_run(before, behind, apart * (end - begin))
     if starts_word is not None and not (before and behind):
         return [*left, *right]
     if size < 2 and starts_word is not None:

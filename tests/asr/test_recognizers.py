@@ -198,6 +198,12 @@ def joined(left, right, begin, starts=lambda token: token in WORDS):
             [(6, 15, [107, 108, 109, 21, 22, 23, 24, 25, 26])],
             [[11, 12, 13, 14, 15, 16, 107, 108, 109], [21, 22, 23, 24, 25, 26]],
         ),
+        # a pause at the end of the first: its words seem later than they are
+        (
+            [(0, 9, [11, 12, 13, 14, 15, 16, 17, 18, 19])],
+            [(6, 15, [18, 19, 20])],
+            [[11, 12, 13, 14, 15, 16, 17, 18], [19, 20]],
+        ),
         ([(0, 9, [11, 12, 13])], [], [[11, 12, 13]]),
         ([], [(6, 15, [11, 12, 13])], [[11, 12, 13]]),
         # a last window that has one word of its own, which both heard
@@ -386,3 +392,11 @@ def test_nothing_is_warned_of_where_the_pad_is_the_end(kit, caplog, monkeypatch)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     Transcriber(model, processor)([kit.noise(1.0), kit.noise(1.0, 1)])
     assert "attention mask" not in caplog.text
+
+
+def test_the_gate_of_the_fallback_is_whispers_where_there_is_one():
+    options = TranscribeOptions(**FALLBACK)
+    assert (options.silence_threshold(True), options.silence_threshold(False)) == (0.6, None)
+    for wrong in ("loud", 1.5):
+        with pytest.raises(OptionError, match="expected a probability, or 'auto'"):
+            TranscribeOptions(no_speech_threshold=wrong, logprob_threshold=-1.0)

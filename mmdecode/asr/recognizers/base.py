@@ -222,7 +222,7 @@ class Recognizer:
         if options.window_s is not None and options.window_s > self.window_s:
             raise OptionError(
                 f"window_s={options.window_s}; {self.name} hears at most {self.window_s:g} s at "
-                "once"
+                "once: give as much or less, or leave it out"
             )
 
     def check(self, decoder: Decoder) -> None:
