@@ -68,13 +68,17 @@ class MoonshineAdapter(LeanAdapter):
         super().__init__(model, model.config.decoder_num_hidden_layers)
         # others change with the length, or scale what is turned
         self._lean = self._lean and self._decoder.rotary_emb.rope_type == "default"
-        self._by_column = by_column(self._head)
+
+    @functools.cached_property
+    def _by_column(self) -> Tensor | None:
+        """Made or looked up at the first single row: batches and trees never ask for it."""
+        return by_column(self._head)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """The output matrix."""
         head = self._head
         hooked = head._forward_hooks or head._forward_pre_hooks
-        if self._by_column is None or hooked or hidden.shape[:-1].numel() > 1:
+        if hooked or hidden.shape[:-1].numel() > 1 or self._by_column is None:
             return super().unembed(hidden)
         return hidden @ self._by_column
 

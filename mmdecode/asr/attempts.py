@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.loops import first_round_end
-from mmdecode.asr.recognizers.base import by_length
+from mmdecode.engine.encoding import grouped
 
 if TYPE_CHECKING:
     from mmdecode.asr.beams import Scored
@@ -132,7 +132,7 @@ class Attempts:
         """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
-        for rows in by_length(limits):
+        for rows in grouped(limits):
             config = self.recognizer.generation(prompt.shape[1], limits[rows[0]])
             chosen = encoded.rows(rows)
             ranked = self.recognizer.searched(prompt[rows], chosen, config, beams, keep)

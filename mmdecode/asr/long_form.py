@@ -45,6 +45,7 @@ from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, changes_aud
 from mmdecode.asr.voice import Timeline, VoiceActivity
 from mmdecode.asr.words import timed_words
 from mmdecode.engine.decoder import NoDraft
+from mmdecode.engine.encoding import grouped
 from mmdecode.errors import OptionError
 from mmdecode.runs.items import Failed, Watch, each, tried
 
@@ -506,8 +507,5 @@ def _by_length(
     ids: list[list[int]], rows: Iterable[int], device: torch.device
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Rows whose prompts have one length, and these prompts; shortest first."""
-    groups: dict[int, list[int]] = {}
-    for row in rows:
-        groups.setdefault(len(ids[row]), []).append(row)
-    for _, group in sorted(groups.items()):
+    for group in grouped([len(one) for one in ids], rows):
         yield group, torch.tensor([ids[row] for row in group], device=device)

@@ -21,6 +21,9 @@ FALLBACK: dict[str, Any] = {
 }
 """Whisper's fallback; the compression ratio is of token ids, as in transformers, not of text."""
 
+LEAST_WINDOW_S = 0.5
+"""No window that is cut at pauses can be asked to be shorter."""
+
 PromptConditionType = Literal["first-segment", "all-segments"]
 LoopGuard = Literal["report", "isolate", "cut"]
 NBestMethod = Literal["beam", "sample"]
@@ -32,7 +35,8 @@ class TranscribeOptions:
     """Settings of a transcription.
 
     Attributes:
-        batch_size: Windows decoded at once; but in chunks, each of another recording.
+        batch_size: Windows decoded at once; each of another recording, except in chunks and where
+            windows are cut at pauses.
         timestamps: Whether the model predicts times; without them windows are cut blindly.
         language: ``en``, ``english`` or ``<|en|>``; ``None``: the checkpoint's, else detected.
         task: ``transcribe`` or ``translate``; ``None``: the checkpoint's, else transcribe.
@@ -130,8 +134,10 @@ class TranscribeOptions:
         given = self.temperatures
         temperatures = (given,) if isinstance(given, (int, float)) else tuple(given)
         object.__setattr__(self, "temperatures", temperatures)
-        if self.window_s is not None and not 0.5 <= self.window_s < math.inf:
-            raise OptionError(f"window_s={self.window_s}; expected seconds, 0.5 or more")
+        if self.window_s is not None and not LEAST_WINDOW_S <= self.window_s < math.inf:
+            raise OptionError(
+                f"window_s={self.window_s}; expected seconds, {LEAST_WINDOW_S} or more"
+            )
         if self.batch_size < 1:
             raise OptionError(f"batch_size={self.batch_size}; expected at least 1")
         if not temperatures or any(not 0 <= t <= 10 for t in temperatures):

@@ -32,6 +32,7 @@ import numpy as np
 
 from mmdecode import registry
 from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.options import LEAST_WINDOW_S
 from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
 from mmdecode.asr.words import SPACELESS, Word, is_marks
 from mmdecode.errors import InputError, OptionError, UnknownNameError
@@ -214,11 +215,15 @@ class Stream:
         step_s: float = 1.0,
         longest_s: float | None = None,
     ) -> None:
-        longest_s = transcriber.recognizer.kept_s if longest_s is None else longest_s
-        if not 0 < longest_s <= transcriber.window_s:
+        ours = transcriber.recognizer
+        timed = ours.capabilities.timestamps
+        longest_s = ours.kept_s if longest_s is None else longest_s
+        least = 1 / transcriber.sampling_rate if timed else 2 * LEAST_WINDOW_S
+        if not least <= longest_s <= ours.window_s:
+            lower = "more than 0" if timed else f"{least:g} s or more"
             raise OptionError(
-                f"longest_s={longest_s}; expected more than 0 and at most a window of the model, "
-                f"{transcriber.window_s:g} s"
+                f"longest_s={longest_s}; expected {lower} and at most a window of the model, "
+                f"{ours.window_s:g} s"
             )
         self.rate = transcriber.sampling_rate
         if not 1 / self.rate <= step_s <= longest_s / 2:
@@ -226,7 +231,7 @@ class Stream:
                 f"step_s={step_s}; expected more than 0 and at most half of the audio that is "
                 f"kept, {longest_s / 2:g} s"
             )
-        if not transcriber.recognizer.capabilities.timestamps:
+        if not timed:
             usual = transcriber.options.window_s or longest_s
             transcriber = transcriber.with_options(window_s=min(usual, longest_s / 2))
         self.transcriber = transcriber

@@ -356,6 +356,10 @@ class Transcriber:
                 raise done[1].problem
             building = building or _Segments(self, done)
             pieces, done.pieces = done.pieces, []
+            if done.joins:  # the next window overlaps the last of them, and changes what they say
+                begin = done.seek * done.frame_s
+                done.pieces = [piece for piece in pieces if piece.end > begin]
+                del pieces[len(pieces) - len(done.pieces) :]
             done.results.clear()
             yield from building.take(pieces)
         if building is not None:

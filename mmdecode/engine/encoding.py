@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,22 @@ def shape_of(inputs: Inputs) -> tuple[Any, ...]:
     return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()))
 
 
+def grouped(kinds: Sequence[Any], rows: Iterable[int] | None = None) -> list[list[int]]:
+    """Rows in groups of one kind, smallest kind first.
+
+    Args:
+        kinds: Of each row; they can be sorted.
+        rows: Those that are grouped; ``None``: all.
+    """
+    groups: dict[Any, list[int]] = {}
+    for row in range(len(kinds)) if rows is None else rows:
+        groups.setdefault(kinds[row], []).append(row)
+    return [group for _, group in sorted(groups.items())]
+
+
 def alike(rows: Sequence[Inputs]) -> list[list[int]]:
     """Rows in groups of one shape, by their place; smallest first."""
-    groups: dict[Any, list[int]] = {}
-    for place, inputs in enumerate(rows):
-        groups.setdefault(shape_of(inputs), []).append(place)
-    return [group for _, group in sorted(groups.items())]
+    return grouped([shape_of(inputs) for inputs in rows])
 
 
 def stacked(rows: Sequence[Inputs]) -> dict[str, Tensor]:

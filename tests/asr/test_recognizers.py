@@ -235,6 +235,12 @@ def test_a_recording_without_pauses_has_windows_that_overlap_and_segments_that_d
             assert start(segment.tokens[0]) or not any(map(start, segment.tokens))
         said = [t for segment in found.segments for t in segment.tokens]
         assert said == found.tokens and found.tokens
+    for batch_size in (1, 2):  # what was given out is not said again by a window that overlaps it
+        ours = made(kind, window_s=1.5, batch_size=batch_size)
+        found = ours(samples).segments
+        assert [(s.start_s, s.tokens) for s in ours.stream_segments(samples)] == [
+            (s.start_s, s.tokens) for s in found
+        ]
 
 
 # ---- refusals

@@ -49,7 +49,9 @@ class Hearer:
     """
 
     sampling_rate, window_s = RATE, WINDOW_S
-    recognizer = SimpleNamespace(kept_s=WINDOW_S, capabilities=SimpleNamespace(timestamps=True))
+    recognizer = SimpleNamespace(
+        kept_s=WINDOW_S, window_s=WINDOW_S, capabilities=SimpleNamespace(timestamps=True)
+    )
 
     def __init__(self, timed=False, wild=0, in_silence=""):
         self.options = SimpleNamespace(word_timestamps=timed)
@@ -483,3 +485,7 @@ def test_what_a_stream_keeps_by_itself_is_short_where_windows_are_cut(windowed):
     assert Stream(windowed)._longest == 12 * HEARD_AT
     with pytest.raises(OptionError, match="longest_s=31"):
         Stream(windowed, longest_s=31)
+    short = Stream(windowed.with_options(window_s=5.0))
+    assert short._longest == 12 * HEARD_AT and short.transcriber.options.window_s == 5.0
+    with pytest.raises(OptionError, match=r"longest_s=0.9; expected 1 s or more"):
+        Stream(windowed, step_s=0.4, longest_s=0.9)

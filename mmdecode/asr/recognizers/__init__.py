@@ -8,8 +8,9 @@ from mmdecode.asr.recognizers.base import (
     Encoded,
     Recognizer,
     Span,
+    Split,
     of_type,
     refuse_beyond,
 )
 
-__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "of_type", "refuse_beyond"]
+__all__ = ["Capabilities", "Encoded", "Recognizer", "Span", "Split", "of_type", "refuse_beyond"]

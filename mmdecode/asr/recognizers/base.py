@@ -138,6 +138,9 @@ class Recognizer:
     Attributes:
         model_types: ``config.model_type`` of the models that the class is for.
         capabilities: What the family can do.
+        tokenizer: The processor's.
+        config: The checkpoint's ``generation_config``.
+        rate: Samples a second that it hears.
         window_s: Most seconds that the model hears at once.
         stride: Frames in a timestamp step.
         ends: Ids that end a transcript.
@@ -480,12 +483,10 @@ class Recognizer:
         return None
 
 
+_ANOTHER = "name a model that can, with --model or model_id:"
 _INSTEAD = {
-    can: f"name a model that can, with --model or model_id: {which}"
-    for can, which in (
-        (True, "a Moonshine, as moonshine:tiny-en"),
-        (False, "a Whisper, as openai/whisper-small"),
-    )
+    True: f"{_ANOTHER} a Moonshine, as moonshine:tiny-en",
+    False: f"{_ANOTHER} a Whisper, as openai/whisper-small",
 }
 """What to do, by whether the windows of the model that was named have one length."""
 
@@ -534,11 +535,3 @@ def of_type(model_type: str) -> type[Recognizer]:
 def changes_audio(guide: Any) -> bool:
     """Whether a guide reads a window whose waveform was changed."""
     return any(spec.view == "audio" for spec in getattr(guide, "branches", ()))
-
-
-def by_length(lengths: Sequence[Any], rows: Sequence[int] | None = None) -> list[list[int]]:
-    """Rows in groups of equal length; shortest first."""
-    groups: dict[Any, list[int]] = {}
-    for row in range(len(lengths)) if rows is None else rows:
-        groups.setdefault(lengths[row], []).append(row)
-    return [group for _, group in sorted(groups.items())]

@@ -231,9 +231,11 @@ class GenericRecognizer(Recognizer):
     ) -> Any:
         """By ``generate`` itself, each window alone, with noise of its own."""
         sequences, scores = [], []
+        device = self.model.device
+        devices = [device] if device.type == "cuda" else []
         for row, name in enumerate(names):
             seed = int.from_bytes(hashlib.blake2b(f"{decoder.seed}/{name}".encode()).digest()[:8])
-            with torch.random.fork_rng(enabled=bool(config.do_sample)):
+            with torch.random.fork_rng(devices, enabled=bool(config.do_sample)):
                 if config.do_sample:
                     torch.manual_seed(seed)
                 output = GenerationMixin.generate(
