@@ -60,7 +60,7 @@ class Greedy:
 
     def __init__(self):
         self.decoder, self.calls = Decoder(), []
-        self.stats = self.decoder.stats
+        self.stats, self.guide = self.decoder.stats, None
 
     def __call__(self, model, input_ids, *, generation_config, mm_request=None, **kwargs):
         config = copy.copy(generation_config)
