@@ -28,9 +28,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mmdecode.asr.audio import Blocks, Source
 from mmdecode.asr.formats import FORMATS, Names, ending
+from mmdecode.asr.languages import language_code
 from mmdecode.asr.long_form import ADVICE
 from mmdecode.asr.manifest import Entry
-from mmdecode.asr.recognizers.whisper_prompts import language_code
 from mmdecode.asr.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript, failure_of
 from mmdecode.crashes import Batches, Journal, ended_over, suspects_in

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from mmdecode import registry
+from mmdecode.asr.languages import language_code
 from mmdecode.asr.words import SPACES
 from mmdecode.engine.decoder import NoDraft
 from mmdecode.engine.setup import token_ids
@@ -329,8 +330,6 @@ class Recognizer:
         Raises:
             ValueError: The model does not know it; says what it knows.
         """
-        from mmdecode.asr.recognizers.whisper_prompts import language_code
-
         if self.language is not None and language_code(name) != self.language:
             raise ValueError(
                 f"{self.name} transcribes {self.language!r} alone; leave the language out, or name "

@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
+from mmdecode.asr.languages import language_code
 from mmdecode.engine.setup import token_ids
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, did_you_mean
 
@@ -169,12 +170,6 @@ def _encode(name: str, text: str | Sequence[int], tokenizer: Any, end: int) -> t
             f"{name} holds the special token {special[0]}; expected ordinary words only"
         )
     return tuple(text)
-
-
-def language_code(name: str) -> str:
-    """``en`` of ``en``, ``English`` or ``<|en|>``; a name that is not known stays as it is."""
-    name = name.strip().lower().removeprefix("<|").removesuffix("|>")
-    return TO_LANGUAGE_CODE.get(name, name)
 
 
 def _language(name: str, known: Mapping[str, int]) -> int:
