@@ -69,7 +69,7 @@ class Subject:
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
         """Model and processor."""
-        model, processor = mm.load(self.name)[:2]
+        model, processor = mm.load(self.name, "cpu")
         return model.eval(), processor
 
     @property

@@ -16,7 +16,7 @@ from rich.table import Table
 from mmdecode.cli.flags import Device, Dtype, model_help
 from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
 from mmdecode.cli.progress import only_our_output, progress_bar
-from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.audit import AuditReport, Finding
@@ -111,6 +111,7 @@ def command(
       mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
     """
     from mmdecode import registry
+    from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.engine.decoder import Decoder
     from mmdecode.evaluation.audit import audit
@@ -135,6 +136,11 @@ def command(
 
         # Whisper's own generate cuts, repeats and strips; what it calls does none of that
         generate = functools.partial(GenerationMixin.generate, network)
+    elif GenericRecognizer.fits(family):
+        raise UnsupportedModelError(
+            f"{model} is a speech recogniser ({family}), and of these audit compares Whispers "
+            "alone; name a Whisper or a model of text with --model"
+        )
     else:
         network, cases = _text(model, data, device, dtype, limit)
         generate = network.generate

@@ -28,7 +28,7 @@ from mmdecode import registry
 from mmdecode.engine.contracts import Draft
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.setup import token_ids, up_to_end
-from mmdecode.errors import OptionError
+from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.frontdoor import generate
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.loading import RasterModel
@@ -247,10 +247,12 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
     Raises:
         InputError: The checkpoint cannot be loaded.
         OptionError: The device does not exist.
+        UnsupportedModelError: It is a speech recogniser.
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     from mmdecode.asr.correction import load as load_text
+    from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.vlm.answerer import load
     from mmdecode.vlm.questions import Prompts
@@ -259,6 +261,12 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
         config = config_of(local_path(model_id))
     if config.model_type == LlamaGenConfig.model_type:
         return Images(load_raster(model_id, device, dtype))
+    if GenericRecognizer.fits(config.model_type):
+        raise UnsupportedModelError(
+            f"{model_id} is a speech recogniser ({config.model_type}), and drafters are trained for "
+            "models of text and images; of recognisers Whispers alone have heads: name one, and "
+            "run 'mmdecode train medusa'"
+        )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model, tokenizer = load_text(model_id, device, dtype)
         return Texts(model.eval(), partial(_texts, tokenizer, model.device))

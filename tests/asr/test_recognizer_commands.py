@@ -139,6 +139,14 @@ def test_drafts_guides_and_heads_are_refused_with_what_to_do(saved):
             Transcriber.from_pretrained(saved["speech_to_text"], draft=draft, device="cpu")
 
 
+def test_commands_for_whispers_alone_refuse_other_recognisers(saved, talk, tmp_path):
+    data = ["--data", talk, "--model", saved["moonshine"]]
+    for words in (["audit"], ["train", "medusa", "--out", tmp_path / "heads"]):
+        done = run(*words, *data)
+        assert done.exit_code == 2, done.output
+        assert "is a speech recogniser (moonshine)" in " ".join(done.stderr.split())
+
+
 def test_speech_detection_and_chunks_work(saved, talk):
     pytest.importorskip("silero_vad")
     for options in ({"vad": True}, {"mode": "chunked", "window_s": 1.2}):

@@ -131,6 +131,10 @@ class Encoded:
 class Recognizer:
     """A model with its processor, as the loop over windows needs it.
 
+    A family supplies `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
+    `generate` and `searched`; with ``audio_views`` `heard` as well, and where it `detects`
+    languages `detected`. Everything else has a default.
+
     Args:
         model: The model.
         processor: It has ``tokenizer`` and ``feature_extractor``.
