@@ -46,6 +46,7 @@ class Script:
 
     def __init__(self, windows):
         self.windows, self.prompts, self.stats = list(windows), [], Stats()
+        self.guide = None
 
     def __call__(self, model, input_ids, **kwargs):
         self.prompts.append(input_ids[0].tolist())

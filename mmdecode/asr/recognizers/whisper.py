@@ -84,17 +84,18 @@ class WhisperRecognizer(Recognizer):
         """Model and processor; of a Whisper-Medusa checkpoint, its target."""
         from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-        trust = {"trust_remote_code": code_trusted()}
+        trust = code_trusted()
         if "WhisperMedusaModel" in (config.architectures or ()):
             # heads, block and target in one checkpoint; the target may come with its own head 0
             model = load_target(path).to(dtype)
             own = list(Path(path).glob("*processor_config.json"))
             place = path if own else local_path(config.whisper_model_name)
-            return model, WhisperProcessor.from_pretrained(place, **trust)
-        processor = WhisperProcessor.from_pretrained(path, **trust)
-        return WhisperForConditionalGeneration.from_pretrained(
-            path, dtype=dtype, **trust
-        ), processor
+            return model, WhisperProcessor.from_pretrained(place, trust_remote_code=trust)
+        processor = WhisperProcessor.from_pretrained(path, trust_remote_code=trust)
+        model = WhisperForConditionalGeneration.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust
+        )
+        return model, processor
 
     # ---- windows
 
