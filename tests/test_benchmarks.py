@@ -40,6 +40,7 @@ def run(*words, script="step_speed.py", path=""):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_step_speed_measures_toys_and_finds_the_ids_of_generate(tmp_path):
     words = ["--device", "cpu", "--dtype", "float32", "--scale", "tiny", "--repeats", "1"]
     run(*words, "--out", str(tmp_path))
@@ -60,6 +61,7 @@ def test_step_speed_says_that_it_was_not_run(monkeypatch):
     assert "not run" in run()
 
 
+@pytest.mark.slow
 def test_drafters_are_measured_on_a_clip(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nbehind\n")
@@ -221,6 +223,7 @@ def test_committed_results_are_known_as_ours():
     assert not [str(path) for path in results if not is_own(path)]
 
 
+@pytest.mark.slow
 def test_streams_are_measured_on_a_clip(tmp_path):
     words = ["--limit", "1", "--clips-only", "--out", str(tmp_path)]
     assert "agreement" in run(*words, script="streaming.py")
@@ -276,6 +279,7 @@ def call(benchmarks, monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_speech_is_measured_beside_its_peers(call, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- tables -->\n<!-- end of tables -->\n")
