@@ -263,9 +263,9 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
         return Images(load_raster(model_id, device, dtype))
     if GenericRecognizer.fits(config.model_type):
         raise UnsupportedModelError(
-            f"{model_id} is a speech recogniser ({config.model_type}), and drafters are trained for "
-            "models of text and images; of recognisers Whispers alone have heads: name one, and "
-            "run 'mmdecode train medusa'"
+            f"{model_id} is a speech recogniser ({config.model_type}), and drafters are trained "
+            "for models of text and images; of recognisers Whispers alone have heads: name one, "
+            "and run 'mmdecode train medusa'"
         )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model, tokenizer = load_text(model_id, device, dtype)
