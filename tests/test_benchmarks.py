@@ -101,6 +101,7 @@ def page_and_result(page, tables):
         ("asr_speed.md", "asr_tables"),
         ("streaming.md", "streaming"),
         ("guidance_cost.md", "guidance_cost"),
+        ("real_speech.md", "real_speech_tables"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):
