@@ -57,7 +57,6 @@ from real_ways import (
     has_graphs,
     ours,
     padded,
-    vendor_folder,
     version,
 )
 from recordings import joined
@@ -67,6 +66,7 @@ from mmdecode.asr.transcriber import make_options
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import IncompatibleError, MissingExtraError, OptionError, run_script
 from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
+from mmdecode.models.moonshine.wheel import assets
 from mmdecode.zoo.real_clips import RealClip, all_clips
 
 HERE = Path(__file__).parent
@@ -154,7 +154,7 @@ def short_form(
 
         calls[name] = decode
     if has_graphs(subject.name):
-        graphs = Graphs(vendor_folder() or Path(), subject.threads, subject.model)
+        graphs = Graphs(assets() or Path(), subject.threads, subject.model)
         encoders[INT8] = graphs.encode
         encoded = [graphs.encode(group) for group in waves]
         calls[INT8] = lambda item, repeat: graphs.decode(encoded[item])
@@ -243,7 +243,7 @@ def long_ways(
 
             found[name, batch] = transcribed
     if has_graphs(subject.name):
-        graphs = Graphs(vendor_folder() or Path(), subject.threads, subject.model)
+        graphs = Graphs(assets() or Path(), subject.threads, subject.model)
 
         def int8(repeat: int) -> Any:
             return by_graphs(graphs, windows)
@@ -373,7 +373,7 @@ def memory_calls(subject: Subject, name: str) -> tuple[Callable[..., Any], Calla
     """What decodes clips at once, and what decodes a recording."""
     if name == INT8:
         config = subject.settings
-        graphs = Graphs(vendor_folder() or Path(), subject.threads, config)
+        graphs = Graphs(assets() or Path(), subject.threads, config)
         return (
             lambda waves: graphs.decode(graphs.encode(waves)),
             lambda wave: by_graphs(graphs, pieces_of(wave)),

@@ -29,21 +29,12 @@ import mmdecode as mm
 from mmdecode import registry
 from mmdecode.checkpoints import local_path
 from mmdecode.engine.stats import Stats
+from mmdecode.models.moonshine.wheel import MoonshineWheel, assets
 
 RATE = 16_000
 GRAPHS = ("encoder_model.ort", "decoder_model_merged.ort")
 Rows = list[list[int]]
 """Ids of each recording, without start and end."""
-
-
-def vendor_folder() -> Path | None:
-    """Where the wheel that the checkpoint comes from has its graphs; ``None``: not installed."""
-    found = find_spec("moonshine_voice")
-    for place in (found and found.submodule_search_locations) or ():
-        folder = Path(place) / "assets" / "tiny-en"
-        if all((folder / name).exists() for name in GRAPHS):
-            return folder
-    return None
 
 
 def version(package: str) -> str | None:
@@ -326,7 +317,9 @@ class Graphs:
 def has_graphs(name: str) -> bool:
     """Whether the publisher's graphs of a model can be run here."""
     known = name == "moonshine:tiny-en"
-    return known and find_spec("onnxruntime") is not None and vendor_folder() is not None
+    folder = assets()
+    whole = folder is not None and MoonshineWheel.holds(folder)
+    return known and find_spec("onnxruntime") is not None and whole
 
 
 class Pipeline:

@@ -350,7 +350,7 @@ class Timer:
         return attention_spans(weights, self.frame_s, spoken, self.median_width)
 
     def _by_letters(self, window: Spoken, letters: Letters) -> list[Span]:
-        said = self.text(window.tokens)
+        said = [token for token in window.tokens if self._is_text(token)]
         units = split_units(said, self.tokenizer)
         end_s = window.frames * self.frame_s
         log_probs, step_s = letters.emit(window.features, window.samples, end_s)
@@ -361,10 +361,6 @@ class Timer:
             for _ in range(count)
         )
         return [next(by_token) if self._is_text(token) else (0.0, 0.0) for token in window.tokens]
-
-    def text(self, tokens: Sequence[int]) -> list[Any]:
-        """Those that are text."""
-        return [token for token in tokens if self._is_text(token)]
 
     def _is_text(self, token: int) -> bool:
         return token < self.stamps and token not in self.special

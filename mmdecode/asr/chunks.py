@@ -60,52 +60,76 @@ def join(
     right: Sequence[Piece],
     begin: float,
     is_text: Callable[[int], bool],
-    starts_word: Callable[[int], bool] | None = None,
 ) -> list[Piece]:
-    """One list of pieces from those of two neighbouring windows.
+    """One list of pieces from those of two neighbouring windows; the two that meet become one.
 
     Args:
         left: Of the earlier window, or of all windows up to it.
         right: Of the later window.
         begin: Where the later window begins, in seconds.
         is_text: Whether an id stands for text.
-        starts_word: Whether an id begins a word, where pieces are whole windows: they stay apart,
-            and meet at the word next to the middle of what they share. ``None``: the two pieces
-            that meet become one, as parts of one sentence.
     """
-    end = max((piece.end for piece in left if piece.tokens), default=begin)
-    before = _said(left, [piece.end > begin for piece in left], is_text)
-    behind = _said(right, [piece.start < end for piece in right], is_text)
-    apart = APART if starts_word is None else APART_WINDOWS
-    first, second, size = longest_run(before, behind, apart * (end - begin))
-    if starts_word is not None and not (before and behind):
-        return [*left, *right]
-    if size < 2 and starts_word is not None:
-        at = (begin + end) / 2
-        return [*_until(left, at, is_text, starts_word), *_from(right, at, is_text, starts_word)]
+    end, before, after = _overlap(left, right, begin, is_text)
+    first, second, size = longest_run(before, after, APART * (end - begin))
     if size < 2:
         new = [piece for piece in right if piece.start + piece.end > 2 * end]
         return [*left, *(replace(piece, start=max(piece.start, end)) for piece in new)]
-    middle = size // 2
-    if starts_word is not None:
-        words = [at for at in range(size) if starts_word(before[first + at].token)]
-        middle = min(words, key=lambda at: abs(at - size // 2), default=middle)
-    here, there = before[first + middle], behind[second + middle]
+    here, there = before[first + size // 2], after[second + size // 2]
     from_left, from_right = left[here.piece], right[there.piece]
-    if starts_word is not None:
-        at = min(max(here.seconds, begin), end)
-        word = _next_word(from_right.tokens, there.place, starts_word)
-        rest = from_right.tokens[there.place : word]
-        earlier = replace(from_left, end=at, tokens=from_left.tokens[: here.place] + rest)
-        later = replace(from_right, start=at, tokens=from_right.tokens[word:])
-        met = [piece for piece in (earlier, later) if any(map(is_text, piece.tokens))]
-        return [*left[: here.piece], *met, *right[there.piece + 1 :]]
     seam = replace(
         from_left,
         end=max(from_left.start, from_right.end),
         tokens=from_left.tokens[: here.place] + from_right.tokens[there.place :],
     )
     return [*left[: here.piece], seam, *right[there.piece + 1 :]]
+
+
+def join_windows(
+    left: Sequence[Piece],
+    right: Sequence[Piece],
+    begin: float,
+    is_text: Callable[[int], bool],
+    starts_word: Callable[[int], bool],
+) -> list[Piece]:
+    """The same where pieces are whole windows: they stay apart, and meet at a word.
+
+    It is the word next to the middle of what they share, else to the middle of what overlaps.
+
+    Args:
+        left: Of the earlier window, or of all windows up to it.
+        right: Of the later window.
+        begin: Where the later window begins, in seconds.
+        is_text: Whether an id stands for text.
+        starts_word: Whether an id begins a word.
+    """
+    end, before, after = _overlap(left, right, begin, is_text)
+    if not (before and after):
+        return [*left, *right]
+    first, second, size = longest_run(before, after, APART_WINDOWS * (end - begin))
+    if size < 2:
+        at = (begin + end) / 2
+        return [*_until(left, at, is_text, starts_word), *_from(right, at, is_text, starts_word)]
+    words = [at for at in range(size) if starts_word(before[first + at].token)]
+    middle = min(words, key=lambda at: abs(at - size // 2), default=size // 2)
+    here, there = before[first + middle], after[second + middle]
+    from_left, from_right = left[here.piece], right[there.piece]
+    met_s = min(max(here.seconds, begin), end)
+    word = _next_word(from_right.tokens, there.place, starts_word)
+    rest = from_right.tokens[there.place : word]
+    earlier = replace(from_left, end=met_s, tokens=from_left.tokens[: here.place] + rest)
+    later = replace(from_right, start=met_s, tokens=from_right.tokens[word:])
+    met = [piece for piece in (earlier, later) if any(map(is_text, piece.tokens))]
+    return [*left[: here.piece], *met, *right[there.piece + 1 :]]
+
+
+def _overlap(
+    left: Sequence[Piece], right: Sequence[Piece], begin: float, is_text: Callable[[int], bool]
+) -> tuple[float, list[Said], list[Said]]:
+    """Where the earlier text ends, and what each window says of the time that both heard."""
+    end = max((piece.end for piece in left if piece.tokens), default=begin)
+    before = _said(left, [piece.end > begin for piece in left], is_text)
+    after = _said(right, [piece.start < end for piece in right], is_text)
+    return end, before, after
 
 
 def _said(

@@ -37,7 +37,7 @@ from torch import Tensor
 from mmdecode.asr import hallucinations
 from mmdecode.asr.alignment import Spoken, Timer
 from mmdecode.asr.attempts import Attempts, Result
-from mmdecode.asr.chunks import join
+from mmdecode.asr.chunks import join, join_windows
 from mmdecode.asr.cuts import without_loop
 from mmdecode.asr.hallucinations import Place, Verdict
 from mmdecode.asr.n_best import Alternatives
@@ -455,8 +455,11 @@ class LongForm:
         if not window.joined:
             job.pieces += pieces
             return
-        starts_word = None if ours.capabilities.timestamps else ours.starts_word
-        job.pieces = join(job.pieces, pieces, offset, ours.is_text, starts_word)
+        given = job.pieces, pieces, offset, ours.is_text
+        if ours.capabilities.timestamps:
+            job.pieces = join(*given)
+        else:
+            job.pieces = join_windows(*given, ours.starts_word)
 
     def _doubt(self, window: Window, pieces: list[Piece]) -> Verdict | None:
         """What becomes of a window in which text may be made up; ``None``: all of it stays."""
@@ -464,11 +467,10 @@ class LongForm:
         ours = self.recognizer
         if threshold is None:
             return None
-        assert self.timer is not None, "the options ask for word times too"
         recording_end = job.frames * ours.frame_s
         words = timed_words(
-            [self.timer.text(piece.tokens) for piece in pieces],
-            self.timer.tokenizer,
+            [ours.said(piece.tokens) for piece in pieces],
+            ours.tokenizer,
             ours.code_of(job.language),
             lambda start, end: (start, end),
             recording_end,

@@ -15,7 +15,7 @@ from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
 from mmdecode.asr.attempts import Result
 from mmdecode.asr.audio import source_of
-from mmdecode.asr.chunks import join
+from mmdecode.asr.chunks import join_windows
 from mmdecode.asr.long_form import Piece
 from mmdecode.asr.recognizers.generic import LEAST_S
 from mmdecode.asr.recognizers.pauses import pause_in
@@ -165,7 +165,7 @@ WORDS = range(10, 100)
 def joined(left, right, begin, starts=lambda token: token in WORDS):
     """From (start, end, tokens), the tokens."""
     made = [[Piece(a, b, t, Result([], 0.0)) for a, b, t in part] for part in (left, right)]
-    found = join(*made, begin, lambda token: token < 300, starts)
+    found = join_windows(*made, begin, lambda token: token < 300, starts)
     for one, other in itertools.pairwise(found):
         assert one.start < one.end <= other.start
     return [piece.tokens for piece in found]

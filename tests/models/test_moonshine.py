@@ -34,7 +34,7 @@ def no_wheel(monkeypatch, tmp_path):
 @pytest.fixture
 def files():
     """The folder of the wheel's files."""
-    return wheel._assets()
+    return wheel.assets()
 
 
 def clip(name):
@@ -116,7 +116,7 @@ def test_pieces_of_another_tokenizer_are_refused():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    pieces = read_pieces((wheel._assets() / "tokenizer.bin").read_bytes())
+    pieces = read_pieces((wheel.assets() / "tokenizer.bin").read_bytes())
     return Tokenizer.from_str(tokenizer_json(pieces))
 
 

@@ -31,7 +31,7 @@ class Published:
         options.intra_op_num_threads = 1
         self.encoder, self.decoder = (
             onnxruntime.InferenceSession(
-                str(wheel._assets() / name), options, providers=["CPUExecutionProvider"]
+                str(wheel.assets() / name), options, providers=["CPUExecutionProvider"]
             )
             for name in (convert.ENCODER, convert.DECODER)
         )

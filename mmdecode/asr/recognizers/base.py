@@ -117,8 +117,10 @@ class Encoded:
         """Some of the rows, in the order given."""
 
         def pick(values: Any) -> Any:
-            if values is None or isinstance(values, Tensor):
-                return None if values is None else values[list(chosen)]
+            if values is None:
+                return None
+            if isinstance(values, Tensor):
+                return values[list(chosen)]
             return [values[row] for row in chosen] if len(values) else values
 
         return Encoded(**{part.name: pick(getattr(self, part.name)) for part in fields(self)})

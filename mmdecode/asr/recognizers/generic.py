@@ -12,6 +12,7 @@ Models that the engine has an adapter for are drafted and guided; others are dec
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -207,8 +208,6 @@ class GenericRecognizer(Recognizer):
 
     def _of_checkpoint(self, given: GenerationConfig, temperature: float) -> GenerationConfig:
         """The checkpoint's settings with those of the call; of transformers' own top-k none."""
-        import copy
-
         config = copy.deepcopy(self.config)
         config.update(**given.to_diff_dict() | {"max_new_tokens": None})
         config.update(

@@ -62,7 +62,7 @@ class MoonshineWheel(CheckpointScheme):
             return _cached(source)
         if name not in cls.names:
             raise UnknownNameError.of("moonshine checkpoint", name, cls.names)
-        source = _assets() or Path()
+        source = assets() or Path()
         if not _is_complete(cache_place()):
             if source == Path():
                 raise InputError(
@@ -79,7 +79,7 @@ class MoonshineWheel(CheckpointScheme):
         if name not in cls.names:
             return _is_path(name) and _has_sizes(Path(name).expanduser())
         with contextlib.suppress(InputError):  # a user without a home
-            return _has_sizes(_assets()) or _is_complete(cache_place())
+            return _has_sizes(assets()) or _is_complete(cache_place())
         return False
 
     @classmethod
@@ -103,7 +103,7 @@ def cache_place() -> Path:
     return cache_folder() / f"moonshine-tiny-en-{FORMAT}-{digest}"
 
 
-def _assets() -> Path | None:
+def assets() -> Path | None:
     """The folder of the files in the installed wheel."""
     found = importlib.util.find_spec(PACKAGE)  # of a package at the top this imports nothing
     for place in (found and found.submodule_search_locations) or ():
