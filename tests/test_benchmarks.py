@@ -305,6 +305,7 @@ def test_speech_is_measured_beside_its_peers(call, tmp_path):
     assert path.name in text and "**Long form**" in text and "| CTranslate2 |" in text
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_engine(benchmarks):
     from asr_tables import memory_table
     from peak_memory import measure
@@ -318,6 +319,7 @@ def test_memory_is_that_of_one_engine(benchmarks):
     assert "peak, batch 32" in memory_table(rows)
 
 
+@pytest.mark.slow
 def test_speech_is_measured_without_packages_that_a_gpu_machine_lacks(tmp_path):
     hidden = ("ctranslate2", "soundfile", "librosa", "jiwer", "kaldialign")
     (tmp_path / "sitecustomize.py").write_text(

@@ -90,6 +90,7 @@ def test_the_drafter_of_another_package_is_used_by_its_name(installed):
     assert run_with(installed, "-c", USE).split() == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_the_package_passes_its_own_test(installed):
     test = PACKAGE / "test_bigram_draft.py"
     shown = run_with(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", test)

@@ -96,6 +96,7 @@ def test_pope_runs_on_files_and_a_folder_of_images(run, tmp_path):
     assert refused.code == 2 and "or --zoo" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.recipe
 def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pictures, tmp_path):
     for name, count in (("learnt", 3), ("test", 1)):

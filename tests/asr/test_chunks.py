@@ -142,6 +142,7 @@ def plain(text):
     return text.lower().replace(".", "").replace(",", "").replace("?", "")
 
 
+@pytest.mark.slow
 def test_the_long_recording_is_read_about_as_well_in_both_modes(trained):
     [recording] = speech_test(long=True)
     rates = {}

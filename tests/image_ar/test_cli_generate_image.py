@@ -263,6 +263,7 @@ def test_an_interrupted_run_is_continued_where_it_stopped(run, tmp_path):
     assert "0 drawn, 6 done before, 0 failed" in done.stderr and contents(out) == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_at_the_next_image(run, tmp_path, classes):
     words = ["--class", "ring", "-n", 16, "--batch-size", 1, "--mode", "exact"]
     run(*words, out=tmp_path / "whole")

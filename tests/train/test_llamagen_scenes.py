@@ -335,6 +335,7 @@ def test_a_shipped_model_is_as_good_as_its_card_says(part, test_pictures):
     assert learner.transformer.config.num_hidden_layers == plan.layers
 
 
+@pytest.mark.slow
 def test_the_shipped_tokenizer_is_as_good_as_its_card_says(test_pictures):
     vq, corpus = test_pictures
     card = json.loads((ZOO / NAMES["class"] / "card.json").read_text())["tokenizer"]

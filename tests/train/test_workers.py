@@ -150,6 +150,7 @@ def learn_beside(folder, rank):
     worker.leave()
 
 
+@pytest.mark.slow
 def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
     pytest.importorskip("accelerate")
     expected = learnt(tmp_path / "alone", Alone())

@@ -200,6 +200,7 @@ def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_loses_no_line(folder, table, tmp_path, run):
     out, whole = tmp_path / "answers", tmp_path / "whole"
     words = ["--data", table, "--batch-size", 1]
