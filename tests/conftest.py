@@ -11,6 +11,7 @@ import locale
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 OPTIONAL_PROGRAMS = ("ffmpeg", "ffprobe", "avconv", "sox", "espeak", "espeak-ng")
@@ -53,6 +54,20 @@ import pytest  # noqa: E402
 
 from mmdecode.engine import capture  # noqa: E402
 from mmdecode.testing import tape  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)  # before those of other marks are left out
+def pytest_collection_modifyitems(items):
+    """Marks as slow what `one_in` says: cases are counted in the order of their test."""
+    cases = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            (step,) = mark.args
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % step:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 def pytest_configure(config):

@@ -56,6 +56,7 @@ def test_step_speed_measures_toys_and_finds_the_ids_of_generate(tmp_path):
         assert shape["floor_ms"] > 0
 
 
+@pytest.mark.slow
 def test_step_speed_says_that_it_was_not_run(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "not run" in run()

@@ -19,6 +19,7 @@ def run(*words):
     return CliRunner().invoke(app, ["demo", "image", *map(str, words)], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path):
     done = run("--limit", 1, "--json", "--out", tmp_path / "demo", "--device", "cpu")
     assert done.exit_code == 0, done.output

@@ -42,6 +42,7 @@ class Counted(Decoder):
         return super().__call__(model, input_ids, generation_config=generation_config, **kwargs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("gates", GATES)
 def test_fallback_equals_transformers_recording_by_recording(one_outcome, processor, kit, gates):
     recordings = [kit.noise(seconds, seed=seed) for seed, seconds in ((2, 7.0), (6, 3.1))]
@@ -75,6 +76,7 @@ def test_fallback_equals_transformers_recording_by_recording(one_outcome, proces
         assert [s.temperature for s in one.segments] == [s.temperature for s in other.segments]
 
 
+@pytest.mark.slow
 def test_the_trained_model_falls_back_as_in_transformers(trained, kit):
     given = {
         "compression_ratio_threshold": 0.78,

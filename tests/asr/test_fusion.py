@@ -434,6 +434,7 @@ def by_definition(language, recogniser, definition, row, kind, count):
     return new
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [UADF, Static, Shallow])
 def test_decoding_follows_the_definition(language, recogniser, features, definitions, kind):
     found, _ = fused(language, recogniser, features, kind)

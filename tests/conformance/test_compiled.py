@@ -16,7 +16,6 @@ from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
-from tests.support.cases import one_in
 
 
 @pytest.fixture
@@ -39,12 +38,14 @@ def assert_compiled(generate, make, counter, graphs):
     assert counter.frame_count == before, "compiled anew for the same call"
 
 
-@pytest.mark.parametrize("family", one_in(4, tiny.TEXT_CONFIGS))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", tiny.TEXT_CONFIGS)
 def test_text_families(family, counter):
     assert_compiled(lambda d: tiny.ours(d, family), lambda: None, counter, graphs=1)
 
 
-@pytest.mark.parametrize("family", one_in(4, tiny_vlm.CONFIGS))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", tiny_vlm.CONFIGS)
 def test_vision_language_families(family, counter):
     assert_compiled(lambda d: tiny_vlm.ours(d, family), lambda: None, counter, graphs=1)
 
@@ -53,7 +54,8 @@ def sequence_to_sequence(family, decoder):
     return test_encoder_decoder.generate(family, prompt=True, custom_generate=decoder)
 
 
-@pytest.mark.parametrize("family", one_in(2, ["t5", "mt5"]))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("family", ["t5", "mt5"])
 def test_t5(family, counter):
     assert_compiled(lambda d: sequence_to_sequence(family, d), lambda: None, counter, graphs=1)
 
@@ -68,9 +70,8 @@ def test_a_model_that_takes_a_hook_in_each_pass_is_run_as_usual(family, counter)
     sequence_to_sequence(family, Decoder(compile=True))  # no second attempt
 
 
-@pytest.mark.parametrize(
-    "name", one_in(2, ["lookup", "assistant", "medusa_chain", "medusa_tree"], offset=1)
-)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", ["lookup", "assistant", "medusa_chain", "medusa_tree"])
 @pytest.mark.parametrize("family", ["llama", "whisper"])
 def test_drafts(family, name, counter):
     table = WHISPER_DRAFTS if family == "whisper" else TEXT_DRAFTS

@@ -144,6 +144,7 @@ def assert_same(family, draft, attention="sdpa", **options):
     return decoder
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("processors", ["no_processor", "penalties", "prefix_bias"])
 @pytest.mark.parametrize("draft", DRAFTS)

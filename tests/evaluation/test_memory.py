@@ -28,7 +28,6 @@ from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage
 from mmdecode.testing.table import decode
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
-from tests.support.cases import one_in
 
 LAYERS, WIDTH, FRAMES = 6, 96, 50
 TOLERANCE = 0.03  # of a row: a pass of few tokens, counters, masks
@@ -112,7 +111,8 @@ def assert_computed(family, call, lengths, *shape):
     assert found == pytest.approx((row.total, row.total), rel=TOLERANCE), row
 
 
-@pytest.mark.parametrize("case", one_in(2, CASES), ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_the_peak_grows_by_what_a_row_is_computed_to_hold(case):
     assert_computed(*case)
 

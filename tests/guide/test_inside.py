@@ -266,6 +266,7 @@ def close(found, expected):
     torch.testing.assert_close(*laws, atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_laws_are_those_of_uncached_passes(family, method):
     make, formula = VISION[method]
@@ -294,6 +295,7 @@ DRAFTED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "method", "draft", "do_sample"), DRAFTED)
 def test_drafts_change_no_token(family, method, draft, do_sample):
     make, _ = VISION[method]

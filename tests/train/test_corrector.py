@@ -227,6 +227,7 @@ def test_a_training_that_only_gets_worse_is_stopped_and_its_best_is_kept(tmp_pat
     assert all(torch.equal(kept[name], best[name]) for name in kept)
 
 
+@pytest.mark.slow
 def test_a_small_model_from_scratch_learns_its_lists(tmp_path):
     fit = replace(FROM_SCRATCH.fit, steps=40, batch=8, every=40)
     options = replace(FROM_SCRATCH, fit=fit, decoded=4)

@@ -177,6 +177,7 @@ def test_why_nothing_is_pushed_is_said(server, folder, monkeypatch, tmp_path):
     assert not server.calls
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "text"])
 def test_the_command_trains_and_pushes(server, tmp_path, kind):
     given = (

@@ -211,6 +211,7 @@ def shipped():
     return model, AutoProcessor.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_shipped_model_scores_as_its_card_says(shipped):
     model, processor = shipped
     card = json.loads((ZOO / "llava-scenes" / "card.json").read_text())["pope"]

@@ -3,6 +3,7 @@
 import random
 import re
 
+import pytest
 import torch
 
 from mmdecode.asr.n_best_lists import NBestList
@@ -48,6 +49,7 @@ def learnt(step):
     return texts
 
 
+@pytest.mark.slow
 def test_no_sentence_of_a_test_set_is_learnt():
     held_out = {u.text for part in ("development", "test", "unseen") for u in utterances(part, 60)}
     for clip in [*speech_test(), *speech_test(long=True)]:

@@ -17,6 +17,7 @@ def manifest(tmp_path):
     return file
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "dtype"), [("linear", "bfloat16"), ("block", "float32")])
 def test_heads_are_trained_from_recordings_and_load_as_a_draft(kind, dtype, manifest, tmp_path):
     options = MedusaOptions(kind=kind, num_heads=3, epochs=2, nodes=5, batch=8)
