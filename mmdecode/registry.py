@@ -1,7 +1,8 @@
 """Names of drafters, rules, guides, correctors, adapters and checkpoints, and what they stand for.
 
 A method in a string is ``name`` or ``name:key=value,key=value``; guides compose with ``+``. Nothing
-here imports torch: a method's module is imported when the method is asked for.
+here imports torch: a method's module is imported when the method is asked for, and what it says of
+itself is read from its source.
 
 Outsiders register theirs with an entry point, no change here needed:
 
@@ -9,17 +10,19 @@ Outsiders register theirs with an entry point, no change here needed:
     mydraft = "mypackage.draft:MyDraft"
 
 The groups are ``mmdecode.draft``, ``mmdecode.accept``, ``mmdecode.guide``, ``mmdecode.correct``,
-``mmdecode.adapters``, ``mmdecode.recognizers`` and ``mmdecode.checkpoints``. A plug-in class may
-carry ``summary``, ``law`` and ``source`` as class attributes; ``mmdecode methods`` shows them.
+``mmdecode.adapters``, ``mmdecode.recognizers`` and ``mmdecode.checkpoints``. A class says what it
+does in ``summary``, which paper it follows in ``source`` and, an acceptance rule, what it promises
+in ``guarantee``: class attributes that ``mmdecode methods`` shows.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
 import inspect
-import itertools
+import pkgutil
 import re
 import sys
 import warnings
@@ -58,8 +61,6 @@ __all__ = [
     "schemes",
 ]
 
-KINDS = ("draft", "accept", "guide", "correct", "adapters", "recognizers", "checkpoints")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -70,8 +71,9 @@ class Entry:
         name: What a user types.
         target: Where the class is, as ``module:Attr``.
         summary: One line.
-        law: ``exact`` (the output law is the guide's), ``exact for v`` (a law of its own),
-            ``heuristic``, or ``-`` where the question belongs to another part.
+        guarantee: Of a rule, what its output follows: ``exact`` (the guided distribution),
+            ``exact for ...`` (another, which is named) or ``lossy`` (none); of a drafter ``as the
+            rule``; of others ``-``.
         source: The paper.
         plugin: The distribution an entry point came from; empty for our own.
     """
@@ -80,627 +82,115 @@ class Entry:
     name: str
     target: str
     summary: str = ""
-    law: str = "-"
+    guarantee: str = "-"
     source: str = ""
     plugin: str = ""
 
 
-_BUILTIN = (
-    Entry(
-        kind="draft",
-        name="lookup",
-        target="mmdecode.draft.lookup:PromptLookup",
-        summary="copies what followed the last tokens where they occurred before",
-        law="exact",
-        source="Saxena 2023, prompt lookup decoding (PLD)",
-    ),
-    Entry(
-        kind="draft",
-        name="assistant",
-        target="mmdecode.draft.assistant:Assistant",
-        summary="a smaller model drafts a chain",
-        law="exact",
-        source="Leviathan et al. 2023",
-    ),
-    Entry(
-        kind="draft",
-        name="amateur",
-        target="mmdecode.draft.amateur:Amateur",
-        summary="the model itself drafts, without the image",
-        law="exact",
-        source="speculative contrastive decoding, Yuan et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="medusa",
-        target="mmdecode.draft.medusa:Medusa",
-        summary="extra heads on the model's own last hidden state draft a tree",
-        law="exact",
-        source="Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="hydra",
-        target="mmdecode.draft.hydra:Hydra",
-        summary="heads on the model's own last state that read what is drafted before them",
-        law="exact",
-        source="Hydra, Ankner et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="eagle",
-        target="mmdecode.draft.eagle:Eagle",
-        summary="a small layer over the model's own states drafts a tree",
-        law="exact",
-        source="EAGLE, Li et al. 2024; EAGLE-3, Li et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="vispec",
-        target="mmdecode.draft.vispec:ViSpec",
-        summary="a layer like eagle's that sees a few learned summaries of each image",
-        law="exact",
-        source="ViSpec, Kang et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="dream",
-        target="mmdecode.draft.dream:Dream",
-        summary="three blocks that cross-attend to the model's own states draft a tree",
-        law="exact",
-        source="DREAM, Hu et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="flash",
-        target="mmdecode.draft.flash:Flash",
-        summary="several tokens a pass of a layer that sees latents of each image",
-        law="exact",
-        source="FLASH, Wang et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="recycling",
-        target="mmdecode.draft.recycling:Recycling",
-        summary="a tree of what the model held likely after the same tokens before",
-        law="exact",
-        source="Luo et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="source",
-        target="mmdecode.draft.source:Source",
-        summary="goes on as a source text does that the output mostly copies",
-        law="exact",
-        source="Sun et al. 2021 (aggressive decoding); Yang et al. 2023",
-    ),
-    Entry(
-        kind="draft",
-        name="jacobi",
-        target="mmdecode.draft.jacobi:Jacobi",
-        summary="guesses of one pass are the drafts of the next: for image tokens",
-        source="Teng et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="layer_skip",
-        target="mmdecode.draft.layer_skip:LayerSkip",
-        summary="some of the model's own layers draft a chain",
-        law="exact",
-        source="Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="kangaroo",
-        target="mmdecode.draft.kangaroo:Kangaroo",
-        summary="the model's own first layers and a trained adapter draft while they are sure",
-        law="exact",
-        source="Kangaroo, Liu et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="clasp",
-        target="mmdecode.draft.layer_search:Clasp",
-        summary="the model without the layers that the last tokens could spare drafts a chain",
-        law="exact",
-        source="CLaSp, Chen et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="swift",
-        target="mmdecode.draft.layer_search:Swift",
-        summary="the model without sublayers that a search found to be spared drafts a chain",
-        law="exact",
-        source="SWIFT, Xia et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="sparse",
-        target="mmdecode.draft.sparse:Sparse",
-        summary="the model drafts with the image tokens alone that the question attends to most",
-        law="exact",
-        source="Sparse-to-Dense, Zhang et al. 2025",
-    ),
-    Entry(
-        kind="draft",
-        name="lookahead",
-        target="mmdecode.draft.lookahead:Lookahead",
-        summary="n-grams of the model's own guesses for the places ahead",
-        law="exact",
-        source="Lookahead Decoding, Fu et al. 2024",
-    ),
-    Entry(
-        kind="draft",
-        name="first_of",
-        target="mmdecode.draft.first_of:FirstOf",
-        summary="a text at hand, such as the last window's, before another draft",
-        law="exact",
-        source="arXiv:2304.04487, Yang et al. 2023, in front of any draft",
-    ),
-    Entry(
-        kind="draft",
-        name="adaptive",
-        target="mmdecode.draft.adaptive:Adaptive",
-        summary="another draft, cut to the depth that measured fastest, or switched off",
-        law="exact",
-        source="goodput control as in SmartSpec, Liu et al. 2024",
-    ),
-    Entry(
-        kind="accept",
-        name="greedy",
-        target="mmdecode.accept.exact:GreedyMatch",
-        summary="keeps drafted tokens that equal the argmax",
-        law="exact",
-        source="Stern et al. 2018",
-    ),
-    Entry(
-        kind="accept",
-        name="coupled",
-        target="mmdecode.accept.exact:Coupled",
-        summary="keeps drafted tokens that equal the keyed Gumbel-max sample",
-        law="exact",
-        source="Gumbel-max coupling; the same seed gives the same tokens with any draft",
-    ),
-    Entry(
-        kind="accept",
-        name="membership",
-        target="mmdecode.accept.exact:Membership",
-        summary="samples first and follows the sample while it was drafted",
-        law="exact",
-        source="one-hot case of Leviathan et al. 2023",
-    ),
-    Entry(
-        kind="accept",
-        name="rejection",
-        target="mmdecode.accept.rejection:Rejection",
-        summary="rejection sampling of sampled chains and trees, with the residual law",
-        law="exact",
-        source="Leviathan et al. 2023; SpecInfer, Miao et al. 2023; RSD, Jeon et al. 2024",
-    ),
-    Entry(
-        kind="accept",
-        name="typical",
-        target="mmdecode.accept.typical:Typical",
-        summary="keeps drafted tokens that are likely enough for the law's entropy",
-        law="heuristic",
-        source="Cai et al. 2024",
-    ),
-    Entry(
-        kind="accept",
-        name="judge",
-        target="mmdecode.accept.judge:Judge",
-        summary="keeps drafted tokens nearly as likely as the likeliest",
-        law="heuristic",
-        source="in the spirit of Bachmann et al. 2025",
-    ),
-    Entry(
-        kind="accept",
-        name="ensemble",
-        target="mmdecode.accept.ensemble:Ensemble",
-        summary="rejection sampling against a mixture of target and draft",
-        law="exact for v",
-        source="Narasimhan et al. 2024",
-    ),
-    Entry(
-        kind="accept",
-        name="lantern",
-        target="mmdecode.accept.lantern:LANTERN",
-        summary="image codes that look alike lend a drafted one their probability",
-        law="heuristic",
-        source="Jang et al. 2024; LANTERN++, Park et al. 2025",
-    ),
-    Entry(
-        kind="accept",
-        name="cool",
-        target="mmdecode.accept.cool:Cool",
-        summary="rejection sampling with odds that are too good by a factor which cools down",
-        law="heuristic",
-        source="Cool-SD, arXiv:2601.09212",
-    ),
-    Entry(
-        kind="accept",
-        name="grouped",
-        target="mmdecode.accept.grouped:Grouped",
-        summary="compares groups of like image codes where their odds are better",
-        law="heuristic",
-        source="GSD, So et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="cfg",
-        target="mmdecode.guide.cfg:CFG",
-        summary="classifier-free guidance: away from the unconditional branch",
-        source="Ho and Salimans 2022; for text, Sanchez et al. 2023",
-    ),
-    Entry(
-        kind="guide",
-        name="contrast",
-        target="mmdecode.guide.linear:Contrast",
-        summary="linear combination of branches with a plausibility cut",
-        source="Li et al. 2023; in the form of VCD, Leng et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="vcd",
-        target="mmdecode.guide.vcd:VCD",
-        summary="away from what the model says of a noised image",
-        source="Leng et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="icd",
-        target="mmdecode.guide.icd:ICD",
-        summary="away from what the model says under a disturbing instruction",
-        source="Wang et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="m3id",
-        target="mmdecode.guide.m3id:M3ID",
-        summary="away from the answer without the image, more with every token",
-        source="Favero et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="ritual",
-        target="mmdecode.guide.ritual:RITUAL",
-        summary="together with what the model says of a transformed image",
-        source="Woo et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="agla",
-        target="mmdecode.guide.agla:AGLA",
-        summary="together with the part of the image that is attended to most; the mask is ours",
-        source="An et al. 2024, in its style",
-    ),
-    Entry(
-        kind="guide",
-        name="cfg_image",
-        target="mmdecode.guide.cfg_image:CFGImage",
-        summary="classifier-free guidance: away from the model without the image",
-        source="Kornblith et al. 2023; Ho and Salimans 2022",
-    ),
-    Entry(
-        kind="guide",
-        name="guidance",
-        target="mmdecode.guide.guidance:Guidance",
-        summary="classifier-free guidance of image tokens, on raw logits",
-        source="Ho and Salimans 2022",
-    ),
-    Entry(
-        kind="guide",
-        name="rbd",
-        target="mmdecode.guide.rbd:RBD",
-        summary="away from a noised image, towards its most attended tokens; weights are ours",
-        source="Liang et al. 2024, in its style",
-    ),
-    Entry(
-        kind="guide",
-        name="plausible",
-        target="mmdecode.guide.plausible:Plausible",
-        summary="control: the plausibility cut alone; for sampling",
-        source="Yin et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="temperature_matched",
-        target="mmdecode.guide.plausible:TemperatureMatched",
-        summary="control: the cut at the temperature that a method hides; for sampling",
-        source="Yin et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="margin_shift",
-        target="mmdecode.guide.margin_shift:MarginShift",
-        summary="control: a constant towards yes at the first token",
-        source="Yin et al. 2025, its mechanism",
-    ),
-    Entry(
-        kind="guide",
-        name="prompt_bias",
-        target="mmdecode.guide.prompt_bias:PromptBias",
-        summary="control: the model is asked to answer yes (PBA)",
-        source="Yin et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="near_ties",
-        target="mmdecode.guide.near_ties:NearTies",
-        summary="control: near ties of yes and no go to yes (OLM)",
-        source="Yin et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="dola",
-        target="mmdecode.guide.dola:DoLa",
-        summary="the last layer against the early one that differs most",
-        source="Chuang et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="dcla",
-        target="mmdecode.guide.dcla:DCLA",
-        summary="hidden states that drift from earlier layers are pulled back",
-        source="DCLA 2025; range and weights are ours",
-    ),
-    Entry(
-        kind="guide",
-        name="dfd",
-        target="mmdecode.guide.dfd:DFD",
-        summary="a temperature for each token, low where layers disagree; for sampling",
-        source="Dynamic Focus Decoding 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="scalingvis",
-        target="mmdecode.guide.scalingvis:ScalingVis",
-        summary="attention of the last prompt token to the image, sharpened or smoothed",
-        source="Chen et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="adaptvis",
-        target="mmdecode.guide.adaptvis:AdaptVis",
-        summary="as scalingvis, sharpened or smoothed by the model's confidence",
-        source="Chen et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="pai",
-        target="mmdecode.guide.pai:PAI",
-        summary="more attention to the image, and away from the answer without it",
-        source="Liu et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="conscious_gaze",
-        target="mmdecode.guide.conscious_gaze:ConsciousGaze",
-        summary="more attention to the image where image and words act together",
-        source="Conscious Gaze 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="dagcd",
-        target="mmdecode.guide.dagcd:DAGCD",
-        summary="words of attended image tokens become likelier, the more in doubt",
-        source="Huang et al. 2025",
-    ),
-    Entry(
-        kind="guide",
-        name="damro",
-        target="mmdecode.guide.damro:DAMRO",
-        summary="away from the image tokens that the image encoder attends to most",
-        source="Gong et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="causalmm",
-        target="mmdecode.guide.causalmm:CausalMM",
-        summary="away from counterfactual attention in the encoder or the language model",
-        source="Zhou et al. 2024",
-    ),
-    Entry(
-        kind="guide",
-        name="whisper_cd",
-        target="mmdecode.guide.whisper_cd:WhisperCD",
-        summary="away from what Whisper writes of noise, silence and a shifted recording",
-        source="Whisper-CD 2026; the gates are ours",
-    ),
-    Entry(
-        kind="correct",
-        name="uadf",
-        target="mmdecode.asr.correcting:UADFCorrection",
-        summary="a language model corrects, the audio weighs in where it is unsure",
-        source="Chen et al. 2024; unlike tokenizers by text are ours",
-    ),
-    Entry(
-        kind="correct",
-        name="static",
-        target="mmdecode.asr.correcting:StaticCorrection",
-        summary="a language model corrects, the audio weighs in with a fixed weight",
-        source="late fusion, the baseline of Chen et al. 2024",
-    ),
-    Entry(
-        kind="correct",
-        name="shallow",
-        target="mmdecode.asr.correcting:ShallowCorrection",
-        summary="a language model corrects, log-probabilities of the audio are added",
-        source="shallow fusion, Gulcehre et al. 2015, with the roles exchanged",
-    ),
-    Entry(
-        kind="correct",
-        name="llm",
-        target="mmdecode.asr.correcting:LanguageModelCorrection",
-        summary="a language model corrects and hears nothing",
-        source="Chen et al. 2023 (HyPoradise)",
-    ),
-    Entry(
-        kind="adapters",
-        name="whisper",
-        target="mmdecode.adapters.whisper:WhisperAdapter",
-        summary="Whisper and its distilled relatives",
-        source="Radford et al. 2023",
-    ),
-    Entry(
-        kind="adapters",
-        name="moonshine",
-        target="mmdecode.adapters.moonshine:MoonshineAdapter",
-        summary="Moonshine, which reads samples and has rotary positions",
-        source="Jeffries et al. 2024",
-    ),
-    Entry(
-        kind="adapters",
-        name="t5",
-        target="mmdecode.adapters.t5:T5Adapter",
-        summary="T5, Flan-T5 and mT5",
-        source="Raffel et al. 2020",
-    ),
-    Entry(
-        kind="adapters",
-        name="umt5",
-        target="mmdecode.adapters.t5:UMT5Adapter",
-        summary="umT5, with a bias of distances in every layer",
-        source="Chung et al. 2023",
-    ),
-    Entry(
-        kind="adapters",
-        name="bart",
-        target="mmdecode.adapters.bart:BartAdapter",
-        summary="BART, mBART, Pegasus, Marian, Blenderbot and PLBart",
-        source="Lewis et al. 2020",
-    ),
-    Entry(
-        kind="adapters",
-        name="decoder_only",
-        target="mmdecode.adapters.decoder_only:DecoderOnlyAdapter",
-        summary="Llama, Qwen, Mistral, Gemma and other causal language models",
-    ),
-    Entry(
-        kind="adapters",
-        name="default",
-        target="mmdecode.adapters.default:DefaultAdapter",
-        summary="any other causal language model, after a check at its first use",
-    ),
-    Entry(
-        kind="adapters",
-        name="vision_language",
-        target="mmdecode.adapters.vision_language:VisionLanguageAdapter",
-        summary="models that read images at placeholder tokens: InternVL, Janus, Emu3",
-    ),
-    Entry(
-        kind="adapters",
-        name="llava",
-        target="mmdecode.adapters.vision_language:LlavaAdapter",
-        summary="LLaVA and LLaVA-NeXT",
-        source="Liu et al. 2023, 2024",
-    ),
-    Entry(
-        kind="adapters",
-        name="instructblip",
-        target="mmdecode.adapters.instructblip:InstructBlipAdapter",
-        summary="the language model of InstructBLIP, and the views of its images",
-        source="Dai et al. 2023",
-    ),
-    Entry(
-        kind="adapters",
-        name="idefics",
-        target="mmdecode.adapters.vision_language:IdeficsAdapter",
-        summary="Idefics3 and SmolVLM",
-    ),
-    Entry(
-        kind="adapters",
-        name="gemma3",
-        target="mmdecode.adapters.vision_language:Gemma3Adapter",
-        summary="Gemma3, whose images are read in both directions",
-    ),
-    Entry(
-        kind="adapters",
-        name="qwen_vl",
-        target="mmdecode.adapters.vision_language:QwenVLAdapter",
-        summary="Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with positions in three dimensions",
-    ),
-    Entry(
-        kind="adapters",
-        name="paligemma",
-        target="mmdecode.adapters.vision_language:PaliGemmaAdapter",
-        summary="PaliGemma, whose prompt is read in both directions",
-    ),
-    Entry(
-        kind="adapters",
-        name="chameleon",
-        target="mmdecode.adapters.vision_language:ChameleonAdapter",
-        summary="Chameleon, writing text",
-    ),
-    Entry(
-        kind="adapters",
-        name="llamagen",
-        target="mmdecode.adapters.llamagen:LlamaGenAdapter",
-        summary="LlamaGen, writing image tokens of a class or a caption",
-        source="Sun et al. 2024",
-    ),
-    Entry(
-        kind="adapters",
-        name="janus_images",
-        target="mmdecode.adapters.janus_images:JanusImagesAdapter",
-        summary="Janus and Janus-Pro, writing image tokens",
-        source="Wu et al. 2024; Chen et al. 2025",
-    ),
-    Entry(
-        kind="adapters",
-        name="emu3_images",
-        target="mmdecode.adapters.emu3_images:Emu3ImagesAdapter",
-        summary="Emu3, writing image tokens",
-        source="Wang et al. 2024",
-    ),
-    Entry(
-        kind="adapters",
-        name="chameleon_images",
-        target="mmdecode.adapters.chameleon_images:ChameleonImagesAdapter",
-        summary="Chameleon and Anole, writing image tokens",
-        source="Chameleon Team 2024; Chern et al. 2024",
-    ),
-    Entry(
-        kind="adapters",
-        name="imagegpt",
-        target="mmdecode.adapters.imagegpt:ImageGPTAdapter",
-        summary="ImageGPT, writing pixels as tokens",
-        source="Chen et al. 2020",
-    ),
-    Entry(
-        kind="adapters",
-        name="table",
-        target="mmdecode.testing.table:TableAdapter",
-        summary="the exact table models of mmdecode.testing",
-    ),
-    Entry(
-        kind="checkpoints",
-        name="moonshine",
-        target="mmdecode.models.moonshine.wheel:MoonshineWheel",
-        summary="moonshine:tiny-en, a published recogniser from a Python wheel",
-        source="Jeffries et al. 2024",
-    ),
-    Entry(
-        kind="recognizers",
-        name="whisper",
-        target="mmdecode.asr.recognizers.whisper:WhisperRecognizer",
-        summary="Whisper and its distillations: prompts, timestamps, languages, word times",
-        source="Radford et al. 2023",
-    ),
-    Entry(
-        kind="recognizers",
-        name="moonshine",
-        target="mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
-        summary="Moonshine: raw samples, windows cut at pauses",
-        source="Jeffries et al. 2024, arXiv:2410.15608",
-    ),
-    Entry(
-        kind="recognizers",
-        name="generic",
-        target="mmdecode.asr.recognizers.generic:GenericRecognizer",
-        summary="other encoder-decoders of AutoModelForSpeechSeq2Seq: windows cut at pauses",
-    ),
-)
+_BUILTIN = {
+    "draft": {
+        "lookup": "mmdecode.draft.lookup:PromptLookup",
+        "assistant": "mmdecode.draft.assistant:Assistant",
+        "amateur": "mmdecode.draft.amateur:Amateur",
+        "medusa": "mmdecode.draft.medusa:Medusa",
+        "hydra": "mmdecode.draft.hydra:Hydra",
+        "eagle": "mmdecode.draft.eagle:Eagle",
+        "vispec": "mmdecode.draft.vispec:ViSpec",
+        "dream": "mmdecode.draft.dream:Dream",
+        "flash": "mmdecode.draft.flash:Flash",
+        "recycling": "mmdecode.draft.recycling:Recycling",
+        "source": "mmdecode.draft.source:Source",
+        "jacobi": "mmdecode.draft.jacobi:Jacobi",
+        "layer_skip": "mmdecode.draft.layer_skip:LayerSkip",
+        "kangaroo": "mmdecode.draft.kangaroo:Kangaroo",
+        "clasp": "mmdecode.draft.layer_search:Clasp",
+        "swift": "mmdecode.draft.layer_search:Swift",
+        "sparse": "mmdecode.draft.sparse:Sparse",
+        "lookahead": "mmdecode.draft.lookahead:Lookahead",
+        "first_of": "mmdecode.draft.first_of:FirstOf",
+        "adaptive": "mmdecode.draft.adaptive:Adaptive",
+    },
+    "accept": {
+        "greedy": "mmdecode.accept.exact:GreedyMatch",
+        "coupled": "mmdecode.accept.exact:Coupled",
+        "membership": "mmdecode.accept.exact:Membership",
+        "rejection": "mmdecode.accept.rejection:Rejection",
+        "typical": "mmdecode.accept.typical:Typical",
+        "judge": "mmdecode.accept.judge:Judge",
+        "ensemble": "mmdecode.accept.ensemble:Ensemble",
+        "lantern": "mmdecode.accept.lantern:LANTERN",
+        "cool": "mmdecode.accept.cool:Cool",
+        "grouped": "mmdecode.accept.grouped:Grouped",
+    },
+    "guide": {
+        "cfg": "mmdecode.guide.cfg:CFG",
+        "contrast": "mmdecode.guide.linear:Contrast",
+        "vcd": "mmdecode.guide.vcd:VCD",
+        "icd": "mmdecode.guide.icd:ICD",
+        "m3id": "mmdecode.guide.m3id:M3ID",
+        "ritual": "mmdecode.guide.ritual:RITUAL",
+        "agla": "mmdecode.guide.agla:AGLA",
+        "cfg_image": "mmdecode.guide.cfg_image:CFGImage",
+        "guidance": "mmdecode.guide.guidance:Guidance",
+        "rbd": "mmdecode.guide.rbd:RBD",
+        "plausible": "mmdecode.guide.plausible:Plausible",
+        "temperature_matched": "mmdecode.guide.plausible:TemperatureMatched",
+        "margin_shift": "mmdecode.guide.margin_shift:MarginShift",
+        "prompt_bias": "mmdecode.guide.prompt_bias:PromptBias",
+        "near_ties": "mmdecode.guide.near_ties:NearTies",
+        "dola": "mmdecode.guide.dola:DoLa",
+        "dcla": "mmdecode.guide.dcla:DCLA",
+        "dfd": "mmdecode.guide.dfd:DFD",
+        "scalingvis": "mmdecode.guide.scalingvis:ScalingVis",
+        "adaptvis": "mmdecode.guide.adaptvis:AdaptVis",
+        "pai": "mmdecode.guide.pai:PAI",
+        "conscious_gaze": "mmdecode.guide.conscious_gaze:ConsciousGaze",
+        "dagcd": "mmdecode.guide.dagcd:DAGCD",
+        "damro": "mmdecode.guide.damro:DAMRO",
+        "causalmm": "mmdecode.guide.causalmm:CausalMM",
+        "whisper_cd": "mmdecode.guide.whisper_cd:WhisperCD",
+    },
+    "correct": {
+        "uadf": "mmdecode.asr.correcting:UADFCorrection",
+        "static": "mmdecode.asr.correcting:StaticCorrection",
+        "shallow": "mmdecode.asr.correcting:ShallowCorrection",
+        "llm": "mmdecode.asr.correcting:LanguageModelCorrection",
+    },
+    "adapters": {
+        "whisper": "mmdecode.adapters.whisper:WhisperAdapter",
+        "moonshine": "mmdecode.adapters.moonshine:MoonshineAdapter",
+        "t5": "mmdecode.adapters.t5:T5Adapter",
+        "umt5": "mmdecode.adapters.t5:UMT5Adapter",
+        "bart": "mmdecode.adapters.bart:BartAdapter",
+        "decoder_only": "mmdecode.adapters.decoder_only:DecoderOnlyAdapter",
+        "default": "mmdecode.adapters.default:DefaultAdapter",
+        "vision_language": "mmdecode.adapters.vision_language:VisionLanguageAdapter",
+        "llava": "mmdecode.adapters.vision_language:LlavaAdapter",
+        "instructblip": "mmdecode.adapters.instructblip:InstructBlipAdapter",
+        "idefics": "mmdecode.adapters.vision_language:IdeficsAdapter",
+        "gemma3": "mmdecode.adapters.vision_language:Gemma3Adapter",
+        "qwen_vl": "mmdecode.adapters.vision_language:QwenVLAdapter",
+        "paligemma": "mmdecode.adapters.vision_language:PaliGemmaAdapter",
+        "chameleon": "mmdecode.adapters.vision_language:ChameleonAdapter",
+        "llamagen": "mmdecode.adapters.llamagen:LlamaGenAdapter",
+        "janus_images": "mmdecode.adapters.janus_images:JanusImagesAdapter",
+        "emu3_images": "mmdecode.adapters.emu3_images:Emu3ImagesAdapter",
+        "chameleon_images": "mmdecode.adapters.chameleon_images:ChameleonImagesAdapter",
+        "imagegpt": "mmdecode.adapters.imagegpt:ImageGPTAdapter",
+        "table": "mmdecode.testing.table:TableAdapter",
+    },
+    "recognizers": {
+        "whisper": "mmdecode.asr.recognizers.whisper:WhisperRecognizer",
+        "moonshine": "mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
+        "generic": "mmdecode.asr.recognizers.generic:GenericRecognizer",
+    },
+    "checkpoints": {
+        "moonshine": "mmdecode.models.moonshine.wheel:MoonshineWheel",
+    },
+}
+KINDS = tuple(_BUILTIN)
+_ATTRIBUTES = ("summary", "guarantee", "source")
+"""What a class says of itself in string literals."""
 
 
 def names(kind: str) -> list[str]:
@@ -711,29 +201,45 @@ def names(kind: str) -> list[str]:
 def describe(kind: str) -> list[Entry]:
     """Returns the entries of one kind.
 
-    Plug-ins are loaded, since their summary is in their class; one that fails to load is left out
-    with a warning that names it.
+    Of our own, what a class says of itself is read from its source; plug-ins are loaded, and one
+    that fails to load is left out with a warning that names it.
     """
     entries = []
     for entry in _entries(kind).values():
-        if not entry.plugin:
-            entries.append(entry)
-            continue
         try:
-            cls = _load(entry)
+            told = _told_by(_load(entry)) if entry.plugin else _written_in(entry.target)
         except Exception as error:  # a plug-in may fail in any way, and the others must still work
+            if not entry.plugin:
+                raise
             warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=2)
             continue
-        first_line = (inspect.getdoc(cls) or "").partition("\n")[0]
-        entries.append(
-            replace(
-                entry,
-                summary=str(getattr(cls, "summary", first_line)),
-                law=str(getattr(cls, "law", "-")),
-                source=str(getattr(cls, "source", "")),
-            )
-        )
+        if kind == "draft":
+            told["guarantee"] = "as the rule"
+        entries.append(replace(entry, **told))
     return entries
+
+
+def _told_by(cls: type) -> dict[str, str]:
+    first_line = (inspect.getdoc(cls) or "").partition("\n")[0]
+    found = {name: str(getattr(cls, name)) for name in _ATTRIBUTES if hasattr(cls, name)}
+    return {"summary": first_line} | found
+
+
+def _written_in(target: str) -> dict[str, str]:
+    """The same of a class of this package by its source, up to its first method."""
+    module, _, name = target.partition(":")
+    package, _, path = module.partition(".")
+    text = (pkgutil.get_data(package, path.replace(".", "/") + ".py") or b"").decode()
+    [head] = re.findall(rf"^class {name}\b.*?(?=^ {{4}}(?:def|@)|^[^\s)]|\Z)", text, re.M | re.S)
+    found = {}
+    for node in ast.walk(ast.parse(head)):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(told)))
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=str(told)))
+            ) if name in _ATTRIBUTES:
+                found[name] = told
+    return found
 
 
 def parse(kind: str, spec: str) -> list[tuple[str, dict[str, Any]]]:
@@ -901,10 +407,20 @@ def _entries(kind: str) -> dict[str, Entry]:
     return _scan(kind, tuple(sys.path))
 
 
+def _ours(kind: str) -> dict[str, Entry]:
+    return {n: Entry(kind=kind, name=n, target=where) for n, where in _BUILTIN[kind].items()}
+
+
+def _in_order(kind: str) -> Iterator[Entry]:
+    """Our own entries first; plug-ins are looked for only where none of these is taken."""
+    yield from _ours(kind).values()
+    yield from (entry for entry in _entries(kind).values() if entry.plugin)
+
+
 @functools.lru_cache(maxsize=16)
 def _scan(kind: str, path: tuple[str, ...]) -> dict[str, Entry]:
     """Reading the metadata of every distribution takes milliseconds; done once per ``sys.path``."""
-    found = {entry.name: entry for entry in _BUILTIN if entry.kind == kind}
+    found = _ours(kind)
     for point in metadata.entry_points(group=f"mmdecode.{kind}"):
         plugin = point.dist.name if point.dist else "an unnamed distribution"
         if point.name in found:
@@ -946,8 +462,7 @@ def adapter_class(model_type: str) -> Any:
 def _adapter_that(lists: str, model_type: str, advice: str) -> Any:
     """The first adapter class whose attribute ``lists`` has the type."""
     known: list[str] = []
-    ours = [entry for entry in _BUILTIN if entry.kind == "adapters"]
-    for entry in itertools.chain(ours, _entries("adapters").values()):
+    for entry in _in_order("adapters"):
         cls: Any = _load(entry)
         types = getattr(cls, lists, ())
         if model_type in types:
@@ -992,8 +507,7 @@ def scheme_class(scheme: str) -> Any | None:
 
     Those of plug-ins are looked for only where it is none of ours.
     """
-    ours = (one for one in _BUILTIN if (one.kind, one.name) == ("checkpoints", scheme))
-    entry = next(ours, None) or _entries("checkpoints").get(scheme)
+    entry = next((one for one in _in_order("checkpoints") if one.name == scheme), None)
     return None if entry is None else _load(entry)
 
 
@@ -1010,8 +524,7 @@ def recognizer_class(model_type: str) -> Any:
     """
 
     def special() -> Iterator[Entry]:
-        ours = (entry for entry in _BUILTIN if entry.kind == "recognizers")
-        yield from (entry for entry in ours if entry.name != "generic")
+        yield from (entry for entry in _ours("recognizers").values() if entry.name != "generic")
         yield from (entry for entry in describe("recognizers") if entry.plugin)
 
     known: list[str] = []

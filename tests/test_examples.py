@@ -66,7 +66,7 @@ def test_methods_lists_the_drafter_of_another_package(installed):
     shown = run_with(installed, "-m", "mmdecode.cli.app", "methods", "draft", "--json")
     (entry,) = [e for e in json.loads(shown)["draft"] if e["name"] == "bigram"]
     assert entry["plugin"] == "bigram-draft"
-    assert entry["law"] == "exact"
+    assert entry["guarantee"] == "as the rule"
     assert "when it was last seen" in entry["summary"]
 
 

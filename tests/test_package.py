@@ -189,6 +189,19 @@ def test_every_builtin_resolves(entry):
     assert options == {}
 
 
+@pytest.mark.parametrize("entry", BUILTIN, ids=lambda e: f"{e.kind}-{e.name}")
+def test_what_is_read_from_the_source_of_a_class_is_what_the_class_has(entry):
+    cls, _ = registry.resolve(entry.kind, entry.name)
+    assert entry.summary and entry.summary == cls.summary
+    assert entry.source == getattr(cls, "source", "")
+    if entry.kind == "draft":
+        assert entry.guarantee == "as the rule" and not hasattr(cls, "guarantee")
+    else:
+        assert entry.guarantee == getattr(cls, "guarantee", "-")
+    told = re.fullmatch("exact|exact for .+|lossy", entry.guarantee)
+    assert bool(told) == (entry.kind == "accept")
+
+
 # Strings
 
 
@@ -262,15 +275,16 @@ def plugins(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(
         "[mmdecode.draft]\nmine = outsider_mod:Mine\nbroken = outsider_gone:Nope\n"
         "[mmdecode.guide]\na = outsider_mod:A\nb = outsider_mod:B\n"
-        "[mmdecode.accept]\ngreedy = outsider_mod:Mine\n"
+        "[mmdecode.accept]\ngreedy = outsider_mod:Mine\nlenient = outsider_mod:Lenient\n"
     )
     (tmp_path / "outsider_mod.py").write_text(
         """
 class Mine:
     "Drafts nothing."
-    law = "exact"
     def __init__(self, model, *, width=2, path=None):
         self.model, self.width, self.path = model, width, path
+class Lenient:
+    summary, source, guarantee = "keeps everything", "of its own", "lossy"
 class A:
     def __init__(self, x=0):
         self.x = x
@@ -298,7 +312,7 @@ def test_a_broken_plugin_is_named_and_the_others_work(plugins):
     assert len(caught) == 1
     assert "broken" not in found
     assert found["mine"].summary == "Drafts nothing."
-    assert found["mine"].law == "exact"
+    assert found["mine"].guarantee == "as the rule"
     assert found["mine"].plugin == "outsider"
 
 
@@ -311,6 +325,9 @@ def test_a_plugin_cannot_take_a_taken_name(plugins):
     with pytest.warns(RuntimeWarning, match="'greedy', which exists already"):
         found = {entry.name: entry for entry in registry.describe("accept")}
     assert found["greedy"].plugin == ""
+    told = found["lenient"]
+    assert (told.summary, told.guarantee) == ("keeps everything", "lossy")
+    assert told.source == "of its own"
 
 
 def test_create_passes_options_and_the_context_that_fits(plugins):

@@ -16,9 +16,6 @@ from tests.support.moonshine import NAME, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
-LAWS = {"exact": "exact", "exact for v": "exact for its own law", "heuristic": "**heuristic**"}
-
-KEPT = {"draft": "unchanged", "guide": "its own"}
 
 
 def table(header, rows):
@@ -32,9 +29,9 @@ def methods():
     for kind in ("draft", "accept", "guide"):
         for entry in registry.describe(kind):
             if not entry.plugin:
-                law = LAWS[entry.law] if kind == "accept" else KEPT[kind]
-                rows.append([kind, f"`{entry.name}`", entry.summary, law, entry.source])
-    return table(["part", "name", "what it does", "law", "source"], rows)
+                kept = entry.guarantee.replace("lossy", "**lossy**")
+                rows.append([kind, f"`{entry.name}`", entry.summary, kept, entry.source])
+    return table(["part", "name", "what it does", "guarantee", "source"], rows)
 
 
 def families():

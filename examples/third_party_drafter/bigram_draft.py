@@ -10,7 +10,6 @@ class Bigram:
     """A chain of up to `length` tokens; 0 proposes nothing."""
 
     summary = "what followed each token when it was last seen"  # for `mmdecode methods`
-    law = "exact"
     kinds = ("deterministic",)
     needs = Needs()
 

@@ -29,11 +29,15 @@ class Cool(Relaxed):
         nu: How fast it falls with each further token, from 0 on; ``0``: the same for all.
         mu: Logarithm by which all are lowered, from 0 on.
 
-    Law: heuristic. Needs no codebook, and never keeps what has no probability.
+    Guarantee: lossy. Needs no codebook, and never keeps what has no probability.
 
     Raises:
         OptionError: A number is out of range.
     """
+
+    summary = "rejection sampling with odds that are too good by a factor which cools down"
+    source = "Cool-SD, arXiv:2601.09212"
+    guarantee = "lossy"
 
     def __init__(self, delta: float = 1.1, nu: float = 0.7, mu: float = 0.0) -> None:
         if not (1 <= delta < math.inf and nu >= 0 and mu >= 0):

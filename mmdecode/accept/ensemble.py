@@ -11,8 +11,6 @@ arXiv:2405.19261, section 3; the same law as ``assistant_ensemble_weight`` of tr
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
 from mmdecode.accept.rejection import Rejection
@@ -25,10 +23,12 @@ class Ensemble(Rejection):
     Args:
         weight: Share of the target, above 0 and up to 1. ``1`` is neutral: the rejection rule.
 
-    Law: exact for v, see above; not lossless.
+    Guarantee: exact for the mixture v, see above; not lossless.
     """
 
-    law: ClassVar[Literal["exact", "exact for v"]] = "exact for v"
+    summary = "rejection sampling against a mixture of target and draft"
+    source = "Narasimhan et al. 2024"
+    guarantee = "exact for the mixture"
 
     def __init__(self, weight: float = 0.8) -> None:
         if not 0 < weight <= 1:

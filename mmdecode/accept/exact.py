@@ -6,8 +6,6 @@ by q, and so need the law that a token was really drawn from, are in `mmdecode.a
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from mmdecode.accept.follow import best, finish, follow, keyed
 from mmdecode.engine.contracts import Context, LawView, Outcome
 from mmdecode.engine.noise import Noise, Role
@@ -19,11 +17,13 @@ _ANY: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacemen
 class GreedyMatch:
     """Keeps a drafted token if it is the argmax of the law; ties go to the lowest id.
 
-    Law: exact for greedy decoding, for any proposal.
+    Guarantee: exact for greedy decoding, for any proposal.
     Source: Stern et al. 2018, arXiv:1811.03115, section 3.
     """
 
-    law: ClassVar[Literal["exact"]] = "exact"
+    summary = "keeps drafted tokens that equal the argmax"
+    source = "Stern et al. 2018"
+    guarantee = "exact"
     kinds = _ANY
     modes = frozenset({"greedy"})
     draft_free = True
@@ -40,12 +40,14 @@ class Coupled:
     The noise belongs to the position, not to the round, so the sequence is the one that the
     undrafted loop draws with the same seed, for any draft and in any batch.
 
-    Law: exact, for any proposal. A coupled draft (argmax log q + the same G) is accepted with
+    Guarantee: exact, for any proposal. A coupled draft (argmax log q + the same G) is accepted with
     probability at least (1 - TV) / (1 + TV).
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978 (drafter-invariant coupling).
     """
 
-    law: ClassVar[Literal["exact"]] = "exact"
+    summary = "keeps drafted tokens that equal the keyed Gumbel-max sample"
+    source = "Gumbel-max coupling; the same seed gives the same tokens with any draft"
+    guarantee = "exact"
     kinds: tuple[Kind, ...] = ("coupled", "deterministic", "iid", "without_replacement")
     modes = frozenset({"sample"})
     draft_free = True
@@ -63,11 +65,13 @@ class Membership:
     Form (a) of one-hot rejection: the same law and acceptance, the probability that the law puts on
     the drafted children, as testing them one after the other.
 
-    Law: exact, for any proposal whose tokens do not depend on the acceptance noise.
+    Guarantee: exact, for any proposal whose tokens do not depend on the acceptance noise.
     Source: Leviathan et al. 2023, arXiv:2211.17192, with a one-hot q.
     """
 
-    law: ClassVar[Literal["exact"]] = "exact"
+    summary = "samples first and follows the sample while it was drafted"
+    source = "one-hot case of Leviathan et al. 2023"
+    guarantee = "exact"
     kinds = _ANY
     modes = frozenset({"sample"})
 

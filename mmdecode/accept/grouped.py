@@ -33,11 +33,15 @@ class Grouped(Relaxed):
         distance: Codes of a group, as they are decoded, lie less than this from that of x;
             ``None``: any do, and no codebook is needed.
 
-    Law: heuristic. Places of forced tokens and tokens that are no codes are tested exactly.
+    Guarantee: lossy. Places of forced tokens and tokens that are no codes are tested exactly.
 
     Raises:
         OptionError: A number is out of range.
     """
+
+    summary = "compares groups of like image codes where their odds are better"
+    source = "GSD, So et al. 2025"
+    guarantee = "lossy"
 
     def __init__(self, size: int = 15, gap: float = 0.15, distance: float | None = 0.5) -> None:
         if size < 1 or not gap > 0 or not (distance is None or distance > 0):

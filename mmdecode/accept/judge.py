@@ -10,7 +10,6 @@ trained judge or the standard test accepts; here the judge is a threshold and ne
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -27,10 +26,12 @@ class Judge:
     Args:
         share: 0..1; lower keeps more. ``1`` is neutral: the greedy and the coupled rule.
 
-    Law: heuristic; no closed form. Do not call its output lossless.
+    Guarantee: lossy; no closed form. Do not call its output lossless.
     """
 
-    law: ClassVar[Literal["heuristic"]] = "heuristic"
+    summary = "keeps drafted tokens nearly as likely as the most likely one"
+    source = "in the spirit of Bachmann et al. 2025"
+    guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacement")
     modes = frozenset({"greedy", "sample"})
 

@@ -50,12 +50,16 @@ class LANTERN(Relaxed):
         neighbours: Codes by distance from each, nearest first, itself left out, ``(C, K)``;
             ``None``: by the codes as the model decodes them, sorted once for each model.
 
-    Law: heuristic. A draft that has no probability itself may be kept, but never one that the
+    Guarantee: lossy. A draft that has no probability itself may be kept, but never one that the
     grammar forbids: places of forced tokens and tokens that are no codes are tested exactly.
 
     Raises:
         OptionError: Not one of ``delta`` and ``lambda_`` is given, or a number is out of range.
     """
+
+    summary = "image codes that look alike lend a drafted one their probability"
+    source = "Jang et al. 2024; LANTERN++, Park et al. 2025"
+    guarantee = "lossy"
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ from mmdecode.engine.proposal import Kind, Proposal, Tree
 class Rejection:
     """Keeps a drafted token with probability min(1, p / q); else goes on with the residual.
 
-    Law: exact, if every token was really drawn from its ``log_q``, siblings in their order and,
-    where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft is
-    accepted with probability 1 - TV(p, q), the best possible.
+    Guarantee: exact, if every token was really drawn from its ``log_q``, siblings in their order
+    and, where the kind is ``iid``, independently: a repeated draw stays in the proposal. One draft
+    is accepted with probability 1 - TV(p, q), the best possible.
     """
 
-    law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "exact"
+    summary = "rejection sampling of sampled chains and trees, with the residual distribution"
+    source = "Leviathan et al. 2023; SpecInfer, Miao et al. 2023; RSD, Jeon et al. 2024"
+    guarantee = "exact"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid")
     modes = frozenset({"sample"})
 
@@ -146,11 +148,12 @@ class Relaxed(Rejection):
     as often as by the exact test, no residual leads to a law nearer to p: it is as far from p as
     what the kept tokens alone have too much (`mmdecode.evaluation.relaxed`).
 
-    Law: heuristic; it slides from the law of the model towards that of the draft. Tokens that were
-    not drawn are taken too: q is then one-hot, and the exact test keeps x with probability p(x).
+    Guarantee: lossy; it slides from the law of the model towards that of the draft. Tokens that
+    were not drawn are taken too: q is then one-hot, and the exact test keeps x with probability
+    p(x).
     """
 
-    law: ClassVar[Literal["exact", "exact for v", "heuristic"]] = "heuristic"
+    guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
 
     def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:

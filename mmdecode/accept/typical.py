@@ -8,8 +8,6 @@ epsilon and delta between two functions; these are the ones its generation uses.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
 from mmdecode.accept.follow import best, finish, keep_likely, keyed
@@ -26,10 +24,12 @@ class Typical:
         epsilon: Hard threshold, 0..1. ``1`` with a large ``delta`` is neutral: nothing is kept.
         delta: Scale of the entropy-dependent threshold, >= 0.
 
-    Law: heuristic; no closed form. Do not call its output lossless.
+    Guarantee: lossy; no closed form. Do not call its output lossless.
     """
 
-    law: ClassVar[Literal["heuristic"]] = "heuristic"
+    summary = "keeps drafted tokens that are likely enough for the distribution's entropy"
+    source = "Cai et al. 2024"
+    guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacement")
     modes = frozenset({"greedy", "sample"})
 

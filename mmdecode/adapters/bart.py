@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class BartAdapter(EncoderDecoderAdapter):
     """Learned or sinusoidal positions; a bias after the output matrix."""
 
+    summary = "BART, mBART, Pegasus, Marian, Blenderbot and PLBart"
+    source = "Lewis et al. 2020"
     model_types = (
         "bart",
         "mbart",

@@ -37,6 +37,8 @@ class ChameleonImagesAdapter(AmongWordsAdapter):
         IncompatibleError: The decoder has another codebook.
     """
 
+    summary = "Chameleon and Anole, writing image tokens"
+    source = "Chameleon Team 2024; Chern et al. 2024"
     image_types = ("chameleon",)
     preset = Preset(guidance=3.0, sampling={"temperature": 0.7, "top_p": 0.9})
 

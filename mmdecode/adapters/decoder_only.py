@@ -34,6 +34,7 @@ class DecoderOnlyAdapter:
             eager.
     """
 
+    summary = "Llama, Qwen, Mistral, Gemma and other causal language models"
     model_types: tuple[str, ...] = (
         "llama",
         "qwen2",

@@ -48,6 +48,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
         UnsupportedModelError: Cached scoring differs from the model's own forward pass, or fails.
     """
 
+    summary = "any other causal language model, after a check at its first use"
     model_types = ()
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -30,6 +30,8 @@ class Emu3ImagesAdapter(AmongWordsAdapter):
         OptionError: Neither is given, or images have grids of their own.
     """
 
+    summary = "Emu3, writing image tokens"
+    source = "Wang et al. 2024"
     image_types = ("emu3",)
     preset = Preset(guidance=3.0, sampling={"top_k": 2048})
 

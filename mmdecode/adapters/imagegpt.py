@@ -37,6 +37,8 @@ class ImageGPTAdapter(ImageAdapter):
         ShapeError: ``clusters`` are of another number.
     """
 
+    summary = "ImageGPT, writing pixels as tokens"
+    source = "Chen et al. 2020"
     image_types = ("imagegpt",)
     preset = Preset(sampling={"top_k": 40})
 

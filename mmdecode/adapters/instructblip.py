@@ -35,6 +35,8 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         model: The model around it; see `inner`.
     """
 
+    summary = "the language model of InstructBLIP, and the views of its images"
+    source = "Dai et al. 2023"
     model_types = ("instructblip",)
     raw_names: ClassVar[Sequence[str]] = (
         "pixel_values",

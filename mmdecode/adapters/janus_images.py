@@ -30,6 +30,8 @@ class JanusImagesAdapter(PromptedAdapter):
         UnsupportedModelError: Image tokens and the tokenizer's grid do not agree.
     """
 
+    summary = "Janus and Janus-Pro, writing image tokens"
+    source = "Wu et al. 2024; Chen et al. 2025"
     image_types = ("janus",)
     preset = Preset(guidance=5.0)
 

@@ -38,6 +38,8 @@ class LlamaGenAdapter(ImageAdapter):
         IncompatibleError: The tokenizer has another codebook.
     """
 
+    summary = "LlamaGen, writing image tokens of a class or a caption"
+    source = "Sun et al. 2024"
     image_types = ("llamagen",)
 
     def __init__(self, model: LlamaGenForImageGeneration, vq: VQModel | None = None) -> None:

@@ -62,6 +62,8 @@ def by_column(head: nn.Module) -> Tensor | None:
 class MoonshineAdapter(LeanAdapter):
     """Its limit of positions is none: plain ``generate`` goes on past it, rotation has no table."""
 
+    summary = "Moonshine, which reads samples and has rotary positions"
+    source = "Jeffries et al. 2024"
     model_types = ("moonshine",)
 
     def __init__(self, model: MoonshineForConditionalGeneration) -> None:

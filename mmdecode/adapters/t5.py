@@ -28,6 +28,8 @@ class T5Adapter(EncoderDecoderAdapter):
         UnsupportedModelError: A view leaves that layer out.
     """
 
+    summary = "T5, Flan-T5 and mT5"
+    source = "Raffel et al. 2020"
     model_types: tuple[str, ...] = ("t5", "mt5")
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,6 +99,8 @@ class T5Adapter(EncoderDecoderAdapter):
 class UMT5Adapter(T5Adapter):
     """umT5; every layer has a bias of its own, and so a mask of its own."""
 
+    summary = "umT5, with a bias of distances in every layer"
+    source = "Chung et al. 2023"
     model_types = ("umt5",)
 
     @staticmethod

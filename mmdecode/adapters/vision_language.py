@@ -46,6 +46,7 @@ _ENCODED = "mm_encoder_outputs"
 class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Models whose image features stand at placeholder tokens of the prompt."""
 
+    summary = "models that read images at placeholder tokens: InternVL, Janus, Emu3"
     model_types: tuple[str, ...] = (
         "internvl",
         "janus",
@@ -320,6 +321,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
 class LlavaAdapter(VisionLanguageAdapter):
     """LLaVA and LLaVA-NeXT, whose features come from the second last layer of a CLIP encoder."""
 
+    summary = "LLaVA and LLaVA-NeXT"
+    source = "Liu et al. 2023, 2024"
     model_types = ("llava", "llava_next")
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -411,6 +414,7 @@ class LlavaAdapter(VisionLanguageAdapter):
 class IdeficsAdapter(VisionLanguageAdapter):
     """Idefics3 and SmolVLM, whose pixels come by row, with empty images behind those of a row."""
 
+    summary = "Idefics3 and SmolVLM"
     model_types = ("idefics3", "smolvlm")
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
 
@@ -451,6 +455,7 @@ class IdeficsAdapter(VisionLanguageAdapter):
 class Gemma3Adapter(VisionLanguageAdapter):
     """Gemma3, whose images are read in both directions."""
 
+    summary = "Gemma3, whose images are read in both directions"
     model_types = ("gemma3",)
 
     def sees(self, images: Tensor, mask: Tensor) -> Tensor:
@@ -463,6 +468,7 @@ class Gemma3Adapter(VisionLanguageAdapter):
 class PaliGemmaAdapter(VisionLanguageAdapter):
     """PaliGemma counts positions from one, and its prompt is read in both directions."""
 
+    summary = "PaliGemma, whose prompt is read in both directions"
     model_types = ("paligemma",)
     first_position: ClassVar = 1
 
@@ -474,6 +480,7 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
 class ChameleonAdapter(VisionLanguageAdapter):
     """Chameleon's own forward pass forbids image tokens, and so does this head."""
 
+    summary = "Chameleon, writing text"
     model_types = ("chameleon",)
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -496,6 +503,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
     next prompt overwrites.
     """
 
+    summary = "Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with positions in three dimensions"
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     by_token: ClassVar[Sequence[str]] = ()
     raw_names: ClassVar[Sequence[str]] = (

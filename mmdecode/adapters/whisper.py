@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class WhisperAdapter(LeanAdapter):
     """Audio is never padding: its windows are of one length. Its views: `audio_views`."""
 
+    summary = "Whisper and its distilled relatives"
+    source = "Radford et al. 2023"
     model_types = ("whisper",)
     source_is_padded = False
     hears_audio = True

@@ -106,6 +106,9 @@ class LanguageModelCorrection(ListCorrection):
     A word that stands in the first hypothesis at its place is decided by both.
     """
 
+    summary = "a language model corrects and hears nothing"
+    source = "Chen et al. 2023 (HyPoradise)"
+
     @classmethod
     def from_options(
         cls,
@@ -263,6 +266,9 @@ def _words_of_text(one: Correction) -> list[DecidedWord]:
 class UADFCorrection(FusedCorrection):
     """By uncertainty-aware dynamic fusion, see `mmdecode.guide.uadf`."""
 
+    summary = "a language model corrects, the audio weighs in where it is unsure"
+    source = "Chen et al. 2024; unlike tokenizers by text are ours"
+
     @classmethod
     def from_options(
         cls,
@@ -353,12 +359,16 @@ class _Weighted(FusedCorrection):
 class StaticCorrection(_Weighted):
     """By late fusion of a fixed weight, see `mmdecode.guide.fusion.Static`."""
 
+    summary = "a language model corrects, the audio weighs in with a fixed weight"
+    source = "late fusion, the baseline of Chen et al. 2024"
     fusion = Static
 
 
 class ShallowCorrection(_Weighted):
     """By shallow fusion, see `mmdecode.guide.fusion.Shallow`."""
 
+    summary = "a language model corrects, log-probabilities of the audio are added"
+    source = "shallow fusion, Gulcehre et al. 2015, with the roles exchanged"
     fusion = Shallow
 
 

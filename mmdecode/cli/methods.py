@@ -32,8 +32,8 @@ def command(
         emit_json({k: [dataclasses.asdict(e) for e in entries] for k, entries in found.items()})
         return
     for k, entries in found.items():
-        table = Table("name", "law", "what it does", "source", title=k, title_justify="left")
+        table = Table("name", "guarantee", "what it does", "source", title=k, title_justify="left")
         for entry in entries:
             origin = entry.source or (f"plug-in: {entry.plugin}" if entry.plugin else "-")
-            table.add_row(*map(escape, (entry.name, entry.law, entry.summary, origin)))
+            table.add_row(*map(escape, (entry.name, entry.guarantee, entry.summary, origin)))
         out.print(table)

@@ -75,6 +75,9 @@ class Adaptive:
     are not captured as wholes, whatever the draft says of its own.
     """
 
+    summary = "another draft, cut to the depth that measured fastest, or switched off"
+    source = "goodput control as in SmartSpec, Liu et al. 2024"
+
     def __init__(
         self,
         draft: Draft | str,

@@ -35,6 +35,9 @@ class Amateur(Assistant):
         IncompatibleError: When decoding begins, of a model that has no such view.
     """
 
+    summary = "the model itself drafts, without the image"
+    source = "speculative contrastive decoding, Yuan et al. 2024"
+
     def __init__(
         self,
         length: int = 3,

@@ -50,6 +50,8 @@ class Assistant:
     log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
     """
 
+    summary = "a smaller model drafts a chain"
+    source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     needs = Needs()
     static = True

@@ -35,6 +35,8 @@ class Dream(FeatureDraft):
         OptionError: An option is out of range.
     """
 
+    summary = "three blocks that cross-attend to the model's own states draft a tree"
+    source = "DREAM, Hu et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
     def __init__(self, drafter: FeatureDrafter, *, share: float = 1.0, **options: Any) -> None:

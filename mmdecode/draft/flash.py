@@ -30,6 +30,8 @@ from mmdecode.models.flash import Flash as Model
 class Flash(FeatureDraft):
     """Drafts with a FLASH model; see `FeatureDraft` for the options."""
 
+    summary = "several tokens a pass of a layer that sees latents of each image"
+    source = "FLASH, Wang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
     def _reader(

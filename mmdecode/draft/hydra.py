@@ -43,6 +43,8 @@ class Hydra:
         IncompatibleError: At the call: the heads were made for another model.
     """
 
+    summary = "heads on the model's own last state that read what is drafted before them"
+    source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
     needs = Needs(hidden=frozenset({"last"}))
     static = True

@@ -53,6 +53,8 @@ class Jacobi:
         OptionError: A number or a name is out of range.
     """
 
+    summary = "guesses of one pass are the drafts of the next: for image tokens"
+    source = "Teng et al. 2024"
     static = True
     _layout: Layout | None
     _laws: Tensor | None

@@ -47,6 +47,8 @@ class Kangaroo(LayerSkip):
             model see a window or have no rotary positions.
     """
 
+    summary = "the model's own first layers and a trained adapter draft while they are sure"
+    source = "Kangaroo, Liu et al. 2024"
     needs = Needs(hidden=frozenset({"last"}))
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 

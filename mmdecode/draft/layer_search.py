@@ -138,6 +138,9 @@ class Swift(LayerSearch):
     model whose layers do not consist of ``attention_sites`` and an ``mlp``.
     """
 
+    summary = "the model without sublayers that a search found to be spared drafts a chain"
+    source = "SWIFT, Xia et al. 2024"
+
     def __init__(
         self,
         share: float = 0.45,
@@ -211,6 +214,9 @@ class Clasp(LayerSearch):
 
     Differs from the paper: one set for all rows, by the mean cosine of those that go on.
     """
+
+    summary = "the model without the layers that the last tokens could spare drafts a chain"
+    source = "CLaSp, Chen et al. 2025"
 
     def _search(self, ctx: Context) -> None:
         branch = self._branch

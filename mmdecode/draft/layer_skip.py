@@ -43,6 +43,8 @@ class LayerSkip:
         IncompatibleError: At the call: the model's adapter offers no view of some of its layers.
     """
 
+    summary = "some of the model's own layers draft a chain"
+    source = "Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024"
     kinds: tuple[Kind, ...] = Assistant.kinds
     needs = Needs()
     static = True

@@ -39,6 +39,8 @@ class Lookahead:
     and N = 5. Siblings may repeat one another. Lossless under every exact rule.
     """
 
+    summary = "n-grams of the model's own guesses for the positions ahead"
+    source = "Lookahead Decoding, Fu et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
     own_tokens_only = True  # the window is read off the scores of its own nodes

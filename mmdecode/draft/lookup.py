@@ -28,6 +28,8 @@ class PromptLookup:
     Lossless under every exact rule. Neutral: ``length=0`` proposes nothing.
     """
 
+    summary = "copies what followed the last tokens where they occurred before"
+    source = "Saxena 2023, prompt lookup decoding (PLD)"
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
     static = True

@@ -140,6 +140,8 @@ class Medusa:
     Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
     """
 
+    summary = "extra heads on the model's own last hidden state draft a tree"
+    source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
     static = True
 

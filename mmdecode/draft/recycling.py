@@ -45,6 +45,8 @@ class Recycling:
     under every exact rule, whatever the table holds.
     """
 
+    summary = "a tree of what the model held likely after the same tokens before"
+    source = "Luo et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
     static = True

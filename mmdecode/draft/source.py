@@ -51,6 +51,8 @@ class Source:
             vocabulary.
     """
 
+    summary = "goes on as a source text does that the output mostly copies"
+    source = "Sun et al. 2021 (aggressive decoding); Yang et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic",)
     needs = Needs()
     static = True

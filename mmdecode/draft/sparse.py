@@ -42,6 +42,8 @@ class Sparse(Mirror):
             does not show the inside of the model.
     """
 
+    summary = "the model drafts with the image tokens alone that the question attends to most"
+    source = "Sparse-to-Dense, Zhang et al. 2025"
     needs = Needs(text_attention=True)
 
     def __init__(self, cells: int = 512, length: int = 9, risk: float = 1.0) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -447,7 +447,8 @@ class Accept(Protocol):
     alone, are the same whatever is drafted: a draft may then be chosen by measured times.
     """
 
-    law: ClassVar[Literal["exact", "exact for v", "heuristic"]]
+    guarantee: str
+    """``exact``, ``exact for ...`` or ``lossy``, see `mmdecode.registry.Entry`."""
     kinds: tuple[Kind, ...]
     """What it takes, best first."""
     modes: frozenset[str]

@@ -398,7 +398,7 @@ class Decoder:
 _MEMBERS = {
     "draft": ("kinds", "needs", "begin", "propose", "observe"),
     "guide": ("needs", "branches", "begin", "apply"),
-    "accept": ("law", "kinds", "modes", "__call__"),
+    "accept": ("guarantee", "kinds", "modes", "__call__"),
 }
 """What a part of a decoder has at least."""
 

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,7 +247,7 @@ class Enough(StoppingCriteria):
 class Play:
     """A rule that keeps the given tokens, whatever the law says."""
 
-    law: ClassVar[Literal["heuristic"]] = "heuristic"
+    guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic",)
     modes = frozenset({"greedy", "sample"})
 

@@ -34,6 +34,8 @@ class AdaptVis(Edited):
         threshold: Confidence, 0..1.
     """
 
+    summary = "as scalingvis, sharpened or smoothed by the model's confidence"
+    source = "Chen et al. 2025"
     images = True
     branches = (BranchSpec(name="law", stage=2, replaces="main"),)
 

@@ -25,6 +25,8 @@ class AGLA(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
+    summary = "together with the part of the image that is attended to most; the mask is ours"
+    source = "An et al. 2024, in its style"
     images = True
 
     def __init__(self, alpha: float = 2.0, beta: float = 0.5, keep: float = 0.5) -> None:

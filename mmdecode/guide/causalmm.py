@@ -62,6 +62,8 @@ class CausalMM(Linear):
     Neutral: ``gamma`` 0 and ``epsilon`` 0.
     """
 
+    summary = "away from counterfactual attention in the encoder or the language model"
+    source = "Zhou et al. 2024"
     images = True
 
     def __init__(

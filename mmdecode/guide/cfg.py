@@ -30,6 +30,8 @@ class CFG:
         negative_mask: True where it is not padding.
     """
 
+    summary = "classifier-free guidance: away from the unconditional branch"
+    source = "Ho and Salimans 2022; for text, Sanchez et al. 2023"
     needs = Needs()
 
     def __init__(

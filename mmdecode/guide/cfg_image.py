@@ -49,6 +49,8 @@ class CFGImage(Linear):
     Neutral: ``gamma`` 1 and ``beta`` 0.
     """
 
+    summary = "classifier-free guidance: away from the model without the image"
+    source = "Kornblith et al. 2023; Ho and Salimans 2022"
     images = True
 
     def __init__(self, gamma: float = 1.5, without: str = "no_image", beta: float = 0.0) -> None:

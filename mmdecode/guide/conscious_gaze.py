@@ -49,6 +49,8 @@ class ConsciousGaze:
         layers: First and last boosted layer, as fractions of the depth.
     """
 
+    summary = "more attention to the image where image and words act together"
+    source = "Conscious Gaze 2025"
     images = True
     needs = Needs()
     total = 1.0

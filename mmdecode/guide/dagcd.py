@@ -62,6 +62,8 @@ class DAGCD:
         rank: Only so many likeliest tokens can gain.
     """
 
+    summary = "words of attended image tokens become more likely, the more in doubt"
+    source = "Huang et al. 2025"
     images = True
     branches: Sequence[BranchSpec] = ()
 

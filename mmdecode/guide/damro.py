@@ -48,6 +48,8 @@ class DAMRO(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
+    summary = "away from the image tokens that the image encoder attends to most"
+    source = "Gong et al. 2024"
     images = True
 
     def __init__(

@@ -47,6 +47,9 @@ class DCLA(Edited):
         decay: How much less each layer farther back counts, in (0, 1]; 1 is the plain mean.
     """
 
+    summary = "hidden states that drift from earlier layers are pulled back"
+    source = "DCLA 2025; range and weights are ours"
+
     def __init__(
         self,
         tau: float = 0.74,

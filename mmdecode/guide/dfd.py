@@ -41,6 +41,8 @@ class DFD:
         layers: Early layers, as fractions of the depth; the embeddings are none of them.
     """
 
+    summary = "a temperature for each token, low where layers disagree; for sampling"
+    source = "Dynamic Focus Decoding 2025"
     branches: Sequence[BranchSpec] = ()
 
     def __init__(

@@ -40,6 +40,8 @@ class DoLa:
     Neutral: ``alpha`` 0 and ``relative_top`` 0.
     """
 
+    summary = "the last layer against the early one that differs most"
+    source = "Chuang et al. 2024"
     branches: Sequence[BranchSpec] = ()
 
     def __init__(

@@ -35,6 +35,9 @@ class Guidance(Linear):
         OptionError: A number is negative.
     """
 
+    summary = "classifier-free guidance of image tokens, on raw logits"
+    source = "Ho and Salimans 2022"
+
     def __init__(self, scale: float = 4.0, until: int | None = None) -> None:
         if until is not None and until < 0:
             raise OptionError(

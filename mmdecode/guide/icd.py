@@ -41,6 +41,8 @@ class ICD(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
+    summary = "away from what the model says under a disturbing instruction"
+    source = "Wang et al. 2024"
     images = True
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.1, role: int | str | None = None):

@@ -123,6 +123,9 @@ class Contrast(Linear):
         view: What the other branch is shown.
     """
 
+    summary = "linear combination of branches with a plausibility cut"
+    source = "Li et al. 2023; in the form of VCD, Leng et al. 2024"
+
     def __init__(
         self,
         alpha: float = 1.0,

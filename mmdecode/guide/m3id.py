@@ -30,6 +30,8 @@ class M3ID(Linear):
     Neutral: ``rate`` 0 and ``beta`` 0.
     """
 
+    summary = "away from the answer without the image, more with every token"
+    source = "Favero et al. 2024"
     images = True
 
     def __init__(self, rate: float = 0.02, beta: float = 0.1) -> None:

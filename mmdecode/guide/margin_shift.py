@@ -32,6 +32,9 @@ class MarginShift(FirstWord):
     Neutral: ``shift`` 0.
     """
 
+    summary = "control: a constant towards yes at the first token"
+    source = "Yin et al. 2025, its mechanism"
+
     def __init__(
         self,
         shift: float = 0.0,

@@ -31,6 +31,9 @@ class NearTies(FirstWord):
     Neutral: ``gap`` 0.
     """
 
+    summary = "control: near ties of yes and no go to yes (OLM)"
+    source = "Yin et al. 2025"
+
     def __init__(
         self,
         gap: float = 0.5,

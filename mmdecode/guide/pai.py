@@ -37,6 +37,8 @@ class PAI(Linear):
     Neutral: ``alpha`` 0, ``gamma`` 1 and ``beta`` 0.
     """
 
+    summary = "more attention to the image, and away from the answer without it"
+    source = "Liu et al. 2024"
     images = True
 
     def __init__(

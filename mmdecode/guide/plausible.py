@@ -28,6 +28,9 @@ class TemperatureMatched(Linear):
     Neutral: ``total`` 1 and ``beta`` 0.
     """
 
+    summary = "control: the cut at the temperature that a method hides; for sampling"
+    source = "Yin et al. 2025"
+
     def __init__(self, total: float = 4.0, beta: float = 0.1) -> None:
         if isinstance(total, str) or not 0 < total < float("inf"):
             raise OptionError(f"total must be more than 0, got {total}; 1 is the model's own law")
@@ -44,6 +47,9 @@ class Plausible(TemperatureMatched):
     Args:
         beta: Plausibility cut; 0 is neutral.
     """
+
+    summary = "control: the plausibility cut alone; for sampling"
+    source = "Yin et al. 2025"
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__(1.0, beta)

@@ -31,6 +31,8 @@ class PromptBias:
         instruction: What is put behind the question; empty: neutral.
     """
 
+    summary = "control: the model is asked to answer yes (PBA)"
+    source = "Yin et al. 2025"
     needs = Needs()
     images = True
 

@@ -33,6 +33,8 @@ class RBD(Linear):
     Neutral: ``a``, ``b`` and ``beta`` 0. With ``b`` 0 this is VCD.
     """
 
+    summary = "away from a noised image, towards its most attended tokens; weights are ours"
+    source = "Liang et al. 2024, in its style"
     images = True
 
     def __init__(

@@ -33,6 +33,8 @@ class RITUAL(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
+    summary = "together with what the model says of a transformed image"
+    source = "Woo et al. 2024"
     images = True
 
     def __init__(

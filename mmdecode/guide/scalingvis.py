@@ -27,6 +27,8 @@ class ScalingVis(Edited):
         weight: w, at least 0; the paper tries 0, 0.5, 0.8, 1.2, 1.5 and 2. 1 is neutral.
     """
 
+    summary = "attention of the last prompt token to the image, sharpened or smoothed"
+    source = "Chen et al. 2025"
     images = True
 
     def __init__(self, weight: float = 1.5) -> None:

@@ -33,6 +33,8 @@ class VCD(Linear):
     Neutral: ``alpha`` 0 and ``beta`` 0.
     """
 
+    summary = "away from what the model says of a noised image"
+    source = "Leng et al. 2024"
     images = True
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.1, step: int = 500) -> None:

@@ -104,6 +104,8 @@ class WhisperCD:
     Neutral: ``alpha``, ``beta`` and ``gate`` 0, ``no_speech`` 1 and ``structure`` ``None``.
     """
 
+    summary = "away from what Whisper writes of noise, silence and a shifted recording"
+    source = "Whisper-CD 2026; the gates are ours"
     audio = True
     total = 1.0
 

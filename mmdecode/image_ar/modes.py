@@ -137,4 +137,4 @@ def law_of(decoder: Decoder) -> str:
     """``exact`` or ``heuristic``: whether images follow the law of the model."""
     if isinstance(decoder.accept, str):  # auto or fastest: exact rules both
         return "exact"
-    return "heuristic" if decoder.accept.law == "heuristic" else "exact"
+    return "heuristic" if decoder.accept.guarantee == "lossy" else "exact"

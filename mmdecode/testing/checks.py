@@ -252,7 +252,7 @@ def check_accept(make: Callable[[], Any]) -> None:
     """Checks that an acceptance rule gives the law it declares, for what it says it takes.
 
     Args:
-        make: A new rule. Unless its ``law`` is ``"exact"``, only an empty draft is judged.
+        make: A new rule. Unless its ``guarantee`` is ``"exact"``, only an empty draft is judged.
 
     Raises:
         AssertionError: A promise is broken.
@@ -260,7 +260,7 @@ def check_accept(make: Callable[[], Any]) -> None:
     rule = make()
     model = Table(4, seed=11, sharpness=1.5)
     proposers = [drafts.Drafter()]
-    if rule.law == "exact":
+    if rule.guarantee == "exact":
         if "deterministic" in rule.kinds:
             proposers += [drafts.Random(), drafts.FullTree(1), drafts.RandomTrees(4)]
         proposers += [

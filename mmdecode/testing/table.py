@@ -194,6 +194,7 @@ class TablePast:
 class TableAdapter:
     """Runs a `Table`; see `mmdecode.engine.contracts.Adapter`."""
 
+    summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)
     max_positions = None
     windows: ClassVar = {"full_attention": None}

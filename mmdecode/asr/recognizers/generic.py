@@ -52,6 +52,8 @@ OVERLAP_S = 3.0
 class GenericRecognizer(Recognizer):
     """A model of ``AutoModelForSpeechSeq2Seq`` with its processor, cut at pauses."""
 
+    summary = "other encoder-decoders of AutoModelForSpeechSeq2Seq: windows cut at pauses"
+
     def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
         super().__init__(model, processor, options)
         try:

@@ -21,6 +21,8 @@ TOKENS_PER_S = 6.5
 class MoonshineRecognizer(GenericRecognizer):
     """A ``MoonshineForConditionalGeneration`` with its processor."""
 
+    summary = "Moonshine: raw samples, windows cut at pauses"
+    source = "Jeffries et al. 2024, arXiv:2410.15608"
     model_types = ("moonshine",)
 
     def most_tokens(self, seconds: float) -> int:

@@ -45,6 +45,8 @@ class WhisperRecognizer(Recognizer):
         OptionError: The model does not know the language or task, or is shown too much.
     """
 
+    summary = "Whisper and its distillations: prompts, timestamps, languages, word times"
+    source = "Radford et al. 2023"
     model_types = ("whisper",)
     capabilities = Capabilities(
         timestamps=True,

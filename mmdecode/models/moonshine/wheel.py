@@ -51,6 +51,8 @@ CARD: dict[str, Any] = {
 class MoonshineWheel(CheckpointScheme):
     """Moonshine's recogniser for English, from its Python wheel or a folder of the same files."""
 
+    summary = "moonshine:tiny-en, a published recogniser from a Python wheel"
+    source = "Jeffries et al. 2024"
     names = ("tiny-en",)
 
     @classmethod
