@@ -147,7 +147,9 @@ class CheckpointScheme:
 
 def scheme_names() -> list[str]:
     """All checkpoints of schemes, as ``SCHEME:NAME``."""
-    return [f"{scheme}:{name}" for scheme, cls in registry.schemes().items() for name in cls.names]
+    return [
+        f"{scheme}:{name}" for scheme, cls in registry.classes("checkpoints") for name in cls.names
+    ]
 
 
 def scheme_card(name: str) -> dict[str, Any]:
@@ -171,14 +173,16 @@ def is_installed(name: str) -> bool:
 def _scheme_of(name: str) -> tuple[Any, str]:
     """The class of a name's scheme, and what stands after it; ``None``: the name has none."""
     scheme, colon, rest = name.partition(":")
-    known = registry.scheme_class(scheme) if colon and re.fullmatch(r"\w[\w.-]+", scheme) else None
-    return known, rest
+    if not (colon and re.fullmatch(r"\w[\w.-]+", scheme)):
+        return None, rest
+    known = scheme in registry.names("checkpoints")
+    return registry.resolve("checkpoints", scheme)[0] if known else None, rest
 
 
 def _prepared(folder: Path) -> Path:
     """A folder that transformers can load, of one that may hold files of a scheme instead."""
     if not (folder / "config.json").exists():
-        for scheme in registry.schemes().values():
+        for _, scheme in registry.classes("checkpoints"):
             if scheme.holds(folder):
                 return scheme.folder(f"{folder.absolute()}")
     return folder

@@ -276,6 +276,7 @@ def plugins(tmp_path, monkeypatch):
         "[mmdecode.draft]\nmine = outsider_mod:Mine\nbroken = outsider_gone:Nope\n"
         "[mmdecode.guide]\na = outsider_mod:A\nb = outsider_mod:B\n"
         "[mmdecode.accept]\ngreedy = outsider_mod:Mine\nlenient = outsider_mod:Lenient\n"
+        "[mmdecode.adapters]\nlost = outsider_gone:Nope\n"
     )
     (tmp_path / "outsider_mod.py").write_text(
         """
@@ -328,6 +329,15 @@ def test_a_plugin_cannot_take_a_taken_name(plugins):
     told = found["lenient"]
     assert (told.summary, told.guarantee) == ("keeps everything", "lossy")
     assert told.source == "of its own"
+
+
+def test_a_broken_adapter_is_named_where_no_other_is_for_a_model(plugins):
+    assert registry.adapter_class("whisper").__name__ == "WhisperAdapter"
+    with (
+        pytest.warns(RuntimeWarning, match="left out: adapters 'lost' of outsider"),
+        pytest.raises(errors.UnsupportedModelError, match="no adapter for model_type 'abacus'"),
+    ):
+        registry.adapter_class("abacus")
 
 
 def test_create_passes_options_and_the_context_that_fits(plugins):
@@ -435,6 +445,8 @@ def test_messages_name_both_sides_and_the_way_out():
 EVERYONE = {
     "errors",
     "registry",
+    "entries",
+    "options",
     "checkpoints",
     "crashes",
     "files",

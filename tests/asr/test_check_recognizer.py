@@ -8,7 +8,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr import Transcriber
-from mmdecode.asr.recognizers.base import Span
+from mmdecode.asr.recognizers.base import Span, of_type
 from mmdecode.asr.recognizers.generic import GenericRecognizer
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
@@ -187,7 +187,7 @@ def test_a_plugin_brings_a_family_and_a_broken_one_is_left_out(plugins):
 def test_our_families_stay_ours_and_a_broken_plugin_is_named(plugins, moonshine):
     assert type(Transcriber(*moonshine).recognizer) is MoonshineRecognizer
     with pytest.warns(RuntimeWarning) as caught:
-        assert registry.recognizer_class("speecht5") is GenericRecognizer
+        assert of_type("speecht5") is GenericRecognizer
     assert any("'lost' of stranger" in str(one.message) for one in caught)
     with pytest.raises(MMDecodeError, match="uninstall stranger"):
         registry.resolve("recognizers", "lost")

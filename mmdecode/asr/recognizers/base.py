@@ -529,12 +529,25 @@ def refuse_beyond(can: Capabilities, options: TranscribeOptions, name: str) -> N
 
 
 def of_type(model_type: str) -> type[Recognizer]:
-    """The recogniser class of a model type; ours come before those of plug-ins.
+    """The recogniser class of a model type: ours, then those of plug-ins, then the generic one.
 
     Raises:
-        UnsupportedModelError: No recogniser is for it.
+        UnsupportedModelError: It is no speech recogniser that transformers knows.
     """
-    return registry.recognizer_class(model_type)
+    known: list[str] = []
+    for _, cls in registry.classes("recognizers"):
+        if model_type in cls.model_types:
+            return cls
+        known += cls.model_types
+    generic: Any = registry.resolve("recognizers", "generic")[0]
+    if generic.fits(model_type):
+        return generic
+    raise UnsupportedModelError(
+        f"a Transcriber runs speech recognisers with an encoder and a decoder, and this is a "
+        f"{model_type} model; expected one of {', '.join(sorted(known))} or another of "
+        "transformers' AutoModelForSpeechSeq2Seq, or register a recogniser under the entry-point "
+        "group mmdecode.recognizers"
+    )
 
 
 def changes_audio(guide: Any) -> bool:

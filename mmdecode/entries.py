@@ -1,0 +1,135 @@
+"""Registered classes: where each is, what it says of itself, and those that plug-ins bring.
+
+A class of this package is described without importing it, by the string literals in its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import warnings
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from mmdecode.errors import MMDecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Entry", "loadable", "plugins"]
+
+_ATTRIBUTES = ("summary", "guarantee", "source")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One registered name.
+
+    Attributes:
+        kind: One of `mmdecode.registry.KINDS`.
+        name: What a user types.
+        target: Where the class is, as ``module:Attr``.
+        summary: One line.
+        guarantee: Of a rule, what its output follows: ``exact`` (the guided distribution),
+            ``exact for ...`` (another, which is named) or ``lossy`` (none); of a drafter ``as the
+            rule``; of others ``-``.
+        source: The paper.
+        plugin: The distribution an entry point came from; empty for our own.
+    """
+
+    kind: str
+    name: str
+    target: str
+    summary: str = ""
+    guarantee: str = "-"
+    source: str = ""
+    plugin: str = ""
+
+    def load(self) -> type:
+        """Imports the class.
+
+        Raises:
+            MMDecodeError: It is a plug-in's, and whatever it raised.
+        """
+        if not self.plugin:
+            module, _, attribute = self.target.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        try:
+            point = metadata.EntryPoint(self.name, self.target, f"mmdecode.{self.kind}")
+            return point.load()
+        except Exception as error:  # a plug-in may fail in any way
+            raise MMDecodeError(
+                f"{self.kind} {self.name!r} of {self.plugin} ({self.target}) cannot be loaded: "
+                f"{type(error).__name__}: {error}; repair or uninstall {self.plugin}"
+            ) from error
+
+    def described(self) -> Entry:
+        """This entry with what its class says of itself; a plug-in is loaded for that."""
+        told = _told_by(self.load()) if self.plugin else _written_in(self.target)
+        rule = {"guarantee": "as the rule"} if self.kind == "draft" else {}
+        return replace(self, **told | rule)
+
+
+def plugins(kind: str, taken: Iterable[str]) -> dict[str, Entry]:
+    """What plug-ins register of a kind, by name; loads none.
+
+    Args:
+        kind: One of `mmdecode.registry.KINDS`.
+        taken: Names that no plug-in can have; it is ignored, with a warning.
+    """
+    return _scan(kind, tuple(taken), tuple(sys.path))
+
+
+def loadable(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Those whose class can be loaded; of others a warning tells."""
+    for entry in entries:
+        try:
+            entry.load()
+        except MMDecodeError as error:  # the others must still work
+            warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=3)
+            continue
+        yield entry
+
+
+@functools.lru_cache(maxsize=16)
+def _scan(kind: str, taken: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Entry]:
+    """Reading the metadata of every distribution takes milliseconds; done once per ``sys.path``."""
+    found: dict[str, Entry] = {}
+    for point in metadata.entry_points(group=f"mmdecode.{kind}"):
+        plugin = point.dist.name if point.dist else "an unnamed distribution"
+        if point.name in taken or point.name in found:
+            warnings.warn(
+                f"{plugin} registers {kind} {point.name!r}, which exists already, and is ignored; "
+                "its author has to choose another name",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            continue
+        found[point.name] = Entry(kind=kind, name=point.name, target=point.value, plugin=plugin)
+    return found
+
+
+def _told_by(cls: type) -> dict[str, str]:
+    first_line = (inspect.getdoc(cls) or "").partition("\n")[0]
+    found = {name: str(getattr(cls, name)) for name in _ATTRIBUTES if hasattr(cls, name)}
+    return {"summary": first_line} | found
+
+
+def _written_in(target: str) -> dict[str, str]:
+    """The same of a class of this package by its source, up to its first method."""
+    module, _, name = target.partition(":")
+    package, _, path = module.partition(".")
+    text = (pkgutil.get_data(package, path.replace(".", "/") + ".py") or b"").decode()
+    [head] = re.findall(rf"^class {name}\b.*?(?=^ {{4}}(?:def|@)|^[^\s)]|\Z)", text, re.M | re.S)
+    found = {}
+    for node in ast.walk(ast.parse(head)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(told))):
+                found[name] = told
+    return {name: found[name] for name in _ATTRIBUTES if name in found}
