@@ -52,8 +52,7 @@ for _name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):
 
 import pytest  # noqa: E402
 
-from mmdecode.engine import capture  # noqa: E402
-from mmdecode.testing import tape  # noqa: E402
+from tests.support.taping import taping  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)  # before those of other marks are left out
@@ -76,15 +75,7 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def taped(monkeypatch):
+def taped():
     """Captures on the CPU, and counts replays."""
-    replays = []
-
-    def record(call, device, pool):
-        result, replay, pool = tape.record(call)
-        return result, lambda: (replays.append(1), replay()), pool
-
-    monkeypatch.setattr(capture, "available", lambda device: True)
-    monkeypatch.setattr(capture, "record", record)
-    monkeypatch.setattr(capture, "STEP", 8)
-    return replays
+    with taping() as replays:
+        yield replays
