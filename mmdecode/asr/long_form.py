@@ -284,6 +284,9 @@ class LongForm:
             if job.speech is None or job.seek >= job.frames:
                 return
             span = self._span(job)
+            if span.following is not None and ours.is_silent(job.speech, job.seek, span.frames):
+                job.seek, job.joins = span.following, span.joined
+                continue
             inputs = ours.read(job.speech, job.seek, span.frames)
             reads = self.timer is not None and self.timer.reads_samples
             samples = ours.samples(job.speech, job.seek, span.frames) if reads else None

@@ -17,7 +17,7 @@ from mmdecode.asr.attempts import Result
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.chunks import join_windows
 from mmdecode.asr.long_form import Piece
-from mmdecode.asr.recognizers.generic import LEAST_S
+from mmdecode.asr.recognizers.generic import FAINTEST, LEAST_S
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
@@ -363,11 +363,18 @@ def test_odd_recordings_are_transcribed_or_fail_alone(made, kit, kind, tmp_path)
     assert failed == {"nothing", "not a number", "broken"}
     assert found["good"].tokens == alone(ours, wave)
     assert found["0.05 s"].duration_s == 0.05
-    assert all(math.isfinite(value) for value in _scores(made(kind, scores=True)(odd["silence"])))
+    assert found["silence"].text == "" and found["silence"].duration_s == 1
 
 
-def _scores(transcript):
-    return [segment.avg_logprob for segment in transcript.segments]
+@QUICK
+def test_windows_without_any_sound_are_not_decoded(made, kit, kind):
+    wave, nothing = kit.noise(1.0), np.full(2 * RATE, FAINTEST, "f4")
+    ours = made(kind, window_s=1.0, batch_size=3)
+    found = ours(np.concatenate([wave, nothing, wave]))
+    heard = [segment for segment in found.segments if segment.text]
+    assert heard and all(one.start_s < 1 or one.end_s > 3 for one in heard)
+    assert ours(nothing).segments == [] and ours(nothing).duration_s == 2
+    assert ours(2 * nothing).segments, "what is louder is decoded"
 
 
 def test_states_of_silence_are_numbers(parts):

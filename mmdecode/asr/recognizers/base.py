@@ -307,6 +307,10 @@ class Recognizer:
         """What the encoder is given of a window; ``seek`` never goes back."""
         raise NotImplementedError
 
+    def is_silent(self, recording: Recording, seek: int, count: int) -> bool:
+        """Whether a window holds no sound at all, so that it is not decoded; before its `read`."""
+        return False
+
     def features(self, waves: Sequence[Any]) -> Sequence[Any]:
         """What the encoder is given of samples ``(T,)`` by themselves, for each of several."""
         raise NotImplementedError

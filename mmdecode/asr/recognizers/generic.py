@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 SHORTEST_S = 0.1
 """Shorter windows are filled up with silence."""
+FAINTEST = 2.0**-14
+"""Windows of nothing louder, two steps of 16 bits, hold no sound: models make words up there."""
 LEAST_S = 0.5
 """No cut leaves a rest shorter than this, or than a quarter of a window."""
 OVERLAP_S = 3.0
@@ -121,6 +123,10 @@ class GenericRecognizer(Recognizer):
             return Span(cut, seek + cut)
         overlap = min(round(OVERLAP_S * self.rate), whole // 3)
         return Span(whole, seek + whole - overlap, joined=True)
+
+    def is_silent(self, recording: Recording, seek: int, count: int) -> bool:
+        """Whether nothing in the window is louder than `FAINTEST`."""
+        return bool((np.abs(recording.waveform(seek, seek + count)) <= FAINTEST).all())
 
     def read(self, recording: Recording, seek: int, count: int) -> Mapping[str, Tensor]:
         """What the processor makes of the samples."""
