@@ -84,10 +84,10 @@ def _recordings(ours: Recognizer) -> list[np.ndarray]:
     """Noises of unequal length, those of at most one window first; the last has pauses."""
     random = np.random.default_rng(0)
     lengths = [min(seconds, ours.window_s) for seconds in (0.05, 0.7, 1.6, 2.0)]
-    found = [np.full(1, 0.1)] + [0.1 * random.standard_normal(round(s * ours.rate)) for s in lengths]
+    found = [0.1 * random.standard_normal(round(s * ours.rate)) for s in lengths]
     long = 0.1 * random.standard_normal(round(2.3 * ours.window_s * ours.rate))
     pauses = (np.arange(len(long)) / ours.rate) % (ours.window_s / 3) > 0.4
-    return [one.astype(np.float32) for one in (*found, long, long * pauses)]
+    return [one.astype(np.float32) for one in (np.ones(1), *found, long, long * pauses)]
 
 
 def _check_ids(ours: Recognizer) -> None:
