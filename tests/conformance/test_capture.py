@@ -10,9 +10,10 @@ from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.engine import capture
 from mmdecode.engine import decoder as engine
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.engine.decoder import Decoder
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
+from tests.support import seams
 
 UNLIKE = ("known", "known_tree", "random_trees")  # drafts of tests, which run on the host
 UNLIKE += ("assistant_is_target",)  # too soon at the end
@@ -25,15 +26,18 @@ DRAFTS = [
 
 def drafted(generate, decoder):
     """What a decoder generates, and what it drafts in every round."""
-    rounds, transfer = [], Run.transfer
+    rounds = []
 
-    def noted(run, settled):
-        rows = settled.proposal.tokens.tolist()
-        rounds.append([[token for token in row if token >= 0] for row in rows])
-        return transfer(run, settled)
+    def noting(transfer):
+        def noted(run, settled):
+            rows = settled.proposal.tokens.tolist()
+            rounds.append([[token for token in row if token >= 0] for row in rows])
+            return transfer(run, settled)
+
+        return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "transfer", noted)
+        seams.TRANSFER.plant(patch, noting)
         return generate(decoder).tolist(), rounds
 
 

@@ -27,12 +27,11 @@ from mmdecode.adapters import default
 from mmdecode.adapters.default import DefaultAdapter
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine import branch
-from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.testing import drafts
 from tests.conformance.tiny import HiddenPath, prompts, random_heads
+from tests.support import seams
 
 NEW = 14
 COMMON = {
@@ -174,26 +173,20 @@ def by_slot(adapter, monkeypatch):
 
 
 def unpadded(adapter, monkeypatch):
-    additive = branch.block_mask
-
-    def masked(begin, pads, *rest):
-        return additive(begin, torch.zeros_like(pads), *rest)
-
-    monkeypatch.setattr(branch, "block_mask", masked)
+    seams.BLOCK_MASK.plant(monkeypatch, seams.padding_is_seen)
 
 
 def siblings(adapter, monkeypatch):
-    additive = branch.block_mask
+    def chains(additive):  # as if every block were one
+        return lambda begin, pads, depths, ancestors, *rest: additive(
+            begin, pads, depths, None, *rest
+        )
 
-    def masked(begin, pads, depths, ancestors, *rest):
-        return additive(begin, pads, depths, None, *rest)  # as if every block were a chain
-
-    monkeypatch.setattr(branch, "block_mask", masked)
+    seams.BLOCK_MASK.plant(monkeypatch, chains)
 
 
 def unmoved(adapter, monkeypatch):
-    commit = RaggedCache.commit
-    monkeypatch.setattr(RaggedCache, "commit", lambda self, count, path=None: commit(self, count))
+    seams.COMMIT_TO_CACHE.plant(monkeypatch, seams.nodes_stay_where_they_were_written)
 
 
 def scaled(adapter, monkeypatch):
@@ -212,13 +205,9 @@ def test_the_check_notices(mistake, dtype, gpt_neox, monkeypatch):
 
 def test_the_check_notices_a_window_that_the_config_does_not_tell(monkeypatch):
     model = model_of(*RIGHT["phi3, one window for all"])
-    monkeypatch.setattr(branch, "block_mask", without_window(branch.block_mask))
+    seams.BLOCK_MASK.plant(monkeypatch, seams.without_window)
     with pytest.raises(UnsupportedModelError, match="logits at"):
         registry.adapter_for(model)
-
-
-def without_window(additive):
-    return lambda *args: additive(*args[:6])
 
 
 def test_no_mistake_in_bfloat16_is_no_refusal(gpt_neox):

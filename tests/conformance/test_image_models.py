@@ -53,6 +53,7 @@ from tests.conformance.tiny_images import (
     rows_of_ids,
     scale_of,
 )
+from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", MODELS)
 MODES = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
@@ -195,14 +196,16 @@ def test_branches_that_are_read_apart_say_the_same(family, monkeypatch):
 def test_rows_that_change_places_keep_what_is_theirs(family, monkeypatch):
     """As search would move them."""
     order = torch.tensor([2, 0, 1])
-    score = ModelBranches.score
 
-    def there_and_back(self, ctx, proposal, earlier):
-        self.reorder(order)
-        self.reorder(order.argsort())
-        return score(self, ctx, proposal, earlier)
+    def there_and_back(score):
+        def scored(self, ctx, proposal, earlier):
+            self.reorder(order)
+            self.reorder(order.argsort())
+            return score(self, ctx, proposal, earlier)
 
-    monkeypatch.setattr(ModelBranches, "score", there_and_back)
+        return scored
+
+    seams.SCORE.plant(monkeypatch, there_and_back)
     assert draw(family, do_sample=True).tolist() == reference(family, True)
 
 
@@ -317,9 +320,8 @@ def test_llamagen_draws_the_golden_codes(draft):
 @FAMILIES
 def test_keys_behind_rejected_windows_are_those_of_a_fresh_pass(family, monkeypatch):
     kept = []
-    keep = ModelBranches.keep
-    monkeypatch.setattr(
-        ModelBranches, "keep", lambda self, *args: (keep(self, *args), kept.append(self))[0]
+    seams.KEEP.plant(
+        monkeypatch, lambda keep: lambda self, *args: (keep(self, *args), kept.append(self))[0]
     )
     adapters = []
     begin = Jacobi.begin
@@ -377,14 +379,15 @@ def options_of(family):
 
 @pytest.mark.parametrize("family", GUIDED)
 def test_mutant_unconditional_rows_of_other_tokens(family, monkeypatch):
-    run = ModelBranches.run
+    def other_tokens(run):
+        def ran(self, tokens, *args, prompt=None, **options):
+            if prompt is None:
+                tokens = torch.cat([tokens[:3], tokens[3:].roll(1, 0)])
+            return run(self, tokens, *args, prompt=prompt, **options)
 
-    def other_tokens(self, tokens, *args, prompt=None, **options):
-        if prompt is None:
-            tokens = torch.cat([tokens[:3], tokens[3:].roll(1, 0)])
-        return run(self, tokens, *args, prompt=prompt, **options)
+        return ran
 
-    monkeypatch.setattr(ModelBranches, "run", other_tokens)
+    seams.RUN_BRANCHES.plant(monkeypatch, other_tokens)
     assert fails(family)
 
 

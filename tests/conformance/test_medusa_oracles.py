@@ -8,7 +8,7 @@ from transformers import LogitsProcessor
 
 from mmdecode import registry
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.branch import ModelBranches, block_mask, chain
+from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.decoder import Decoder
@@ -29,6 +29,7 @@ from tests.conformance.tiny import (
     reference,
     whisper_model,
 )
+from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])
 
@@ -149,10 +150,8 @@ def test_no_heads_is_the_plain_loop(family):
 @pytest.mark.parametrize("draft", ["known", "known_tree"])
 def test_the_cache_after_acceptance_is_that_of_a_fresh_prefill(family, draft, monkeypatch):
     kept = []
-    monkeypatch.setattr(
-        ModelBranches,
-        "keep",
-        lambda self, *args, keep=ModelBranches.keep: kept.append(self) or keep(self, *args),
+    seams.KEEP.plant(
+        monkeypatch, lambda keep: lambda self, *args: kept.append(self) or keep(self, *args)
     )
     rows = reference(family, (("batch", 1),))[1]
     decoder = Decoder(TEXT_DRAFTS[draft](family, rows))

@@ -5,11 +5,8 @@ import torch
 
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.whisper import WhisperAdapter
-from mmdecode.engine import branch
-from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.law import Nodes
-from mmdecode.engine.stop import Stopping
 from tests.conformance.tiny import TEXT_CONFIGS, DifferentError, assert_same, reference
+from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "whisper"])
 EVERY_FAMILY = pytest.mark.parametrize("family", [*TEXT_CONFIGS, "whisper"])
@@ -57,26 +54,27 @@ def test_positions_by_slot_instead_of_depth_are_noticed(family, monkeypatch):
 @FAMILIES
 def test_a_boolean_mask_under_eager_attention_is_noticed(family, monkeypatch):
     assert_same(family, "known_tree", attention="eager")
-    additive = branch.block_mask
-    monkeypatch.setattr(branch, "block_mask", lambda *args: additive(*args) == 0)
+    seams.BLOCK_MASK.plant(monkeypatch, lambda additive: lambda *args: additive(*args) == 0)
     assert_noticed(family, "known_tree", attention="eager")
 
 
 def with_window(change):
-    """`block_mask` with another window."""
-    additive = branch.block_mask
+    """The mask with another window."""
 
-    def masked(begin, pads, depths, ancestors, visible, dtype, window):
-        return change(additive, (begin, pads, depths, ancestors, visible, dtype), window)
+    def planted(additive):
+        def masked(begin, pads, depths, ancestors, visible, dtype, window):
+            return change(additive, (begin, pads, depths, ancestors, visible, dtype), window)
 
-    return masked
+        return masked
+
+    return planted
 
 
 @WINDOWED
 def test_a_window_that_is_dropped_is_noticed(family, monkeypatch):
     assert_same(family, "known")
     dropped = with_window(lambda additive, args, window: additive(*args, None))
-    monkeypatch.setattr(branch, "block_mask", dropped)
+    seams.BLOCK_MASK.plant(monkeypatch, dropped)
     assert_noticed(family, "known")
 
 
@@ -84,7 +82,7 @@ def test_a_window_that_is_dropped_is_noticed(family, monkeypatch):
 def test_a_window_that_is_one_too_wide_is_noticed(family, monkeypatch):
     assert_same(family, "known")
     wider = with_window(lambda additive, args, window: additive(*args, window and window + 1))
-    monkeypatch.setattr(branch, "block_mask", wider)
+    seams.BLOCK_MASK.plant(monkeypatch, wider)
     assert_noticed(family, "known")
 
 
@@ -97,7 +95,7 @@ def test_a_window_that_counts_slots_of_a_tree_is_noticed(family, monkeypatch):
         order = torch.arange(depths.shape[1])[None]
         return additive(begin, pads, order, *rest, window)
 
-    monkeypatch.setattr(branch, "block_mask", with_window(by_slot))
+    seams.BLOCK_MASK.plant(monkeypatch, with_window(by_slot))
     assert_noticed(family, "known_tree")
 
 
@@ -124,46 +122,32 @@ def test_a_soft_cap_of_logits_that_is_dropped_is_noticed(monkeypatch):
 @FAMILIES
 def test_siblings_that_see_each_other_are_noticed(family, monkeypatch):
     assert_same(family, "known_tree")
-    additive = branch.block_mask
-
-    def causal(begin, pads, depths, ancestors, *rest):
-        if ancestors is not None:
-            ancestors = torch.ones_like(ancestors).tril()
-        return additive(begin, pads, depths, ancestors, *rest)
-
-    monkeypatch.setattr(branch, "block_mask", causal)
+    seams.BLOCK_MASK.plant(monkeypatch, seams.siblings_see_each_other)
     assert_noticed(family, "known_tree")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_padding_that_is_attended_to_is_noticed(family, monkeypatch):
     assert_same(family, "known")
-    additive = branch.block_mask
-
-    def unpadded(begin, pads, *rest):
-        return additive(begin, torch.zeros_like(pads), *rest)
-
-    monkeypatch.setattr(branch, "block_mask", unpadded)
+    seams.BLOCK_MASK.plant(monkeypatch, seams.padding_is_seen)
     assert_noticed(family, "known")
 
 
 @FAMILIES
 def test_tree_nodes_that_are_not_moved_into_place_are_noticed(family, monkeypatch):
     assert_same(family, "known_tree")
-    commit = RaggedCache.commit
-    monkeypatch.setattr(RaggedCache, "commit", lambda self, count, path=None: commit(self, count))
+    seams.COMMIT_TO_CACHE.plant(monkeypatch, seams.nodes_stay_where_they_were_written)
     assert_noticed(family, "known_tree")
 
 
 @FAMILIES
 def test_a_root_that_is_not_kept_is_noticed(family, monkeypatch):
     assert_same(family, "known")
-    commit = RaggedCache.commit
 
-    def without_root(self, count, path=None):
-        commit(self, (count - 1).clamp_min(0), path)
+    def without_root(sound):
+        return lambda self, count, path=None: sound(self, (count - 1).clamp_min(0), path)
 
-    monkeypatch.setattr(RaggedCache, "commit", without_root)
+    seams.COMMIT_TO_CACHE.plant(monkeypatch, without_root)
     assert_noticed(family, "known")
 
 
@@ -172,13 +156,7 @@ def test_processors_that_see_the_roots_length_at_every_node_are_noticed(family, 
     token = reference(family, ())[1][0][3]
     options = {"eos_token_id": token, "pad_token_id": 0, "min_new_tokens": 3}
     assert_same(family, "known_tree", **options)
-    begin = Nodes.__init__
-
-    def constant(self, ctx, proposal):
-        begin(self, ctx, proposal)
-        self.prefix_length = self.prefix_length[:, :1].expand_as(self.prefix_length)
-
-    monkeypatch.setattr(Nodes, "__init__", constant)
+    seams.NODES.plant(monkeypatch, seams.nodes_have_the_roots_length)
     assert_noticed(family, "known_tree", **options)
 
 
@@ -187,25 +165,18 @@ def test_an_end_looked_for_in_the_last_token_only_is_noticed(family, monkeypatch
     token = reference(family, ())[1][0][3]
     options = {"eos_token_id": token, "pad_token_id": 0}
     assert_same(family, "known", **options)
-    cut = Stopping.cut
-
-    def last_only(self, ctx, block, count):
-        order = torch.arange(1, block.shape[1] + 1)
-        hidden = torch.where(order < count[:, None], -1, block)
-        return cut(self, ctx, hidden, count)
-
-    monkeypatch.setattr(Stopping, "cut", last_only)
+    seams.CUT.plant(monkeypatch, seams.ends_in_the_last_token_only)
     assert_noticed(family, "known", **options)
 
 
 @FAMILIES
 def test_a_bonus_token_that_is_dropped_is_noticed_in_the_counts(family, monkeypatch):
     healthy = assert_same(family, "known").stats.passes
-    cut = Stopping.cut
 
-    def without_bonus(self, ctx, block, count):
-        kept = torch.where(count > 1, count - 1, count)
-        return cut(self, ctx, block, kept)
+    def without_bonus(sound):
+        return lambda self, ctx, block, count: sound(
+            self, ctx, block, torch.where(count > 1, count - 1, count)
+        )
 
-    monkeypatch.setattr(Stopping, "cut", without_bonus)
+    seams.CUT.plant(monkeypatch, without_bonus)
     assert assert_same(family, "known").stats.passes > healthy

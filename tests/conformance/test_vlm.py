@@ -17,7 +17,6 @@ from mmdecode.adapters.vision_language import (
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine import branch
 from mmdecode.engine.branch import MAIN, ModelBranches
 from mmdecode.engine.contracts import BranchSpec, Needs
 from mmdecode.engine.decoder import Decoder
@@ -39,6 +38,7 @@ from tests.conformance.tiny_vlm import (
     vision_inputs,
     vision_model,
 )
+from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", CONFIGS)
 TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
@@ -317,12 +317,7 @@ def test_images_read_in_one_direction_are_noticed(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma2"])
 def test_a_dropped_window_is_noticed(family, monkeypatch):
-    additive = branch.block_mask
-
-    def everything(*args):
-        return additive(*args[:6])
-
-    monkeypatch.setattr(branch, "block_mask", everything)
+    seams.BLOCK_MASK.plant(monkeypatch, seams.without_window)
     assert_noticed(family, "known_tree")
 
 

@@ -1,10 +1,7 @@
 """The audit on trained models: right decoders pass, planted mistakes are caught, doubt is said."""
 
 import functools
-import inspect
 import json
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -18,11 +15,8 @@ from mmdecode.asr.transcriber import load
 from mmdecode.cli.audit import read_tokens, speech_cases
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine import branch, law
-from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise
-from mmdecode.engine.stop import Stopping
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.audit import audit
 from mmdecode.evaluation.draws import FEWEST, p_of_draws
@@ -30,6 +24,8 @@ from mmdecode.evaluation.plain import Case, Plain
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing.drafts import Known
 from mmdecode.zoo.speech import speech_test
+from tests.support import seams
+from tests.support.seams import edited, without_prefix
 
 MODEL, HEADS = "zoo:whisper-synth", "zoo:whisper-synth-medusa"
 
@@ -145,15 +141,6 @@ def test_the_audited_decoder_is_left_as_it_was():
 # Mistakes, planted one at a time
 
 
-def edited(function, old, new):
-    """The function with one piece of its source replaced, bound to its own module's names."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} has changed: update this mutant"
-    names, scope = vars(sys.modules[function.__module__]), {}
-    exec("from __future__ import annotations\n" + source.replace(old, new), names, scope)
-    return scope[function.__name__]
-
-
 def positions(change):
     """Positions behind the prompt are changed; what was learned for them is looked up elsewhere."""
 
@@ -170,19 +157,15 @@ def positions(change):
 
 
 def siblings(patch):
-    old = "ancestors.expand(len(begin), -1, -1)"
-    new = "torch.ones_like(ancestors).tril().expand(len(begin), -1, -1)"
-    patch.setattr(branch, "block_mask", edited(branch.block_mask, old, new))
+    seams.BLOCK_MASK.plant(patch, seams.siblings_see_each_other)
 
 
 def commit(change):
+    def changed(sound):
+        return lambda self, count, path=None: sound(self, *change(count, path))
+
     def mutate(patch):
-        sound = RaggedCache.commit
-
-        def changed(self, count, path=None):
-            sound(self, *change(count, path))
-
-        patch.setattr(RaggedCache, "commit", changed)
+        seams.COMMIT_TO_CACHE.plant(patch, changed)
 
     return mutate
 
@@ -218,38 +201,22 @@ def one_too_many(patch):
 
 
 def ends_in_the_last_token_only(patch):
-    sound = Stopping.cut
-
-    def cut(self, ctx, block, count):
-        order = torch.arange(1, block.shape[1] + 1)
-        return sound(self, ctx, torch.where(order < count[:, None], -1, block), count)
-
-    patch.setattr(Stopping, "cut", cut)
+    seams.CUT.plant(patch, seams.ends_in_the_last_token_only)
 
 
 def ends_early(patch):
-    sound = Stopping.cut
+    def early(sound):
+        def cut(self, ctx, block, count):
+            count, ended = sound(self, ctx, block, count)
+            return count, ended | (ctx.length > 8)
 
-    def cut(self, ctx, block, count):
-        count, ended = sound(self, ctx, block, count)
-        return count, ended | (ctx.length > 8)
+        return cut
 
-    patch.setattr(Stopping, "cut", cut)
-
-
-def without_prefix(patch):
-    old = "ids[b, width + length[b] :] = self._proposal.tokens[b, above]"
-    patch.setattr(law.Law, "_run_lazily", edited(law.Law._run_lazily, old, "pass"))
+    seams.CUT.plant(patch, early)
 
 
 def at_the_roots_length(patch):
-    begin = law.Nodes.__init__
-
-    def constant(self, ctx, proposal):
-        begin(self, ctx, proposal)
-        self.prefix_length = self.prefix_length[:, :1].expand_as(self.prefix_length)
-
-    patch.setattr(law.Nodes, "__init__", constant)
+    seams.NODES.plant(patch, seams.nodes_have_the_roots_length)
 
 
 CERTAIN = {

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.accept.judge import Judge
 from mmdecode.engine.cache import RaggedLayer
 from mmdecode.engine.contracts import Needs
-from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Tree
 from mmdecode.evaluation.memory import row_bytes
 from mmdecode.guide.cfg import CFG
@@ -28,6 +28,7 @@ from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage
 from mmdecode.testing.table import decode
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
+from tests.support import seams
 
 LAYERS, WIDTH, FRAMES = 6, 96, 50
 TOLERANCE = 0.03  # of a row: a pass of few tokens, counters, masks
@@ -139,11 +140,11 @@ def remembering(run, proposal, scores):
     return GUIDED(run, proposal, scores)
 
 
-LAZY, UPDATE, GUIDED = RaggedLayer.lazy_initialization, RaggedLayer.update, Run.guided
+LAZY, UPDATE, GUIDED = RaggedLayer.lazy_initialization, RaggedLayer.update, seams.GUIDE.sound
 HOLDING = {
     "doubled": (RaggedLayer, "lazy_initialization", doubled),
     "hoarding": (RaggedLayer, "update", hoarding),
-    "remembering": (Run, "guided", remembering),
+    "remembering": (*seams.GUIDE, remembering),
 }
 
 
@@ -230,8 +231,8 @@ def assert_slots(generate, monkeypatch):
 
 def watched(monkeypatch):
     """A list that every run is put on."""
-    runs, decode = [], Run.decode
-    monkeypatch.setattr(Run, "decode", lambda run: decode(runs.append(run) or run))
+    runs = []
+    seams.DECODE.plant(monkeypatch, lambda decode: lambda run: decode(runs.append(run) or run))
     return runs
 
 

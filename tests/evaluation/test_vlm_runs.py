@@ -14,7 +14,6 @@ import torch
 from scipy.stats import chisquare
 
 from mmdecode import registry
-from mmdecode.engine.branch import ModelBranches
 from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport, vlm_runs
@@ -25,6 +24,7 @@ from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import image_source
+from tests.support import seams
 from tests.vlm.conftest import build_model, build_processor, picture
 
 LAST = "contrast:alpha=1,prompt=last_token"  # a guide that draws nothing
@@ -334,8 +334,9 @@ def test_what_an_edited_branch_hides_is_left_out(recorder, guide, known):
 def test_forward_passes_are_those_of_the_model(recorder, monkeypatch, guide, passes):
     built = recorder([Mode(name="only", guide=guide)], questions(1), max_new_tokens=6)
     counted = []
-    score = ModelBranches.score  # one forward pass each
-    monkeypatch.setattr(ModelBranches, "score", lambda *given: counted.append(1) or score(*given))
+    seams.SCORE.plant(  # one forward pass each
+        monkeypatch, lambda score: lambda *given: counted.append(1) or score(*given)
+    )
     [row] = built.run()
     assert row.tokens > 1 and row.forwards == len(counted) == passes * (row.tokens - 1)
 

@@ -26,7 +26,7 @@ from tests.conformance.tiny_images import (
     image_model,
     scale_of,
 )
-from tests.law.test_mutants import edited
+from tests.support.seams import edited
 
 BATCH = (0, 1, 2)
 

@@ -10,12 +10,12 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.engine import capture
-from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts, tape
 from mmdecode.testing.checks import PROMPTS, SEED, bigram
 from mmdecode.testing.table import Table, decode, left_pad
+from tests.support import seams
 
 MODEL = Table(5, seed=3)
 
@@ -88,25 +88,35 @@ def test_every_rule_replays(name, do_sample, taped):
     assert captured.stats.as_dict() == plain.stats.as_dict()
 
 
-def moved_length(run, *args):
+def moved_length(sound):
     """Commits as ever, but puts a new tensor where the old one was."""
-    result = COMMIT(run, *args)
-    run.ctx.length = run.ctx.length.clone()
-    return result
+
+    def commit(run, *args):
+        result = sound(run, *args)
+        run.ctx.length = run.ctx.length.clone()
+        return result
+
+    return commit
 
 
-def moved_start(cache, count, path=None):
-    CACHE_COMMIT(cache, count, path)
-    cache.rows.start = cache.rows.start.clone()
+def moved_start(sound):
+    def commit(cache, count, path=None):
+        sound(cache, count, path)
+        cache.rows.start = cache.rows.start.clone()
+
+    return commit
 
 
-COMMIT, CACHE_COMMIT = Run.commit, RaggedCache.commit
-MUTANTS = {"length": (Run, "commit", moved_length), "start": (RaggedCache, "commit", moved_start)}
+MUTANTS = {
+    "length": (seams.COMMIT, moved_length),
+    "start": (seams.COMMIT_TO_CACHE, moved_start),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_state_that_moves_is_found(name, taped, monkeypatch):
-    monkeypatch.setattr(*MUTANTS[name])
+    seam, moved = MUTANTS[name]
+    seam.plant(monkeypatch, moved)
     expected = rows(Decoder(PromptLookup()))
     assert rows(Decoder(PromptLookup(), compile=True)) != expected
     assert taped

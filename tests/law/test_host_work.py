@@ -26,9 +26,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.decoder import Decoder, Run
+from mmdecode.engine.decoder import Decoder
 from mmdecode.testing import drafts
 from mmdecode.testing.table import decode
+from tests.support import seams
 
 VOCAB, WIDTH, PLACES = 40, 16, 512
 LENGTHS = ((8, 30), (200, 30), (8, 90))
@@ -146,17 +147,20 @@ def rounds(counter, family, draft, lengths, monkeypatch):
     That is: nodes drafted, nodes scored, nodes drafted next, whether the cache grew, and whether it
     has slots to spare.
     """
-    marks, transfer = [], Run.transfer
+    marks = []
 
-    def marked(this, settled):
-        status, cache = transfer(this, settled), this.scorers[0].cache
-        slots = cache.layers[0].keys.shape[2]
-        spare = slots > cache.rows.visible
-        marks.append(Mark(settled.proposal.size, status.width, slots, spare, work.count))
-        return status
+    def marking(transfer):
+        def marked(this, settled):
+            status, cache = transfer(this, settled), this.scorers[0].cache
+            slots = cache.layers[0].keys.shape[2]
+            spare = slots > cache.rows.visible
+            marks.append(Mark(settled.proposal.size, status.width, slots, spare, work.count))
+            return status
+
+        return marked
 
     with monkeypatch.context() as patch, counter() as work:
-        patch.setattr(Run, "transfer", marked)
+        seams.TRANSFER.plant(patch, marking)
         run(family, draft, lengths)
     found = []
     for a, b in itertools.pairwise(marks):

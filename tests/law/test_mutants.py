@@ -5,9 +5,7 @@ exact), a draft under other processors than the target (exact, if q is its true 
 membership without the round in its key (it becomes the coupled rule).
 """
 
-import inspect
 import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -19,8 +17,6 @@ from mmdecode.accept import exact
 from mmdecode.accept import rejection as rejection_rule
 from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
 from mmdecode.accept.rejection import Rejection
-from mmdecode.engine import branch, decoder, law
-from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
@@ -35,21 +31,13 @@ from mmdecode.testing.checks import (
     law_of,
 )
 from mmdecode.testing.table import Table, TableAdapter, left_pad
+from tests.support import seams
+from tests.support.seams import edited
 
 V = 4
 MODEL = Table(V, seed=11, sharpness=1.5)
 Q = bigram(V)
 TREE = Tree((-1, -1, 0, 0, 1, 2))
-
-
-def edited(function, old, new):
-    """The function with one piece of its source replaced, bound to its own module's names."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} has changed: update this mutant"
-    names = vars(sys.modules[function.__module__])
-    scope = {}
-    exec("from __future__ import annotations\n" + source.replace(old, new), names, scope)
-    return scope[function.__name__]
 
 
 def iid(ragged=False):
@@ -384,24 +372,22 @@ def test_a_guide_that_sees_the_root_prefix_is_found(check):
 def test_known_processors_at_the_root_prefix_are_found(monkeypatch):
     old = "self.depths = torch.nn.functional.pad(depths, (1, 0))"
     new = "self.depths = torch.zeros_like(torch.nn.functional.pad(depths, (1, 0)))"
-    monkeypatch.setattr(law.Nodes, "__init__", edited(law.Nodes.__init__, old, new))
+    seams.NODES.edit(monkeypatch, old, new)
     rejected(known_prefixes)
 
 
 def test_unknown_processors_at_the_root_prefix_are_found(monkeypatch):
-    old = "ids[b, width + length[b] :] = self._proposal.tokens[b, above]"
-    run = edited(law.Law._run_lazily, old, "pass")
-    monkeypatch.setattr(law.Law, "_run_lazily", run)
+    seams.without_prefix(monkeypatch)
     rejected(unknown_prefixes)
 
 
 def test_a_temperature_left_off_behind_the_first_position_is_found(monkeypatch):
-    sound = law.Processors.run_all
+    def first_only(sound):
+        return lambda self, scores, nodes: torch.cat(
+            [sound(self, scores, nodes)[:, :1], scores[:, 1:]], 1
+        )
 
-    def first_only(self, scores, nodes):
-        return torch.cat([sound(self, scores, nodes)[:, :1], scores[:, 1:]], 1)
-
-    monkeypatch.setattr(law.Processors, "run_all", first_only)
+    seams.PROCESS_ALL.plant(monkeypatch, first_only)
     rejected(rejection)
 
 
@@ -415,61 +401,58 @@ def keep_one_more(sound):
 
 @pytest.mark.parametrize("check", [scoring, unguided_bytes, membership])
 def test_a_stale_entry_after_a_rejection_is_found(check, monkeypatch):
-    monkeypatch.setattr(RaggedCache, "commit", keep_one_more(RaggedCache.commit))
+    seams.COMMIT_TO_CACHE.plant(monkeypatch, keep_one_more)
     rejected(check)
 
 
 @pytest.mark.parametrize("check", [scoring, unguided_bytes])
 def test_nodes_left_where_they_were_written_are_found(check, monkeypatch):
-    sound = RaggedCache.commit
-    monkeypatch.setattr(RaggedCache, "commit", lambda self, count, path=None: sound(self, count))
+    seams.COMMIT_TO_CACHE.plant(monkeypatch, seams.nodes_stay_where_they_were_written)
     rejected(check)
 
 
+def edited_mask(old, new):
+    return lambda sound: edited(sound, old, new)
+
+
 MASKS = {
-    "slots_behind_the_block": (
-        "(relative < 0)[:, None]",
-        "((relative < 0) | (relative >= width))[:, None]",
+    "slots_behind_the_block": edited_mask(
+        "(relative < 0)[:, None]", "((relative < 0) | (relative >= width))[:, None]"
     ),
-    "padding": ("seen &= (slots >= pads[:, None])[:, None]", "seen &= (slots >= 0)[None, None]"),
-    "later_tokens": ("seen = where <= last", "seen = where <= last + 1"),
-    "siblings": (
-        "ancestors.expand(len(begin), -1, -1)",
-        "torch.ones_like(ancestors).tril().expand(len(begin), -1, -1)",
-    ),
+    "padding": seams.padding_is_seen,
+    "later_tokens": edited_mask("seen = where <= last", "seen = where <= last + 1"),
+    "siblings": seams.siblings_see_each_other,
 }
 
 
 def test_a_chain_that_forgets_what_is_before_it_is_found(monkeypatch):
     forgets = ("seen = where <= last", "seen = (where <= last) & (where >= 0)")
-    monkeypatch.setattr(branch, "block_mask", edited(branch.block_mask, *forgets))
+    seams.BLOCK_MASK.edit(monkeypatch, *forgets)
     rejected(unguided_bytes)
 
 
 @pytest.mark.parametrize("mutant", MASKS)
 @pytest.mark.parametrize("check", [scoring, unguided_bytes])
 def test_a_wrong_mask_is_found(check, mutant, monkeypatch):
-    monkeypatch.setattr(branch, "block_mask", edited(branch.block_mask, *MASKS[mutant]))
+    seams.BLOCK_MASK.plant(monkeypatch, MASKS[mutant])
     rejected(check)
 
 
 @pytest.mark.parametrize("check", [scoring, unguided_bytes])
 def test_positions_that_count_padding_are_found(check, monkeypatch):
-    run = branch.ModelBranches.run
-    source = inspect.getsource(run)
-    assert "(begin - self.pads +" in source
-    monkeypatch.setattr(branch.ModelBranches, "run", edited(run, "begin - self.pads +", "begin +"))
+    seams.RUN_BRANCHES.edit(monkeypatch, "(begin - self.pads +", "(begin +")
     rejected(check)
 
 
 def test_a_row_that_follows_its_neighbour_is_found(monkeypatch):
-    cut = decoder.Stopping.cut
+    def together(sound):
+        def cut(self, ctx, block, count):
+            count, ended = sound(self, ctx, block, count)
+            return count, ended.any().expand_as(ended)
 
-    def together(self, ctx, block, count):
-        count, ended = cut(self, ctx, block, count)
-        return count, ended.any().expand_as(ended)
+        return cut
 
-    monkeypatch.setattr(decoder.Stopping, "cut", together)
+    seams.CUT.plant(monkeypatch, together)
     rejected(unguided_bytes)
 
 

@@ -16,12 +16,12 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
-from mmdecode.engine.branch import ModelBranches
 from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import PROMPTS, SEED, bigram
 from mmdecode.testing.table import Table, decode, left_pad
+from tests.support import seams
 
 MODEL = Table(5, seed=3)
 # reads of values by Python: tolist and friends never reach the dispatcher on a CPU tensor
@@ -42,13 +42,14 @@ class Counter(TorchDispatchMode):
         for name in READS:
             sound = getattr(torch.Tensor, name)
             monkeypatch.setattr(torch.Tensor, name, self.counted(name, sound))
-        score = ModelBranches.score
+        seams.SCORE.plant(monkeypatch, self.counting_passes)
 
+    def counting_passes(self, score):
         def scored(*args, **kwargs):
             self.passes += 1
             return score(*args, **kwargs)
 
-        monkeypatch.setattr(ModelBranches, "score", scored)
+        return scored
 
     def counted(self, name, sound):
         def call(tensor, *args, **kwargs):

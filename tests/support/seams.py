@@ -1,0 +1,123 @@
+"""Where tests plant mistakes in the engine and listen to it: each place once, by a name of its own.
+
+A rewrite that moves one of them changes it here. What several tests plant is here too.
+"""
+
+import inspect
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+import torch
+
+from mmdecode.engine import branch
+from mmdecode.engine.branch import ModelBranches
+from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.decoder import Run
+from mmdecode.engine.law import Law, Nodes, Processors
+from mmdecode.engine.stop import Stopping
+
+
+class Seam(NamedTuple):
+    """A function or method that a test replaces."""
+
+    owner: Any
+    name: str
+
+    @property
+    def sound(self):
+        """What stands there now."""
+        return getattr(self.owner, self.name)
+
+    def plant(self, patch, change):
+        """Puts ``change(sound)`` there until ``patch`` is undone."""
+        patch.setattr(self.owner, self.name, change(self.sound))
+
+    def edit(self, patch, old, new):
+        """Puts the function there with one piece of its source replaced."""
+        patch.setattr(self.owner, self.name, edited(self.sound, old, new))
+
+
+BLOCK_MASK = Seam(branch, "block_mask")
+"""``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass sees."""
+RUN_BRANCHES = Seam(ModelBranches, "run")
+SCORE = Seam(ModelBranches, "score")
+KEEP = Seam(ModelBranches, "keep")
+COMMIT_TO_CACHE = Seam(RaggedCache, "commit")
+"""``(cache, count, path=None)``."""
+CUT = Seam(Stopping, "cut")
+"""``(stopping, ctx, block, count)`` gives ``(count, ended)``."""
+NODES = Seam(Nodes, "__init__")
+"""What known processors are told of a block's nodes."""
+PROCESS_ALL = Seam(Processors, "run_all")
+PROCESS_ONE_BY_ONE = Seam(Law, "_run_lazily")
+DECODE = Seam(Run, "decode")
+COMMIT = Seam(Run, "commit")
+GUIDE = Seam(Run, "guided")
+TRANSFER = Seam(Run, "transfer")
+"""``(run, settled)``, once a round, on the host."""
+
+
+def edited(function, old, new):
+    """The function with one piece of its source replaced, bound to its own module's names."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has changed: update this mutant"
+    names = vars(sys.modules[function.__module__])
+    scope = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), names, scope)
+    return scope[function.__name__]
+
+
+# Changes of what stands there
+
+
+def siblings_see_each_other(sound):
+    """Of `BLOCK_MASK`."""
+
+    def masked(begin, pads, depths, ancestors, *rest):
+        if ancestors is not None:
+            ancestors = torch.ones_like(ancestors).tril()
+        return sound(begin, pads, depths, ancestors, *rest)
+
+    return masked
+
+
+def padding_is_seen(sound):
+    """Of `BLOCK_MASK`."""
+    return lambda begin, pads, *rest: sound(begin, torch.zeros_like(pads), *rest)
+
+
+def without_window(sound):
+    """Of `BLOCK_MASK`."""
+    return lambda *args: sound(*args[:6])
+
+
+def nodes_stay_where_they_were_written(sound):
+    """Of `COMMIT_TO_CACHE`."""
+    return lambda self, count, path=None: sound(self, count)
+
+
+def nodes_have_the_roots_length(sound):
+    """Of `NODES`."""
+
+    def constant(self, ctx, proposal):
+        sound(self, ctx, proposal)
+        self.prefix_length = self.prefix_length[:, :1].expand_as(self.prefix_length)
+
+    return constant
+
+
+def ends_in_the_last_token_only(sound):
+    """Of `CUT`."""
+
+    def cut(self, ctx, block, count):
+        order = torch.arange(1, block.shape[1] + 1)
+        return sound(self, ctx, torch.where(order < count[:, None], -1, block), count)
+
+    return cut
+
+
+def without_prefix(patch):
+    """Unknown processors see no drafted token of a node's path."""
+    old = "ids[b, width + length[b] :] = self._proposal.tokens[b, above]"
+    PROCESS_ONE_BY_ONE.edit(patch, old, "pass")
