@@ -9,6 +9,7 @@ docs/peers.md shows every way on the published one. The numbers are those of ``r
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ def tables(results: Path) -> dict[str, str]:
 
 def main() -> None:
     """Writes the tables."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     for page, shown in tables(HERE / "results").items():
         write_page(HERE.parent / page, shown, PAGES[page])
         print(f"written: {page}")

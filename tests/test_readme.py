@@ -154,8 +154,9 @@ def test_a_command_runs_as_it_stands(line, sandbox, monkeypatch, tmp_path):
 @needs_wheel
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in LINES if takes_default(line)])
-def test_a_command_without_a_model_runs_the_published_one(line, sandbox, monkeypatch):
-    monkeypatch.chdir(sandbox)
+def test_a_command_without_a_model_runs_the_published_one(line, tmp_path, monkeypatch):
+    lay_out(tmp_path)  # in the folder of the others are their results
+    monkeypatch.chdir(tmp_path)
     run_line(line)
 
 
