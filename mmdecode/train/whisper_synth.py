@@ -250,13 +250,15 @@ def train(options: Options, work: Path, out: Path) -> None:
         prefetch_factor=4,
     )
     box = options.minutes * 60
-    before = saved = time.time()
+    saved = time.time()
+    before: float | None = None  # the time box begins with the first batch
     seen = 0
     running = torch.zeros(2)
     model.train()
     for batch in loader:
         now = time.time()
-        spent += min(now - before, 30.0)  # sleep of the machine costs nothing
+        if before is not None:
+            spent += min(now - before, 30.0)  # sleep of the machine costs nothing
         before = now
         clock.fill_(spent / box)
         if spent >= box:
