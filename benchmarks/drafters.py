@@ -33,9 +33,9 @@ from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForCondi
 from mmdecode import registry
 from mmdecode.checkpoints import local_path
 from mmdecode.cli.progress import only_our_output
+from mmdecode.decoder import Decoder
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
 from mmdecode.testing.drafts import Siblings

@@ -27,7 +27,7 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 import mmdecode
 from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio
 from mmdecode.vlm import Answerer

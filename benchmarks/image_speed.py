@@ -32,7 +32,7 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 from mmdecode import registry
 from mmdecode.checkpoints import paired
 from mmdecode.cli.progress import only_our_output
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio, timed

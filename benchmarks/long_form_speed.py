@@ -24,7 +24,7 @@ from peers import Checkpoint
 from transformers import WhisperProcessor
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.evaluation.conditions import now
 from mmdecode.evaluation.stopwatch import interleaved
 from mmdecode.zoo.speech import speech_test

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from step_speed import Shape, build, runner, shapes
 
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.memory import row_bytes
 from mmdecode.testing.drafts import Random

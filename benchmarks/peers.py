@@ -32,7 +32,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.checkpoints import local_path
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.train.medusa import whisper_prompt
 

@@ -35,8 +35,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.engine.contracts import Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import Drafter, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import machine, timed
@@ -114,7 +115,7 @@ def shapes(scale: str) -> dict[str, Shape]:
     }
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes a known continuation in which each token is wrong with probability ``1 - rate``.
 
     Args:
@@ -124,16 +125,13 @@ class Oracle:
     """
 
     kinds = ("deterministic",)
-    needs = Needs()
-    static = True
+    needs = Requirements()
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(self, rows: torch.Tensor, rate: float, length: int, seed: int = 0) -> None:
         draws = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed))
         self.rows = torch.where(draws.to(rows.device) < rate, rows, rows + 1)
         self.steps = torch.arange(length, device=rows.device)
-
-    def begin(self, ctx, prefill, kind):
-        """Nothing to prepare."""
 
     def propose(self, ctx, budget):
         """The next tokens of the row."""
@@ -141,15 +139,6 @@ class Oracle:
         inside = index < self.rows.shape[1]
         tokens = self.rows.gather(1, index.clamp_max(self.rows.shape[1] - 1))
         return Proposal(tokens=tokens.masked_fill(~inside, -1), kind="deterministic")
-
-    def observe(self, ctx, proposal, scores, outcome):
-        """Nothing to learn."""
-
-    def reorder(self, rows):
-        """Never asked for here."""
-
-    def reset(self):
-        """Nothing to forget."""
 
 
 def step_bytes(model, shape: Shape) -> int:

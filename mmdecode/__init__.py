@@ -25,14 +25,17 @@ if TYPE_CHECKING:
         vlm,
         zoo,
     )
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter
     from mmdecode.frontdoor import attach, generate
     from mmdecode.loading import load
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AcceptanceRule",
     "Decoder",
+    "Drafter",
     "__version__",
     "accept",
     "adapters",
@@ -51,7 +54,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "Decoder": "mmdecode.engine.decoder",
+    "AcceptanceRule": "mmdecode.engine.contracts",
+    "Decoder": "mmdecode.decoder",
+    "Drafter": "mmdecode.engine.contracts",
     "attach": "mmdecode.frontdoor",
     "generate": "mmdecode.frontdoor",
     "load": "mmdecode.loading",

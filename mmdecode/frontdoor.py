@@ -17,9 +17,10 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.decoder import Decoder, NoDraft
-from mmdecode.engine.setup import with_stop_strings
+from mmdecode.draft.none import NoDraft
+from mmdecode.engine.request import with_stop_strings
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 
 _MODES = {"image": "mmdecode.image_ar.raster"}

@@ -5,7 +5,8 @@ import errno
 import torch
 
 from mmdecode import errors
-from mmdecode.engine.decoder import NoDraft
+from mmdecode.draft.none import NoDraft
+from mmdecode.engine.capabilities import DrafterCapabilities
 
 
 class Odd(Exception):
@@ -64,7 +65,7 @@ class Faulty(NoDraft):
         stage: ``begin``, ``propose`` or ``observe``.
     """
 
-    static = False
+    capabilities = DrafterCapabilities()
 
     def __init__(self, bad, error, stage="begin"):
         self.bad, self.error, self.stage = bad, error, stage

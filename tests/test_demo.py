@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmdecode.asr.words import Word
-from mmdecode.engine.decoder import Round
+from mmdecode.engine.trace import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer
 from mmdecode.files import is_own

@@ -11,7 +11,7 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli import demo_recordings, demo_speech
 from mmdecode.cli.app import app
-from mmdecode.engine.decoder import Round
+from mmdecode.engine.trace import Round
 from mmdecode.evaluation import recording_page
 from mmdecode.evaluation.report import page
 from mmdecode.evaluation.wer import wer

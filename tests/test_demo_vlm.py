@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from mmdecode import registry
 from mmdecode.cli import demo_vlm
 from mmdecode.cli.app import app
-from mmdecode.engine.decoder import Decoder, Round
+from mmdecode.decoder import Decoder
+from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
 from mmdecode.evaluation import answer_page as page
 from mmdecode.evaluation.attention_map import AttentionMap, attention_map

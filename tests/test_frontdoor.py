@@ -15,10 +15,10 @@ from transformers import (
 )
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.testing.drafts import Drafter, Known
+from mmdecode.testing.drafts import Known, TestDrafter
 from tests.conformance.tiny import (
     NEW,
     VOCAB,
@@ -156,7 +156,7 @@ def test_request_names_decide_the_noise():
     assert generate(2, decoder, request=["b", "a"], **options).tolist() == [second, first]
 
 
-class Listener(Drafter):
+class Listener(TestDrafter):
     """Proposes nothing and keeps the raw inputs of each call."""
 
     def __init__(self):

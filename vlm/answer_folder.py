@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import SUFFIXES

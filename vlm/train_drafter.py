@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.draft_speed import Setting, measure
 from mmdecode.train.drafter import train

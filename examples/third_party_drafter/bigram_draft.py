@@ -2,16 +2,15 @@
 
 import torch
 
-from mmdecode.engine.contracts import Needs
+from mmdecode import Drafter
 from mmdecode.engine.proposal import Proposal
 
 
-class Bigram:
+class Bigram(Drafter):
     """A chain of up to `length` tokens; 0 proposes nothing."""
 
     summary = "what followed each token when it was last seen"  # for `mmdecode methods`
     kinds = ("deterministic",)
-    needs = Needs()
 
     def __init__(self, length: int = 4):
         self.length = length

@@ -1,6 +1,6 @@
 from bigram_draft import Bigram
 
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import run_rows
 from mmdecode.testing.table import Table

@@ -6,15 +6,19 @@ by q, and so need the law that a token was really drawn from, are in `mmdecode.a
 
 from __future__ import annotations
 
-from mmdecode.accept.follow import best, finish, follow, keyed
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from dataclasses import replace
+
+from mmdecode.accept.follow import best, follow, keyed
+from mmdecode.engine.capabilities import RuleCapabilities
+from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.target_logits import TargetLogits
 
 _ANY: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacement")
 
 
-class GreedyMatch:
+class GreedyMatch(AcceptanceRule):
     """Keeps a drafted token if it is the argmax of the law; ties go to the lowest id.
 
     Guarantee: exact for greedy decoding, for any proposal.
@@ -26,15 +30,16 @@ class GreedyMatch:
     guarantee = "exact"
     kinds = _ANY
     modes = frozenset({"greedy"})
-    draft_free = True
+    capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
-        outcome, choices = follow(proposal, law, ctx, best)
-        return finish(outcome, proposal, law, noise, ctx, choices)
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        return follow(proposal, law, ctx, best)
 
 
-class Coupled:
+class Coupled(AcceptanceRule):
     """Keeps a drafted token if it is argmax(log pi + G), with Gumbel noise G keyed by position.
 
     The noise belongs to the position, not to the round, so the sequence is the one that the
@@ -50,16 +55,16 @@ class Coupled:
     guarantee = "exact"
     kinds: tuple[Kind, ...] = ("coupled", "deterministic", "iid", "without_replacement")
     modes = frozenset({"sample"})
-    draft_free = True
+    capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
-        choose = keyed(proposal, noise, ctx, Role.TARGET)
-        outcome, choices = follow(proposal, law, ctx, choose)
-        return finish(outcome, proposal, law, noise, ctx, choices)
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
+        return follow(proposal, law, ctx, keyed(proposal, noise, ctx, Role.TARGET))
 
 
-class Membership:
+class Membership(AcceptanceRule):
     """Draws the token from the law first, and follows the draw while it was drafted.
 
     Form (a) of one-hot rejection: the same law and acceptance, the probability that the law puts on
@@ -75,8 +80,10 @@ class Membership:
     kinds = _ANY
     modes = frozenset({"sample"})
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, noise, ctx, Role.ACCEPT, trial=ctx.rounds)
-        outcome, _ = follow(proposal, law, ctx, choose)  # by noise that decides this round alone
-        return finish(outcome, proposal, law, noise, ctx)
+        outcome = follow(proposal, law, ctx, choose)
+        return replace(outcome, choices=None)  # made by noise that decides this round alone

@@ -1,4 +1,4 @@
-"""What the rules share: walking a tree along chosen tokens, and finishing an outcome.
+"""What the rules share: walking a tree along chosen tokens.
 
 Not a rule itself.
 """
@@ -6,15 +6,14 @@ Not a rule itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from mmdecode.accept.tail import with_tail
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.contracts import Context, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.target_logits import TargetLogits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,31 +77,27 @@ def keyed(
     return choose
 
 
-def follow(
-    proposal: Proposal, law: LawView, ctx: Context, choose: Choose
-) -> tuple[Outcome, Tensor | None]:
-    """Keeps nodes while they are what the law itself chooses; the next choice ends the block.
-
-    Returns:
-        The outcome, and the choices at root and nodes, ``(B, N + 1)``, where all were made.
-    """
+def follow(proposal: Proposal, law: TargetLogits, ctx: Context, choose: Choose) -> Outcome:
+    """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
     if not law.vectorised:
-        return _follow_lazily(proposal, law, ctx, choose), None
+        return _follow_lazily(proposal, law, ctx, choose)
     if not proposal.size:
         chosen = choose(law.all(), ctx.length.new_zeros((1, 1)))
-        outcome = Outcome(
-            path=proposal.tokens, num_accepted=torch.zeros_like(ctx.length), next_token=chosen[:, 0]
+        return Outcome(
+            path=proposal.tokens,
+            num_accepted=torch.zeros_like(ctx.length),
+            next_token=chosen[:, 0],
+            choices=chosen,
         )
-        return outcome, chosen
     parents, depths, _ = proposal.structure()
     choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
     wanted = choices.gather(1, (parents + 1).expand(ctx.batch, -1))
     path, count, end = deepest_path(proposal.tokens == wanted, proposal)
     decided = choices.gather(1, end[:, None])[:, 0]
-    return Outcome(path=path, num_accepted=count, next_token=decided), choices
+    return Outcome(path=path, num_accepted=count, next_token=decided, choices=choices)
 
 
-def _follow_lazily(proposal: Proposal, law: LawView, ctx: Context, choose: Choose) -> Outcome:
+def _follow_lazily(proposal: Proposal, law: TargetLogits, ctx: Context, choose: Choose) -> Outcome:
     parents, _, _ = proposal.structure()
     parents = parents.expand(ctx.batch, -1)
     node = torch.full_like(ctx.length, -1)  # the root
@@ -124,7 +119,7 @@ def _follow_lazily(proposal: Proposal, law: LawView, ctx: Context, choose: Choos
 
 def keep_likely(
     proposal: Proposal,
-    law: LawView,
+    law: TargetLogits,
     ctx: Context,
     choose: Choose,
     test: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -176,26 +171,3 @@ def keep_likely(
     path, count, last = deepest_path(whole, proposal)
     scores = law.at(torch.where(ctx.open, last, -1))[:, None]
     return Outcome(path=path, num_accepted=count, next_token=choose(scores, count[:, None])[:, 0])
-
-
-def finish(
-    outcome: Outcome,
-    proposal: Proposal,
-    law: LawView,
-    noise: Noise,
-    ctx: Context,
-    choices: Tensor | None = None,
-) -> Outcome:
-    """Silences closed rows, and refills the rest of the window where a Jacobi draft asks for it.
-
-    ``choices``: see `mmdecode.accept.tail.with_tail`.
-    """
-    outcome = replace(
-        outcome,
-        num_accepted=torch.where(ctx.open, outcome.num_accepted, 0),
-        next_token=torch.where(ctx.open, outcome.next_token, -1),
-        path=outcome.path.masked_fill(~ctx.open[:, None], -1),
-    )
-    if ctx.tail is None:
-        return outcome
-    return with_tail(outcome, proposal, law, noise, ctx, choices)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mmdecode.accept.lantern import codebook_of, codes_at
 from mmdecode.accept.rejection import Asked, Relaxed
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.contracts import Context, Outcome
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
 
 
@@ -52,8 +53,10 @@ class Grouped(Relaxed):
         self.size, self.gap, self.distance = size, gap, distance
         self.neutral = size == 1
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`.
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook, and ``distance`` is given.

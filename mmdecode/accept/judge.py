@@ -13,14 +13,15 @@ import math
 
 from torch import Tensor
 
-from mmdecode.accept.follow import best, finish, keep_likely, keyed
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.accept.follow import best, keep_likely, keyed
+from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
 
 
-class Judge:
+class Judge(AcceptanceRule):
     """Keeps a drafted token if ``p(x) > share * max p``, or if it is the law's own choice.
 
     Args:
@@ -40,8 +41,10 @@ class Judge:
             raise OptionError(f"share must be in 0..1, got {share}; 1 is neutral")
         self.share = share
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, noise, ctx, Role.TARGET) if ctx.do_sample else best
 
         floor = math.log(self.share) if self.share else -math.inf
@@ -50,5 +53,4 @@ class Judge:
             likely = scores.gather(2, tokens[..., None])[..., 0] > scores.amax(-1) + floor
             return likely | (tokens == choose(scores, depths))
 
-        outcome = keep_likely(proposal, law, ctx, choose, test)
-        return finish(outcome, proposal, law, noise, ctx)
+        return keep_likely(proposal, law, ctx, choose, test)

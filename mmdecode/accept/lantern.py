@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.rejection import Asked, Relaxed
-from mmdecode.engine.branch import model_name
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.contracts import Context, Outcome, model_name
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import IncompatibleError, OptionError
 
 _BLOCK = 512  # codes whose distances to all others are held at once
@@ -85,8 +85,10 @@ class LANTERN(Relaxed):
         self.k, self.neighbours = k, neighbours
         self.neutral = self.delta == 0 and self.lambda_ == 1
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`.
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook.

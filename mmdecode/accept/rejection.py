@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.accept.follow import finish
-from mmdecode.accept.tail import passes, residual
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.engine.sampling import passes, residual
+from mmdecode.engine.target_logits import TargetLogits
 
 
-class Rejection:
+class Rejection(AcceptanceRule):
     """Keeps a drafted token with probability min(1, p / q); else goes on with the residual.
 
     Guarantee: exact, if every token was really drawn from its ``log_q``, siblings in their order
@@ -50,19 +50,20 @@ class Rejection:
         """What the test divides, both ``(...)``: keep where ``u * second < first``."""
         return at_token(asked.p, asked.token), at_token(asked.q, asked.token)
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
         walk = self._chain if proposal.is_chain and law.vectorised else self._tree
         path, count, p = walk(proposal, law, noise, ctx)
         gumbel = noise.gumbel(
             (ctx.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=ctx.rounds
         )
         next_token = (p.log() + gumbel[:, 0]).argmax(-1)
-        outcome = Outcome(path=path, num_accepted=count, next_token=next_token)
-        return finish(outcome, proposal, law, noise, ctx)
+        return Outcome(path=path, num_accepted=count, next_token=next_token)
 
     def _chain(
-        self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All tests at once: path, its length, and the law of the token behind it."""
         rows = law.all().softmax(-1)  # (B, N + 1, V)
@@ -86,7 +87,7 @@ class Rejection:
         return path, count, torch.where(stopped, left, _at(rows, count))
 
     def _tree(
-        self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Child after child; of unknown processors, those at kept nodes alone are run."""
         parents, depths, _ = proposal.structure()
@@ -156,8 +157,10 @@ class Relaxed(Rejection):
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
         if proposal.log_q is None:
             tokens = proposal.tokens.clamp_min(0)[..., None]
             certain = law.raw().new_full((*proposal.tokens.shape, law.raw().shape[-1]), -torch.inf)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmdecode.accept.follow import best, finish, keep_likely, keyed
-from mmdecode.engine.contracts import Context, LawView, Outcome
+from mmdecode.accept.follow import best, keep_likely, keyed
+from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
 
 
-class Typical:
+class Typical(AcceptanceRule):
     """Keeps a drafted token if its probability exceeds ``min(epsilon, delta * exp(-entropy))``.
 
     Args:
@@ -40,8 +41,10 @@ class Typical:
             )
         self.epsilon, self.delta = epsilon, delta
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
-        """See `mmdecode.engine.contracts.Accept`."""
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
+        """See `mmdecode.engine.contracts.AcceptanceRule`."""
 
         def test(scores: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
             log_p = scores.log_softmax(-1)
@@ -49,8 +52,7 @@ class Typical:
             return p > threshold(log_p, self.epsilon, self.delta)
 
         choose = keyed(proposal, noise, ctx, Role.TARGET) if ctx.do_sample else best
-        outcome = keep_likely(proposal, law, ctx, choose, test)
-        return finish(outcome, proposal, law, noise, ctx)
+        return keep_likely(proposal, law, ctx, choose, test)
 
 
 def threshold(log_p: Tensor, epsilon: float, delta: float) -> Tensor:

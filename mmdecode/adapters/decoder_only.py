@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
-from mmdecode.engine.setup import left_padded
+from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 

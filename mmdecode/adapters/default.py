@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mmdecode._compat import attention_implementation
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
-from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.checks import refuse_training
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.contracts import MAIN, BranchSpec, Context, Prompt
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.views import origin
@@ -150,10 +150,10 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
     kept = torch.tensor([[0, 2], [1, -1]], device=device)
 
     ctx = _context(prompts, mask)
-    branches = ModelBranches(adapter, [MAIN])
+    branches = ModelRunner(adapter, [MAIN])
     drafted = Proposal(tokens=torch.stack(nodes, 1), kind="deterministic", tree=TREE)
     found = [branches.prefill(ctx, {})["main"].logits]
-    alone = ModelBranches(adapter, [MAIN]).prefill(_context(prompts[:1], mask[:1]), {})
+    alone = ModelRunner(adapter, [MAIN]).prefill(_context(prompts[:1], mask[:1]), {})
     _append(ctx, root)
     found.append(branches.score(ctx, drafted, {})["main"].logits)
     count = (kept >= 0).sum(1)

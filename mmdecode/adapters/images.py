@@ -24,7 +24,7 @@ from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
 from mmdecode.engine.layout import Layout
-from mmdecode.engine.setup import left_padded
+from mmdecode.engine.request import left_padded
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
 from mmdecode.engine.hooks import of_this_thread
-from mmdecode.engine.setup import left_padded
+from mmdecode.engine.request import left_padded
 
 
 class InstructBlipAdapter(VisionLanguageAdapter):

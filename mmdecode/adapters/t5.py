@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
-from mmdecode.engine.branch import distances
 from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.masks import distances
 from mmdecode.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

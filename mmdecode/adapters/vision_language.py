@@ -26,7 +26,7 @@ from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
 from mmdecode.engine.hooks import of_this_thread
-from mmdecode.engine.setup import left_padded
+from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError
 

@@ -13,7 +13,7 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 from mmdecode.adapters import audio_views
 from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
 from mmdecode.engine.contracts import BranchSpec, Context, Prompt
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration

@@ -32,9 +32,9 @@ from mmdecode.asr.audio import import_or_explain
 from mmdecode.asr.letters import CTCModel, Letters, letters_of
 from mmdecode.asr.words import Token, is_marks, opens, split_units
 from mmdecode.engine.contracts import Context
-from mmdecode.engine.law import Law, Processors
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.target_logits import Processors, TargetLogits
 
 Head = tuple[int, int]
 """Decoder layer and head."""
@@ -388,6 +388,6 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
         limit=len(window.tokens) + 1,
     )
     proposal = Proposal(tokens=tokens, kind="deterministic")
-    law = Law(logits[None], ctx, proposal, Processors(window.rules))
+    law = TargetLogits(logits[None], ctx, proposal, Processors(window.rules))
     scores = law.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
     return scores.softmax(-1).gather(1, tokens[0, :, None])[:, 0].tolist()

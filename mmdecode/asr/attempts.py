@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recognizers.base import Encoded, Recognizer
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
 
 @dataclass

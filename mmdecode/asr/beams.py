@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 
-from mmdecode.engine.setup import token_ids, up_to_end
+from mmdecode.engine.request import token_ids, up_to_end
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, BranchOutput, Context
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError
@@ -126,7 +126,9 @@ def calibrate(
     )
 
 
-def _forced(corrector: Corrector, one: NBestList, heard: Any) -> tuple[Tensor, Scores, Tensor]:
+def _forced(
+    corrector: Corrector, one: NBestList, heard: Any
+) -> tuple[Tensor, BranchOutput, Tensor]:
     """What both models say at each token of a reference: ``(n, V)``, scores, labels ``(n,)``."""
     assert one.reference is not None and corrector.decoder.guide is not None
     device = corrector.model.device
@@ -151,14 +153,14 @@ def _forced(corrector: Corrector, one: NBestList, heard: Any) -> tuple[Tensor, S
     )
     [spec] = corrector.decoder.guide.branches
     assert spec.build is not None, "fusions build their branch"
-    scorers = [ModelBranches(adapter, [MAIN]), spec.build(ctx)]
-    first: dict[str, Scores] = {}
+    scorers = [ModelRunner(adapter, [MAIN]), spec.build(ctx)]
+    first: dict[str, BranchOutput] = {}
     for scorer in scorers:
         first |= scorer.prefill(ctx, first)
     # the rest as a drafted chain behind the first token
     ctx.length, ctx.longest = zero + 1, 1
     chain = Proposal(tokens=tokens[:, 1:-1], kind="deterministic")
-    rest: dict[str, Scores] = {}
+    rest: dict[str, BranchOutput] = {}
     for scorer in scorers:
         rest |= scorer.score(ctx, chain, rest)
     parts = [first, rest] if len(answer) > 1 else [first]
@@ -167,5 +169,7 @@ def _forced(corrector: Corrector, one: NBestList, heard: Any) -> tuple[Tensor, S
         values = [getattr(part[name], field) for part in parts]
         return None if values[0] is None else torch.cat(values, 1)
 
-    sparse = Scores(logits=joined(ACOUSTIC, "logits"), candidates=joined(ACOUSTIC, "candidates"))
+    sparse = BranchOutput(
+        logits=joined(ACOUSTIC, "logits"), candidates=joined(ACOUSTIC, "candidates")
+    )
     return joined("main", "logits")[0], sparse, tokens[0]

@@ -36,9 +36,9 @@ from torch.nn.utils.rnn import pad_sequence
 from mmdecode import registry
 from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
+from mmdecode.decoder import Decoder
 from mmdecode.draft.source import Source
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
 from mmdecode.errors import (
     IncompatibleError,
     InputError,
@@ -52,7 +52,7 @@ from mmdecode.frontdoor import generate
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from mmdecode.engine.contracts import Draft, Guide
+    from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.engine.stats import Stats
 
 SETTINGS = "corrector.json"
@@ -466,7 +466,7 @@ class Corrector:
         chat: bool = False,
         guard: EditGuard | None = GUARD,
         copy_below: float | None = None,
-        draft: Draft | str | None = "hypotheses",
+        draft: Drafter | str | None = "hypotheses",
         guide: Guide | str | None = None,
         beams: int = 1,
         temperature: float = 0.0,

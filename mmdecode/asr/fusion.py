@@ -40,11 +40,11 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.words import SPACES
-from mmdecode.engine.branch import MAIN, ModelBranches
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Context
 from mmdecode.engine.proposal import Proposal
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import (
     ACOUSTIC,
@@ -333,8 +333,8 @@ def log_sum(values: np.ndarray) -> float:
 class AcousticScorer:
     """A recogniser that scores a language model's likeliest tokens as text.
 
-    See `mmdecode.engine.contracts.Scorer`; the module says what a score is. What is heard comes
-    with the call, as for `mmdecode.guide.fusion.SecondModel`.
+    See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. What is heard
+    comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
 
     Args:
         ctx: Of the call.
@@ -364,12 +364,12 @@ class AcousticScorer:
         self.model, self.spelling, self.tokenizer, self.pieces = model, spelling, tokenizer, pieces
         self.count = candidates
         self.ends = frozenset(ctx.ends.tolist())
-        self.branches = ModelBranches(adapter_for(model), [MAIN])
+        self.branches = ModelRunner(adapter_for(model), [MAIN])
         self.choices = Choices(ctx)
         self._given, self.prompt = what_it_reads(ctx, model, prompt)
         self.listeners: list[Listener] = []
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Hears the audio, and answers for the first token."""
         inputs = encoded(self.model, self._given)
         nothing = ctx.ids[:, :0]
@@ -383,8 +383,8 @@ class AcousticScorer:
         return found
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         """Candidates behind root and nodes."""
         for row, ids in enumerate(_generated(ctx)):
             self.listeners[row].commit(self._decoded(ids))
@@ -395,14 +395,14 @@ class AcousticScorer:
         self.choices.keep(path, count)
 
     def reorder(self, rows: Tensor) -> None:
-        """See `mmdecode.engine.contracts.Scorer`."""
+        """See `mmdecode.engine.contracts.BranchRunner`."""
         self.branches.reorder(rows)
         self.listeners = [self.listeners[row].fork() for row in rows.tolist()]
         self.choices.reorder(rows)
 
     def _answer(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         logits = earlier["main"].logits
         best = logits.topk(min(self.count, logits.shape[-1])).indices
         likeliest = best.tolist()
@@ -422,7 +422,7 @@ class AcousticScorer:
         scores = torch.tensor(self.scores(asked)).reshape(best.shape).to(logits)
         self.choices.see(best[..., 0], self._likely(likeliest, scores))
         candidates = best.masked_fill(scores == -torch.inf, -1)
-        return {ACOUSTIC: Scores(logits=scores, candidates=candidates)}
+        return {ACOUSTIC: BranchOutput(logits=scores, candidates=candidates)}
 
     def _likely(self, best: list[list[list[int]]], scores: Tensor) -> list[list[frozenset[int]]]:
         """Candidates that the audio alone might take, by row and node.

@@ -44,7 +44,7 @@ from mmdecode.asr.n_best import Alternatives
 from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, changes_audio
 from mmdecode.asr.voice import Timeline, VoiceActivity
 from mmdecode.asr.words import timed_words
-from mmdecode.engine.decoder import NoDraft
+from mmdecode.draft.none import NoDraft
 from mmdecode.engine.encoding import grouped
 from mmdecode.errors import OptionError
 from mmdecode.runs.items import Failed, Watch, each, tried
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.audio import Source
     from mmdecode.asr.recording import Recording
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
 
 ADVICE = "lower batch_size or n_best, or load the model in half precision"

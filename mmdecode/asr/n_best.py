@@ -22,7 +22,7 @@ from torch import Tensor
 from mmdecode.asr.attempts import Attempts
 from mmdecode.asr.beams import Scored
 from mmdecode.asr.recognizers.base import Encoded
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 
 

@@ -26,7 +26,7 @@ from mmdecode.checkpoints import (
     placed,
     trusting_as_asked,
 )
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError, OptionError, refuse_unknown
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
@@ -34,7 +34,7 @@ from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.correcting import DecidedWord, ListCorrection, WindowCorrector
-    from mmdecode.engine.contracts import Accept, Draft, Guide
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
 
 
@@ -170,9 +170,9 @@ class Transcriber:
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
-        draft: Draft | str | None = None,
+        draft: Drafter | str | None = None,
         guide: Guide | str | None = None,
-        accept: Accept | str = "auto",
+        accept: AcceptanceRule | str = "auto",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         seed: int = 0,

@@ -113,7 +113,7 @@ def command(
     from mmdecode import registry
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
     from mmdecode.evaluation.audit import audit
     from mmdecode.evaluation.plain import UNCUT, Plain
 

@@ -88,7 +88,7 @@ def transcribe(
 
 def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
     """One clip each way, once."""
-    from mmdecode.engine.decoder import Round
+    from mmdecode.engine.trace import Round
     from mmdecode.evaluation.recording_page import Recording
 
     ids, generate_s = _generate(plain, clip)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mmdecode.asr.transcriber import Transcriber, Transcript
-    from mmdecode.engine.decoder import Decoder, Round
+    from mmdecode.decoder import Decoder
+    from mmdecode.engine.trace import Round
     from mmdecode.evaluation.report import Item, Opening, Report
     from mmdecode.evaluation.wer import WER
     from mmdecode.zoo.speech import Clip
@@ -195,8 +196,8 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
     """The plain and the drafted way over one model."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load
+    from mmdecode.decoder import Decoder
     from mmdecode.draft.medusa import Medusa
-    from mmdecode.engine.decoder import Decoder
     from mmdecode.evaluation.conditions import now
 
     only_our_output()
@@ -309,7 +310,7 @@ def _with_words(way: Way) -> Transcriber:
     """The same way with times of words, not watched."""
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
     transcriber = way.transcriber
     return Transcriber(

@@ -16,8 +16,8 @@ from mmdecode.cli.progress import only_our_output
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from mmdecode.engine.contracts import Draft, Guide
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
+    from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.evaluation.answer_page import (
         Answers,
         Asked,
@@ -196,7 +196,7 @@ def tasks(scene: Scene, *, tempting: bool) -> Iterator[Task]:
 def _ask(
     plain: Answerer,
     methods: Mapping[str, Guide | None],
-    draft: Draft,
+    draft: Drafter,
     png: bytes,
     scene: Scene,
     asked: Sequence[Task],
@@ -206,7 +206,7 @@ def _ask(
     warm: bool,
 ) -> list[Asked]:
     """All questions about one image, each method one question at a time; captions drafted too."""
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
     from mmdecode.evaluation.answer_page import Asked, Given
     from mmdecode.evaluation.attention_map import attention_map
     from mmdecode.vlm.answerer import Answerer

@@ -350,7 +350,7 @@ def _transcribers(
     """One network, decoded without a draft and with each."""
     from mmdecode import registry
     from mmdecode.asr.transcriber import Transcriber, load, make_options
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
     from mmdecode.errors import OptionError
 
     settings = make_options(options)

@@ -202,7 +202,7 @@ def _transcribers(
     from mmdecode import registry
     from mmdecode.asr.options import FALLBACK
     from mmdecode.asr.transcriber import Transcriber, load, make_options
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
     from mmdecode.errors import OptionError
 
     if len(set(guides)) < len(guides):

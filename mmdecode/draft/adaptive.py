@@ -19,13 +19,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Adapter, Context, Draft, Needs, Outcome, Scores
+from mmdecode.engine.contracts import Adapter, BranchOutput, Context, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -55,7 +55,7 @@ class Depth:
         return self.tokens / self.seconds if self.calls else 0.0
 
 
-class Adaptive:
+class Adaptive(Drafter):
     """Wraps a draft and chooses its depth from call to call, for each batch size on its own.
 
     Args:
@@ -80,13 +80,13 @@ class Adaptive:
 
     def __init__(
         self,
-        draft: Draft | str,
+        draft: Drafter | str,
         depths: Sequence[int | None] = (None, 3, 1, 0),
         memory: int = 100,
         doubt: float = 0.3,
         sampled: bool = False,
     ) -> None:
-        self.draft: Draft = registry.create("draft", draft) if isinstance(draft, str) else draft
+        self.draft: Drafter = registry.create("draft", draft) if isinstance(draft, str) else draft
         if not depths or any(levels is not None and levels < 0 for levels in depths):
             raise OptionError(
                 f"depths={tuple(depths)}; expected at least one depth, each None or >= 0"
@@ -100,8 +100,8 @@ class Adaptive:
         self._measured = self._of_size(1)
         self.memory, self.doubt, self.sampled = memory, doubt, sampled
         self.kinds: tuple[Kind, ...] = self.draft.kinds
-        self.needs: Needs | Callable[[Adapter], Needs] = self.draft.needs
-        self.own_tokens_only: bool = getattr(self.draft, "own_tokens_only", False)
+        self.needs: Requirements | Callable[[Adapter], Requirements] = self.draft.needs
+        self.capabilities = replace(self.draft.capabilities, graph_safe=False)
         self._warm = False
         self._now: Depth | None = None
         self._times: list[float] = []
@@ -120,10 +120,10 @@ class Adaptive:
         inner = registry.create("draft", draft, model_id=model_id, target=target)
         return cls(inner, memory=memory)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Chooses the depth of this call."""
         self._now, self._measured = None, self._of_size(len(ctx.length))
-        if self.sampled or ctx.draft_free:
+        if self.sampled or ctx.drafter_invariant:
             self._now = self._choose()
         self._times, self._end = [time.perf_counter()], None
         if not self._off:
@@ -178,7 +178,9 @@ class Adaptive:
         proposal = self.draft.propose(ctx, levels)  # a fixed tree may take no notice of the levels
         return proposal.masked(proposal.structure()[1] <= levels)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Notes the time; the draft learns what it learns."""
         self._times.append(time.perf_counter())
         self._end = (ctx.length, ctx.rounds)

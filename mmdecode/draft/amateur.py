@@ -17,8 +17,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.branch import ModelBranches
-from mmdecode.engine.contracts import BranchSpec, Context, Guide, Scores
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
 
 
 class Amateur(Assistant):
@@ -61,5 +61,5 @@ class Amateur(Assistant):
         """This draft with the target's warp; it has one branch, which is not guided."""
         return super().under(None, warp)
 
-    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
-        return ModelBranches(ctx.adapter, [self.spec])
+    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
+        return ModelRunner(ctx.adapter, [self.spec])

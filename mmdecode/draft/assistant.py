@@ -24,15 +24,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
-from mmdecode.draft.own_law import OwnLaw, noise_of
-from mmdecode.engine.branch import MAIN, ModelBranches, chain
+from mmdecode.draft.own_law import DraftTarget, noise_of
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import BranchSpec, Context, Guide, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import (
+    MAIN,
+    BranchOutput,
+    BranchSpec,
+    Context,
+    Drafter,
+    Guide,
+    Outcome,
+    Requirements,
+)
+from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, OptionError
 
 
-class Assistant:
+class Assistant(Drafter):
     """Drafts ``length`` tokens with ``model``.
 
     Args:
@@ -53,9 +64,9 @@ class Assistant:
     summary = "a smaller model drafts a chain"
     source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
-    needs = Needs()
-    static = True
-    own_tokens_only = True  # its cache lacks what another draft proposed
+    needs = Requirements()
+    # its cache lacks what another draft proposed
+    capabilities = DrafterCapabilities(graph_safe=True, composable=False)
 
     def __init__(
         self,
@@ -70,9 +81,9 @@ class Assistant:
             raise OptionError(
                 f"length={length}, risk={risk}; expected length >= 0 and risk from 0 to 1"
             )
-        self.model, self.length, self.law = model, length, OwnLaw(guide, warp)
+        self.model, self.length, self.law = model, length, DraftTarget(guide, warp)
         self.text_only, self.risk = text_only, risk
-        self._branch: ModelBranches | None = None
+        self._branch: ModelRunner | None = None
         self._kind: Kind = "deterministic"
         self._loaded: dict[type, Any] = {}  # by the target's class, also for copies of this
 
@@ -96,16 +107,16 @@ class Assistant:
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
         """This assistant with the law of a target, where it has none of its own."""
         alike = copy.copy(self)
-        alike.law = OwnLaw(self.law.guide or guide, self.law.warp or warp)
+        alike.law = DraftTarget(self.law.guide or guide, self.law.warp or warp)
         return alike
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
         self._kind = kind
         self._branch = self._opened(ctx, prefill)
         self.law.begin(ctx, self._branch.prefill(ctx, {}))
 
-    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
+    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
         """The branch that drafts, before it has read anything."""
         model = self.model
         if isinstance(model, str):
@@ -127,7 +138,7 @@ class Assistant:
         if text_only is None:
             text_only = _sees(ctx.adapter) and not _sees(adapter)
         main = _words(ctx) if text_only and _sees(ctx.adapter) else MAIN
-        return ModelBranches(adapter, [main, *self.law.specs[1:]])
+        return ModelRunner(adapter, [main, *self.law.specs[1:]])
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """A chain per row."""
@@ -168,7 +179,9 @@ class Assistant:
         """Tokens to read again, of those there are: without a prompt of ids, one at first."""
         return min(2, ctx.prompt_length + ctx.longest + 1)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Moves the write position behind the last but one committed token."""
         assert self._branch is not None
         start = self._branch.width + ctx.length - self._lag(ctx)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from mmdecode.draft.features import FeatureDraft, shipped
-from mmdecode.engine.contracts import Adapter, Needs, Scores
+from mmdecode.engine.contracts import Adapter, BranchOutput, Requirements
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import Dream as Model
 from mmdecode.models.dream import most_received
@@ -64,12 +64,12 @@ class Dream(FeatureDraft):
         options = {"images": images, "drawn": drawn, "gain": gain, "share": share}
         return cls.shaped(path, length, depth, top_k, nodes, **options)
 
-    def needs(self, adapter: Adapter) -> Needs:
+    def needs(self, adapter: Adapter) -> Requirements:
         """As of any; where images are thinned out, what words attend to."""
         thinned = self.share < 1 and getattr(adapter, "shows_images", False)
-        return super().needs(adapter).union(Needs(text_attention=thinned))
+        return super().needs(adapter).union(Requirements(text_attention=thinned))
 
-    def _shown(self, rows: Rows, prefill: Scores) -> Rows:
+    def _shown(self, rows: Rows, prefill: BranchOutput) -> Rows:
         rows = super()._shown(rows, prefill)
         weights = max(prefill.text_attention.items(), default=None)
         if self.share == 1 or weights is None:

@@ -21,19 +21,23 @@ from torch import Tensor, nn
 
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
-from mmdecode.draft.own_law import OwnLaw
-from mmdecode.engine.branch import MAIN, block_mask, chain, model_name
+from mmdecode.draft.own_law import DraftTarget
 from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import (
+    MAIN,
     Adapter,
+    BranchOutput,
     BranchSpec,
     Context,
+    Drafter,
     Guide,
-    Needs,
     Outcome,
     Prompt,
-    Scores,
+    Requirements,
+    model_name,
 )
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows, load_drafter
@@ -44,7 +48,7 @@ IMAGES = ("all", "hidden")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class FeatureDraft:
+class FeatureDraft(Drafter):
     """Drafts with a model over the target's states.
 
     Args:
@@ -74,11 +78,11 @@ class FeatureDraft:
         OptionError: An option is out of range, or a drawn tree has too many nodes.
     """
 
-    static = True
-    own_tokens_only = True  # a path of another draft may be longer than its passes
-    advice = (
-        "drawn=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), which "
-        "proposes tokens with their law"
+    capabilities = DrafterCapabilities(
+        graph_safe=True,
+        composable=False,  # a path of another draft may be longer than its passes
+        hint="drawn=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), "
+        "which proposes tokens with their law",
     )
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {}
     """What `from_pretrained` loads."""
@@ -114,7 +118,7 @@ class FeatureDraft:
         self.kinds = (*kinds, sampled) if drawn else kinds
         self.drafter, self.depth, self.top_k, self.nodes = drafter.eval(), depth, top_k, nodes
         self._shape = Shape(depth, top_k, nodes, gain)
-        self.images, self.law = images, OwnLaw()
+        self.images, self.law = images, DraftTarget()
         self._running = self.drafter
         self._placed = [self.drafter]  # where states were last, also for copies of this
         self._kind: Kind = "deterministic"
@@ -168,7 +172,7 @@ class FeatureDraft:
             depth, top_k, nodes = length, 1, max(length, 1)
         return cls.from_pretrained(path, depth=depth, top_k=top_k, nodes=nodes, **options)
 
-    def needs(self, adapter: Adapter) -> Needs:
+    def needs(self, adapter: Adapter) -> Requirements:
         """The states that make a feature; of a model with images, what stands for them too.
 
         Raises:
@@ -179,10 +183,10 @@ class FeatureDraft:
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Self:
         """This draft with the law of a target."""
         alike = copy.copy(self)
-        alike.law = OwnLaw(guide, warp)
+        alike.law = DraftTarget(guide, warp)
         return alike
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Reads all prompt rows but the last, whose next token is yet to be decided."""
         refuse_foreign(self.drafter, ctx.adapter, prefill)
         self._kind = kind
@@ -217,7 +221,7 @@ class FeatureDraft:
             self._run(rows, mask, bucket(width))
         self._cache.set_start(torch.full_like(self._pads, width))
 
-    def _shown(self, rows: Rows, prefill: Scores) -> Rows:
+    def _shown(self, rows: Rows, prefill: BranchOutput) -> Rows:
         """The prompt's rows, without those that the drafter is not to see."""
         if self.images == "all":
             return rows
@@ -241,7 +245,9 @@ class FeatureDraft:
         branches = len(self.law.specs)
         return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Reads the committed tokens: the states along the accepted path, each with what follows.
 
         Rows behind the path's end are read too, and written over in the next round.
@@ -352,15 +358,18 @@ def shipped(kinds: Iterable[str], model_id: str | None) -> str:
     )
 
 
-def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Needs:
+def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
     """What a drafter wants of the target's passes; see `FeatureDraft.needs`."""
     shown = {0} if getattr(adapter, "shows_images", False) else set()
     hidden = frozenset({"last", *_levels(drafter, adapter), *shown})
-    return Needs(hidden=hidden, prompt_hidden=True)
+    return Requirements(hidden=hidden, prompt_hidden=True)
 
 
 def prompt_rows(
-    drafter: FeatureDrafter, ctx: Context, prefill: Scores, specs: Sequence[BranchSpec] = (MAIN,)
+    drafter: FeatureDrafter,
+    ctx: Context,
+    prefill: BranchOutput,
+    specs: Sequence[BranchSpec] = (MAIN,),
 ) -> Rows:
     """What a drafter reads of a prompt: all its tokens but the last, each with the one after it.
 
@@ -429,7 +438,9 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
     return positions[:, None].expand(-1, 3, -1)
 
 
-def refuse_foreign(drafter: FeatureDrafter | HydraHeads, adapter: Any, prefill: Scores) -> None:
+def refuse_foreign(
+    drafter: FeatureDrafter | HydraHeads, adapter: Any, prefill: BranchOutput
+) -> None:
     """Raises where a drafter was made for a target of another width, vocabulary or depth.
 
     Raises:

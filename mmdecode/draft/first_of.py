@@ -14,20 +14,21 @@ from torch.nn.functional import pad
 
 from mmdecode import registry
 from mmdecode.draft.source import Source
+from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import (
     Adapter,
+    BranchOutput,
     Context,
-    Draft,
-    Needs,
+    Drafter,
     Outcome,
-    Scores,
+    Requirements,
     needs_of,
 )
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 
 
-class FirstOf:
+class FirstOf(Drafter):
     """The proposal of ``first`` where it has one, else that of ``second``, row by row.
 
     Args:
@@ -45,10 +46,10 @@ class FirstOf:
     source = "arXiv:2304.04487, Yang et al. 2023, in front of any draft"
     kinds: tuple[Kind, ...] = ("deterministic",)
 
-    def __init__(self, first: Draft, second: Draft) -> None:
+    def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first, self.second = first, second
         for draft in (first, second):
-            if getattr(draft, "own_tokens_only", False) or "deterministic" not in draft.kinds:
+            if not draft.capabilities.composable or "deterministic" not in draft.kinds:
                 raise IncompatibleError.between(
                     f"draft {type(draft).__name__}",
                     "FirstOf",
@@ -56,7 +57,9 @@ class FirstOf:
                     "that the other part drafted",
                     "combine lookup, source, recycling or medusa",
                 )
-        self.static: bool = all(getattr(draft, "static", False) for draft in (first, second))
+        self.capabilities = DrafterCapabilities(
+            graph_safe=all(draft.capabilities.graph_safe for draft in (first, second))
+        )
 
     @classmethod
     def from_options(
@@ -70,11 +73,11 @@ class FirstOf:
         behind = registry.create("draft", second, model_id=model_id, target=target)
         return cls(Source(length, least=2), behind)
 
-    def needs(self, adapter: Adapter) -> Needs:
+    def needs(self, adapter: Adapter) -> Requirements:
         """What either wants."""
         return needs_of(self.first, adapter).union(needs_of(self.second, adapter))
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Begins both."""
         self.first.begin(ctx, prefill, kind)
         self.second.begin(ctx, prefill, kind)
@@ -100,7 +103,9 @@ class FirstOf:
         parents = joined(first.structure()[0], second.structure()[0])
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Both learn from every round, whoever drafted it."""
         self.first.observe(ctx, proposal, scores, outcome)
         self.second.observe(ctx, proposal, scores, outcome)

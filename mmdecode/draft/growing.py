@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmdecode.draft.own_law import OwnLaw, noise_of
+from mmdecode.draft.own_law import DraftTarget, noise_of
 from mmdecode.engine.contracts import Context
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
@@ -173,7 +173,7 @@ def grow(
 def grown_proposal(
     ctx: Context,
     kind: Kind,
-    law: OwnLaw,
+    law: DraftTarget,
     shape: Shape,
     root: Tensor,
     step: Callable[[int, Tensor, Tensor], Tensor],

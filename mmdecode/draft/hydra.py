@@ -18,14 +18,15 @@ from torch import Tensor
 
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.growing import Shape, gathered, grown_proposal
-from mmdecode.draft.own_law import OwnLaw
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 from mmdecode.models.hydra import HydraHeads
 
 
-class Hydra:
+class Hydra(Drafter):
     """Drafts with Hydra heads.
 
     Args:
@@ -46,8 +47,8 @@ class Hydra:
     summary = "heads on the model's own last state that read what is drafted before them"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-    needs = Needs(hidden=frozenset({"last"}))
-    static = True
+    needs = Requirements(hidden=frozenset({"last"}))
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Hydra:
         path = path or shipped([HydraHeads.kind], model_id)
         return cls.from_pretrained(path, depth, top_k, nodes, gain)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Moves the heads to the states."""
         refuse_foreign(self.heads, ctx.adapter, prefill)
         self._kind = kind
@@ -125,9 +126,11 @@ class Hydra:
 
         root = heads.logits(0, read, adapter)
         shape = replace(self._shape, levels=levels)
-        return grown_proposal(ctx, self._kind, OwnLaw(), shape, root, step)
+        return grown_proposal(ctx, self._kind, DraftTarget(), shape, root, step)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Keeps the state at the end of the accepted path."""
         hidden = scores.hidden["last"]
         if not proposal.is_chain:  # along the path, root first

@@ -2,7 +2,7 @@
 
 Nothing is trained and no second model is run. The window behind the last committed token is scored
 in one pass, the rule keeps what it can, and what lies behind the first rejection comes back with
-the law each token was drawn from (`mmdecode.accept.tail`); places that are new to the window are
+the law each token was drawn from (`mmdecode.engine.window`); places that are new to the window are
 filled from their neighbours or at random. What this gains depends on how soon a token's law settles
 while the tokens before it still change, so it suits image tokens, and text hardly.
 
@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores, Tail
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import (
+    BranchOutput,
+    Context,
+    Drafter,
+    Outcome,
+    Requirements,
+    WindowMode,
+)
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
@@ -31,7 +39,7 @@ STARTS = ("random", "left", "left_law", "above", "above_law")
 CONTINUATIONS = ("adaptive", "redraw", "shared")
 
 
-class Jacobi:
+class Jacobi(Drafter):
     """A window of guesses that are scored together and guessed again.
 
     Args:
@@ -55,7 +63,7 @@ class Jacobi:
 
     summary = "guesses of one pass are the drafts of the next: for image tokens"
     source = "Teng et al. 2024"
-    static = True
+    capabilities = DrafterCapabilities(graph_safe=True)
     _layout: Layout | None
     _laws: Tensor | None
 
@@ -85,11 +93,16 @@ class Jacobi:
             self._tree, self._paths = front_tree(window - 1, siblings, self.levels)
         drawn: Kind = "iid" if self._tree is None else "without_replacement"
         self.kinds: tuple[Kind, ...] = ("coupled", "deterministic", drawn)
-        tail: Tail = continuation  # type: ignore[assignment]
-        self.needs = Needs(tails={"coupled": "coupled", "deterministic": "redraw", drawn: tail})
+        own: WindowMode = continuation  # type: ignore[assignment]
+        modes: dict[Kind, WindowMode] = {
+            "coupled": "coupled",
+            "deterministic": "redraw",
+            drawn: own,
+        }
+        self.needs = Requirements(window_modes=modes)
         self.reset()
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Makes room for guesses by place, and for their laws where something reads these.
 
         Raises:
@@ -121,15 +134,18 @@ class Jacobi:
             for part in ([len(path) - 1 for path in self._paths], [p[-1] for p in self._paths])
         )
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Notes what is left of the window, and the law each guess was drawn from."""
-        tail, law = outcome.tail_tokens, outcome.tail_law
-        assert tail is not None and law is not None, "rules refill the window"
-        places = ctx.length[:, None] + torch.arange(tail.shape[1], device=ctx.device)
-        self._guesses.scatter_(1, places, tail.clamp_min(0))
+        window = outcome.window
+        assert window is not None, "the loop refills it"
+        places = ctx.length[:, None] + torch.arange(window.tokens.shape[1], device=ctx.device)
+        self._guesses.scatter_(1, places, window.tokens.clamp_min(0))
         if self._laws is not None:
-            self._laws.scatter_(1, self._ring(places).expand_as(law), law)
-        self._known.copy_(ctx.length + (tail >= 0).sum(1))
+            logits = window.logits
+            self._laws.scatter_(1, self._ring(places).expand_as(logits), logits)
+        self._known.copy_(ctx.length + (window.tokens >= 0).sum(1))
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """What is left of the window, then fresh guesses."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from mmdecode.draft.assistant import Assistant, Going
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
-from mmdecode.engine.branch import ModelBranches, model_name
-from mmdecode.engine.contracts import Context, Needs, Scores
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import BranchOutput, Context, Requirements, model_name
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
@@ -49,7 +49,7 @@ class Kangaroo(LayerSkip):
 
     summary = "the model's own first layers and a trained adapter draft while they are sure"
     source = "Kangaroo, Liu et al. 2024"
-    needs = Needs(hidden=frozenset({"last"}))
+    needs = Requirements(hidden=frozenset({"last"}))
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
     def __init__(self, drafter: Model, length: int = 6, sure: float = 0.6) -> None:
@@ -82,7 +82,7 @@ class Kangaroo(LayerSkip):
         path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, sure=sure)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Makes the view, and lets it read the prompt."""
         refuse_foreign(self.drafter, ctx.adapter, prefill)
         self._running = placed(self.drafter, self._running, prefill.hidden["last"])
@@ -135,7 +135,7 @@ class _Sure(Assistant):
         super().__init__(model, length)
         self.sure, self.layers = sure, layers
 
-    def _opened(self, ctx: Context, prefill: Scores) -> ModelBranches:
+    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
         branch = super()._opened(ctx, prefill)
         branch.adapter.num_layers = self.layers
         return branch

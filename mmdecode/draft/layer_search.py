@@ -23,11 +23,11 @@ from torch.nn.functional import cosine_similarity
 
 from mmdecode import registry
 from mmdecode.draft.layer_skip import shallow, without_hooks
-from mmdecode.draft.mirror import Mirror
-from mmdecode.engine.branch import chain, model_name
+from mmdecode.draft.mirror import CacheCopyDrafter
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.contracts import BranchOutput, Context, model_name
 from mmdecode.engine.hooks import of_this_thread
+from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 
@@ -38,7 +38,7 @@ ENOUGH = 0.95
 """A set that drafts so much of the text ends the search: SWIFT's own figure."""
 
 
-class LayerSearch(Mirror):
+class LayerSearch(CacheCopyDrafter):
     """Drafts ``length`` tokens without a share of the model's layers: a base for the two.
 
     Args:
@@ -77,7 +77,7 @@ class LayerSearch(Mirror):
         """From a string: ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, risk)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Copies what the model keeps of the prompt; nothing is skipped before the first search."""
         if len(ctx.adapter.windows) > 1:
             raise IncompatibleError.between(
@@ -158,7 +158,7 @@ class Swift(LayerSearch):
         self._units: list[Unit] = []
         self._found = False
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Keeps the best set so far, where the model is laid out as the last one."""
         super().begin(ctx, prefill, kind)
         units = units_of(ctx.adapter)

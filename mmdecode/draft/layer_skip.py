@@ -20,13 +20,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.views import mark
 from mmdecode.errors import IncompatibleError, OptionError
 
 
-class LayerSkip:
+class LayerSkip(Drafter):
     """Drafts ``length`` tokens with a subset of the target's layers.
 
     Args:
@@ -46,9 +47,9 @@ class LayerSkip:
     summary = "some of the model's own layers draft a chain"
     source = "Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024"
     kinds: tuple[Kind, ...] = Assistant.kinds
-    needs = Needs()
-    static = True
-    own_tokens_only = True  # its cache lacks what another draft proposed
+    needs = Requirements()
+    # its cache lacks what another draft proposed
+    capabilities = DrafterCapabilities(graph_safe=True, composable=False)
 
     def __init__(
         self, exit_layer: int | None = None, skip: Sequence[int] | None = None, length: int = 4
@@ -74,7 +75,7 @@ class LayerSkip:
             raise OptionError(f"skip={skip!r} lists no layers; write skip=3/5/7") from error
         return cls(exit_layer, layers, length)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Makes the view, and lets it read the prompt."""
         adapter = ctx.adapter
         count = len(adapter.layers())
@@ -104,7 +105,9 @@ class LayerSkip:
         assert self._inner is not None, "begin was not called"
         return self._inner.propose(ctx, budget)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Moves the view's write position."""
         assert self._inner is not None
         self._inner.observe(ctx, proposal, scores, outcome)

@@ -19,7 +19,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -27,7 +28,7 @@ POOL = 512
 """N-grams that a row remembers."""
 
 
-class Lookahead:
+class Lookahead(Drafter):
     """Drafts n-grams of the model's own trajectory.
 
     Args:
@@ -42,8 +43,9 @@ class Lookahead:
     summary = "n-grams of the model's own guesses for the positions ahead"
     source = "Lookahead Decoding, Fu et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
-    own_tokens_only = True  # the window is read off the scores of its own nodes
+    needs = Requirements()
+    # the window is read off the scores of its own nodes
+    capabilities = DrafterCapabilities(composable=False)
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
         if window < 0 or ngram < 2 or guesses < 0:
@@ -56,7 +58,7 @@ class Lookahead:
         self._pool: Tensor | None = None  # (B, POOL, N), -1 where nothing is known
         self._next = 0  # where the next n-grams go
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """The first guesses; nothing is known yet."""
         vocab = prefill.logits.shape[-1]
         best = prefill.logits[:, -1].topk(min(self.window, vocab)).indices
@@ -79,7 +81,9 @@ class Lookahead:
         tokens = torch.cat([known, *self._rows], 1)
         return Proposal(tokens=tokens, kind="deterministic", tree=tree)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Guesses anew behind every column, and notes the n-grams of full ones."""
         assert self._pool is not None
         first = self.guesses * (self.ngram - 1)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Copies ``length`` tokens from behind the longest earlier match of at most ``ngram`` tokens.
 
     Args:
@@ -30,9 +31,7 @@ class PromptLookup:
 
     summary = "copies what followed the last tokens where they occurred before"
     source = "Saxena 2023, prompt lookup decoding (PLD)"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
-    static = True
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(self, length: int = 10, ngram: int = 3) -> None:
         if length < 0 or ngram < 1:
@@ -42,7 +41,7 @@ class PromptLookup:
         self.length, self.ngram = length, ngram
         self._vocab = 0
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Notes how many tokens there are: a prompt may hold ids that are never generated."""
         self._vocab = prefill.logits.shape[-1]
 
@@ -68,15 +67,6 @@ class PromptLookup:
         drafted = drafted.long().cumprod(1).bool()  # nothing behind an id that is never generated
         tokens = ids.gather(1, inside).masked_fill(~drafted, -1)
         return Proposal(tokens=tokens, kind="deterministic")
-
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
-        """Nothing to learn: the context holds the history."""
-
-    def reorder(self, rows: Tensor) -> None:
-        """Nothing to move."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
 
 
 def suffix_matches(ids: Tensor, real: Tensor, tail: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired, read_weights
-from mmdecode.engine.branch import MAIN, block_mask, chain
 from mmdecode.engine.cache import RaggedCache, bucket
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import MAIN, BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import (
     IncompatibleError,
@@ -125,7 +126,7 @@ class _Shape:
         return cls(tree, levels, torch.tensor(last, device=device), max(last) + 1)
 
 
-class Medusa:
+class Medusa(Drafter):
     """Drafts with Medusa heads.
 
     Args:
@@ -143,7 +144,7 @@ class Medusa:
     summary = "extra heads on the model's own last hidden state draft a tree"
     source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
-    static = True
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class Medusa:
             )
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
         self.paths, self.nodes, self.cpu_nodes = paths, nodes, cpu_nodes
-        self.needs = Needs(hidden=frozenset({"last"}), prompt_hidden=block is not None)
+        self.needs = Requirements(hidden=frozenset({"last"}), prompt_hidden=block is not None)
         self._shapes: dict[tuple[int, torch.device], _Shape] = {}
         self._state: Tensor | None = None
         self._past: Any = None
@@ -283,7 +284,7 @@ class Medusa:
 
         write_folder(Path(folder), fill, overwrite)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Moves the heads to the rows; runs the block over all prompt rows but the last."""
         hidden = prefill.hidden["last"]
         if hidden.shape[-1] != self.heads.weight.shape[-1]:
@@ -338,7 +339,9 @@ class Medusa:
             self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)
         return self._shapes[key]
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Keeps the state at the end of the accepted path."""
         hidden = scores.hidden["last"]
         last = outcome.num_accepted[:, None]

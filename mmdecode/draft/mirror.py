@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.branch import model_name
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Guide, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Guide, Outcome, model_name
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 
 
-class Mirror(Assistant):
+class CacheCopyDrafter(Assistant):
     """Drafts ``length`` tokens with the model behind a copy of its cache: a base for others.
 
     Args:
@@ -36,8 +36,8 @@ class Mirror(Assistant):
             adapter does not show the inside of the model.
     """
 
-    static = False  # where a row stands decides which slots are copied
-    own_tokens_only = False
+    # where a row stands decides which slots are copied
+    capabilities = DrafterCapabilities(graph_safe=False)
 
     def __init__(self, length: int = 4, risk: float = 1.0) -> None:
         super().__init__(None, length, risk=risk)
@@ -49,7 +49,7 @@ class Mirror(Assistant):
         """This draft with the target's warp; it has one branch, which is not guided."""
         return super().under(None, warp)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Copies what the model keeps of the prompt."""
         if ctx.branch is None:
             raise IncompatibleError.between(
@@ -77,7 +77,7 @@ class Mirror(Assistant):
         self._branch.width, self._branch.pads = width, width - kept
         self._branch.left_out = tokens - kept
 
-    def _chosen(self, ctx: Context, prefill: Scores) -> tuple[Sequence[Tensor], Tensor]:
+    def _chosen(self, ctx: Context, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
         """Slots of the prompt by layer, ``(B, heads or 1, n)``, and how many count, from the right.
 
         Here all of them.
@@ -92,7 +92,9 @@ class Mirror(Assistant):
     def _lag(self, ctx: Context) -> int:
         return 1  # all but the root is there
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Copies what was committed; what else was copied is overwritten before it is read."""
         assert self._branch is not None
         self._copy(ctx, self._branch.cache.start - self._branch.width, proposal.size + 1)

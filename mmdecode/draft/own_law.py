@@ -13,14 +13,13 @@ from typing import Any
 
 from torch import Tensor, inf
 
-from mmdecode.engine.branch import MAIN
-from mmdecode.engine.contracts import BranchSpec, Context, Guide, Scores
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Context, Guide
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 
 
 @dataclass
-class OwnLaw:
+class DraftTarget:
     """From the logits of a draft's branches to its law.
 
     Attributes:
@@ -37,7 +36,7 @@ class OwnLaw:
         """The branches that a draft needs states of, in row order."""
         return [MAIN, *(self.guide.branches if self.guide else ())]
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """Lets the guide see what was said of the prompt."""
         if self.guide is not None:
             self._constants = self.guide.begin(ctx, prefill)
@@ -56,7 +55,7 @@ class OwnLaw:
         logits = logits.float()
         if self.guide is not None:
             parts = zip(self.specs, logits.split(ctx.batch), strict=True)
-            scores = {spec.name: Scores(logits=part) for spec, part in parts}
+            scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
             ahead = replace(ctx, length=position[:, 0])
             nothing = Proposal.empty(ctx.batch, ctx.device)
             logits = self.guide.apply(self._constants, ahead, nothing, scores)
@@ -75,7 +74,7 @@ def noise_of(
     """Gumbel noise ``(B, Q, D)`` whose sum with log q chooses tokens at ``position (B, Q)``.
 
     That of the law itself for coupled tokens, the draft's own for drawn ones, other in each round;
-    ``None``: the likeliest are taken. ``vocab`` is the target's, ``own`` as of `OwnLaw`.
+    ``None``: the likeliest are taken. ``vocab`` is the target's, ``own`` as of `DraftTarget`.
     """
     if kind == "deterministic":
         return None

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.trees import Path, plan
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -30,7 +31,7 @@ def default_paths(nodes: int = 40, ranks: int = 8) -> tuple[Path, ...]:
     return tuple(plan(rates, nodes))
 
 
-class Recycling:
+class Recycling(Drafter):
     """Drafts a tree of the model's own earlier candidates.
 
     Args:
@@ -48,8 +49,8 @@ class Recycling:
     summary = "a tree of what the model held likely after the same tokens before"
     source = "Luo et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
-    static = True
+    needs = Requirements()
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Recycling:
         self._table: Tensor | None = None
         self._root: Tensor | None = None
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """An empty table per row, or the one that was kept."""
         vocab = prefill.logits.shape[-1]
         root = ctx.length.new_full((ctx.batch, 1), -1)
@@ -104,7 +105,9 @@ class Recycling:
             levels.append(level)
         return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Writes the best candidates of every scored node behind its token."""
         assert self._table is not None and self._root is not None
         vocab = self._table.shape[1] - 1

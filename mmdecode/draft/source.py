@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.lookup import suffix_matches
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import InputError, OptionError
 
@@ -31,7 +32,7 @@ _MANY = 1 << 20
 """More than a text has tokens."""
 
 
-class Source:
+class Source(Drafter):
     """Copies ``length`` tokens from a source text, behind the best match of at most ``ngram``.
 
     Args:
@@ -54,8 +55,8 @@ class Source:
     summary = "goes on as a source text does that the output mostly copies"
     source = "Sun et al. 2021 (aggressive decoding); Yang et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
-    static = True
+    needs = Requirements()
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Source:
         """From a string; the source comes with the call."""
         return cls(length, ngram, least=least)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Lines up the texts of the rows, -1 behind their ends."""
         given: Any = self.ids if self.ids is not None else ctx.mm_inputs.get("source_ids")
         if given is None:
@@ -158,9 +159,6 @@ class Source:
         chosen = ids.gather(1, text[..., None].expand(-1, -1, width))[:, 0]
         tokens = chosen.gather(1, columns.clamp_max(width - 1))
         return Proposal(tokens=tokens.masked_fill(~found.gather(1, text), -1), kind="deterministic")
-
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
-        """Nothing to learn: the context holds what was committed."""
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""

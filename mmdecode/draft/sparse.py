@@ -19,14 +19,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmdecode.draft.mirror import Mirror
-from mmdecode.engine.branch import model_name
-from mmdecode.engine.contracts import Context, Needs, Scores
+from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.engine.contracts import BranchOutput, Context, Requirements, model_name
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 
 
-class Sparse(Mirror):
+class Sparse(CacheCopyDrafter):
     """Drafts ``length`` tokens with ``cells`` image tokens in sight.
 
     Args:
@@ -44,7 +43,7 @@ class Sparse(Mirror):
 
     summary = "the model drafts with the image tokens alone that the question attends to most"
     source = "Sparse-to-Dense, Zhang et al. 2025"
-    needs = Needs(text_attention=True)
+    needs = Requirements(text_attention=True)
 
     def __init__(self, cells: int = 512, length: int = 9, risk: float = 1.0) -> None:
         if cells < 0:
@@ -59,7 +58,7 @@ class Sparse(Mirror):
         """From a string: ``sparse:cells=256``."""
         return cls(cells, length, risk)
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Chooses the image tokens, and copies what the model keeps of them."""
         if any(window is not None for window in ctx.adapter.windows.values()):
             raise IncompatibleError.between(
@@ -70,7 +69,7 @@ class Sparse(Mirror):
             )
         super().begin(ctx, prefill, kind)
 
-    def _chosen(self, ctx: Context, prefill: Scores) -> tuple[Sequence[Tensor], Tensor]:
+    def _chosen(self, ctx: Context, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
         images = prefill.images
         assert images is not None, "asked for by text_attention"
         columns = torch.arange(images.shape[1], device=ctx.device)

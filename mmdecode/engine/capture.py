@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from warnings import warn
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,9 @@ from torch import Tensor
 from mmdecode.engine.contracts import Adapter, Context, Mask
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.views import origin
+
+if TYPE_CHECKING:
+    from mmdecode.engine.loop import RoundResult, Run
 
 STEP = 128
 BACKEND = "inductor"
@@ -52,6 +55,36 @@ def record(
     with torch.cuda.device(device), torch.cuda.graph(graph, **options):
         result = call()
     return result, graph.replay, graph.pool()
+
+
+def step(run: Run) -> Callable[[Proposal], RoundResult]:
+    """A round that replays what was captured of an earlier one of its shape.
+
+    All of it, or the scoring alone where the rest has something to do on the host.
+    """
+    own = [type(r).__name__ for r in run.runners if not getattr(r, "graph_safe", False)]
+    if own:
+        warn(f"no round is captured: {own[0]} scores a branch by rules of its own", stacklevel=2)
+        return run.round
+    reason = host_work(run)
+    if reason is None:
+        return Replayed(run.round, run.ctx)
+    warn(f"of each round the scoring alone is captured: {reason}", stacklevel=2)
+    score = Replayed(run.score, run.ctx)
+    return lambda proposal: run.finish_round(proposal, score(proposal))
+
+
+def host_work(run: Run) -> str | None:
+    """Why a round cannot be replayed as a whole; ``None``: it can."""
+    if not run.processors.vectorised:
+        return "a logits processor is of a type that is run on the host"
+    if run.stopping.others or run.stopping.per_call:
+        return "a stopping criterion is run on the host"
+    if run.listeners:
+        return "scores, a stream or a trace were asked for"
+    if not run.draft.capabilities.graph_safe:
+        return f"draft {type(run.draft).__name__} does not say that its rounds are alike"
+    return None
 
 
 @dataclass

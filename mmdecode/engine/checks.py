@@ -1,13 +1,13 @@
-"""What is refused, before any model runs.
+"""What is refused: the one place where the engine does.
 
-`SETTINGS` and `ARGUMENTS` say of everything that ``generate`` of transformers takes whether a
-decoder honours it, whether it has no effect, or why it is refused.
+Before any model runs: settings and arguments of ``generate`` (`mmdecode.engine.settings`), inputs,
+parts that do not fit each other or the model; and of each round, a proposal that breaks its word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 from warnings import warn
 
 import torch
@@ -15,185 +15,27 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from mmdecode._compat import attention_implementation
+from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Adapter, Prompt
+from mmdecode.engine.capabilities import Part, refuse_near_misses
+from mmdecode.engine.contracts import (
+    MAIN,
+    AcceptanceRule,
+    Adapter,
+    Drafter,
+    Guide,
+    Prompt,
+    Requirements,
+    StateEdit,
+    model_name,
+)
+from mmdecode.engine.proposal import MAX_NODES, Kind, Proposal
+from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused, Verdict
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.runs.memory import prompt_bytes, refuse_beyond_memory
 
 _SMALL = 2**26
 """Bytes for which nobody asks the system what is free."""
-
-
-class Refused(NamedTuple):
-    """Why something that ``generate`` takes is refused, and what to do.
-
-    ``neutral`` are the values that ask for nothing, beside ``None``.
-    """
-
-    because: str
-    neutral: tuple[Any, ...] = (False,)
-
-
-Verdict = Literal["honoured", "no effect"] | Refused
-
-_ASSISTED = (
-    "asks for assisted generation of transformers, which a custom decoder replaces; draft with it: "
-)
-_METHOD = "asks for another decoding method of transformers, which a custom decoder replaces; "
-_DROP = "leave it out, or drop custom_generate"
-
-SETTINGS: Mapping[str, Verdict] = {
-    # length
-    "max_length": "honoured",
-    "max_new_tokens": "honoured",
-    "min_length": "honoured",
-    "min_new_tokens": "honoured",
-    "max_time": "honoured",
-    "stop_strings": "honoured",
-    "early_stopping": "no effect",  # ends beams
-    # method
-    "do_sample": "honoured",
-    "num_beams": Refused(
-        "does not fit a mmdecode decoder, which decodes single sequences; pass num_beams=1 (the "
-        "transformers ASR pipeline sets 5: give generate_kwargs={'num_beams': 1, ...}), or drop "
-        "custom_generate to search with beams",
-        (1,),
-    ),
-    "num_beam_groups": Refused("groups beams, and a decoder has none; " + _DROP, (1,)),
-    "diversity_penalty": "no effect",  # of groups of beams
-    "length_penalty": "no effect",  # of beams
-    "constraints": Refused(
-        "asks for a search with beams under constraints, so they would not be met; drop "
-        "custom_generate, or forbid tokens by prefix_allowed_tokens_fn",
-        ([],),
-    ),
-    "force_words_ids": Refused(
-        "asks for a search with beams that holds these words, so they would be missing; drop "
-        "custom_generate, or steer by sequence_bias or prefix_allowed_tokens_fn",
-        ([],),
-    ),
-    "penalty_alpha": Refused(
-        _METHOD + "drop penalty_alpha or custom_generate, or use guide='contrastive'", (0,)
-    ),
-    "dola_layers": Refused(_METHOD + "drop dola_layers or custom_generate"),
-    "low_memory": Refused("belongs to contrastive search of transformers; " + _DROP),
-    # the cache, which is the decoder's own
-    "use_cache": Refused(
-        "does not fit a mmdecode decoder, which keeps a cache of its own; leave use_cache out",
-        (True,),
-    ),
-    "cache_implementation": Refused(
-        "asks for a cache of transformers, and a mmdecode decoder keeps one of its own, as large "
-        "as what it holds and on the model's device; " + _DROP,
-        ("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
-    ),
-    "cache_config": "no effect",  # of a quantised cache
-    "max_cache_len": "no effect",  # of a static cache: storage grows as it is needed
-    "prefill_chunk_size": Refused("splits the prompt, which a decoder reads in one pass; " + _DROP),
-    "compile_config": "no effect",  # of a static cache: see Decoder(compile=True)
-    "disable_compile": "no effect",
-    "continuous_batching_config": "no effect",  # read by generate_batch alone
-    # the distribution
-    "temperature": "honoured",
-    "top_k": "honoured",
-    "top_p": "honoured",
-    "min_p": "honoured",
-    "top_h": "honoured",
-    "typical_p": "honoured",
-    "epsilon_cutoff": "honoured",
-    "eta_cutoff": "honoured",
-    "repetition_penalty": "honoured",
-    "encoder_repetition_penalty": "honoured",
-    "no_repeat_ngram_size": "honoured",
-    "encoder_no_repeat_ngram_size": "honoured",
-    "bad_words_ids": "honoured",
-    "renormalize_logits": "honoured",
-    "forced_bos_token_id": "honoured",
-    "forced_eos_token_id": "honoured",
-    "remove_invalid_values": "honoured",
-    "exponential_decay_length_penalty": "honoured",
-    "suppress_tokens": "honoured",
-    "begin_suppress_tokens": "honoured",
-    "sequence_bias": "honoured",
-    "guidance_scale": "honoured",
-    "watermarking_config": "honoured",  # SynthID's is refused with the processors
-    # what comes in and out
-    "token_healing": Refused(
-        "needs the tokenizer, which generate does not hand on; heal the prompt first: "
-        "model.heal_tokens(input_ids, tokenizer)"
-    ),
-    "num_return_sequences": "honoured",
-    "output_scores": "honoured",
-    "output_logits": "honoured",
-    "output_attentions": Refused(
-        "is not recorded by a drafted loop; ask for output_scores or output_logits, or run a "
-        "forward pass over the result"
-    ),
-    "output_hidden_states": Refused(
-        "is not recorded by a drafted loop; ask for output_scores or output_logits, or run a "
-        "forward pass over the result"
-    ),
-    "return_dict_in_generate": "honoured",
-    "pad_token_id": "honoured",
-    "bos_token_id": "honoured",
-    "eos_token_id": "honoured",
-    "decoder_start_token_id": "honoured",
-    # assisted generation
-    "use_mtp": Refused(_ASSISTED + "Decoder(draft=...), see `mmdecode methods draft`"),
-    "prompt_lookup_num_tokens": Refused(_ASSISTED + "Decoder(draft='lookup:length=...')"),
-    "assistant_early_exit": Refused(_ASSISTED + "Decoder(draft='layer_skip')"),
-    "speculation_type": Refused(_ASSISTED + "Decoder(draft=...), see `mmdecode methods draft`"),
-    "is_assistant": Refused(
-        "marks a model that assists another, which a decoder does not; " + _DROP
-    ),
-    "num_assistant_tokens": "no effect",  # read with an assistant alone, which is refused
-    "num_assistant_tokens_schedule": "no effect",
-    "assistant_confidence_threshold": "no effect",
-    "max_matching_ngram_size": "no effect",
-    "assistant_lookbehind": "no effect",
-    "target_lookbehind": "no effect",
-    "assistant_ensemble_weight": "no effect",
-    # records of where a config comes from
-    "transformers_version": "no effect",
-    "_commit_hash": "no effect",
-    "_from_model_config": "no effect",
-}
-"""Fields of a ``GenerationConfig``."""
-
-_DRAFT_MODEL = (
-    "is not handed to a decoder by generate; draft with it: "
-    "Decoder(draft=mmdecode.draft.Assistant(assistant_model)), or call mmdecode.generate"
-)
-
-ARGUMENTS: Mapping[str, Verdict] = {
-    "inputs": "honoured",
-    "generation_config": "honoured",
-    "logits_processor": "honoured",
-    "stopping_criteria": "honoured",
-    "prefix_allowed_tokens_fn": "honoured",
-    "negative_prompt_ids": "honoured",
-    "negative_prompt_attention_mask": "honoured",
-    "custom_generate": "honoured",
-    "streamer": "honoured",
-    "tokenizer": "honoured",  # for stop_strings
-    "assistant_model": Refused(_DRAFT_MODEL),
-    "assistant_tokenizer": Refused(_DRAFT_MODEL),
-    "synced_gpus": Refused(
-        "lets every process run as long as the longest, which a decoder does not; decode with "
-        "plain generate, or gather the model's weights in each process"
-    ),
-    "trust_remote_code": "no effect",  # of a custom_generate that is named, not given
-    "position_ids": Refused(
-        "was given, and a decoder counts positions itself, from the attention mask; leave it out"
-    ),
-    "decoder_position_ids": Refused(
-        "was given, and a decoder counts positions itself, from the attention mask; leave it out"
-    ),
-    "decoder_inputs_embeds": Refused(
-        "stands for a prompt whose ids are not known; pass decoder_input_ids"
-    ),
-}
-"""Arguments of ``generate`` beside these, and inputs of models that a decoder makes itself."""
 
 
 def _refused(table: Mapping[str, Verdict]) -> dict[str, Refused]:
@@ -377,3 +219,179 @@ def _text_config(adapter: Adapter) -> Any:
     whole = getattr(adapter.model, "config", None)
     choose = getattr(whole, "get_text_config", None)
     return choose(decoder=True) if choose is not None else None
+
+
+_BASES: dict[str, type] = {"draft": Drafter, "accept": AcceptanceRule}
+_MEMBERS = {
+    "draft": ("propose",),
+    "guide": ("needs", "branches", "begin", "apply"),
+    "accept": ("guarantee", "kinds", "modes", "__call__"),
+}
+"""What a part of a decoder has of its own at least."""
+
+
+def refuse_no_part(part: str, given: Any) -> None:
+    """Refuses what is no part of a decoder; nothing, and names of rules, are.
+
+    Raises:
+        OptionError: It is no subclass of its base, or lacks what such a part has.
+    """
+    if given is None and part == "guide":
+        return
+    if isinstance(given, str) and part == "accept":
+        return
+    base = _BASES.get(part, object)
+    missing = [name for name in _MEMBERS[part] if not hasattr(given, name)]
+    if isinstance(given, type):
+        why = "it is a class; make one"
+    elif missing:
+        why = f"no {', '.join(missing)}"
+    elif not isinstance(given, base):
+        why = f"its class {type(given).__name__} is no subclass of mmdecode.{base.__name__}"
+    else:
+        return refuse_near_misses(vars(given), type(given)) if isinstance(given, Part) else None
+    raise OptionError(
+        f"{part}={given!r} is no {part} ({why}); give a name as 'mmdecode methods {part}' "
+        "lists them, with options as name:key=value, or an object"
+    )
+
+
+def refuse_looking(guide: Guide | None) -> None:
+    """Refuses a guide that looks at what no round shows.
+
+    Raises:
+        IncompatibleError: It does.
+    """
+    looks = getattr(guide, "looks", ())
+    if looks:
+        raise IncompatibleError.between(
+            f"guide {type(guide).__name__}",
+            "Decoder",
+            f"the guide looks {' and '.join(looks)}, a round shows the root and drafted nodes, "
+            "each with its own prefix and scores",
+            "leave the guide out, or write it as a function of these",
+        )
+
+
+def refuse_mode(rule: AcceptanceRule, do_sample: bool) -> None:
+    """Refuses a rule that was made for the other of greedy generation and sampling.
+
+    Raises:
+        IncompatibleError: It was.
+    """
+    mode = "sample" if do_sample else "greedy"
+    if mode not in rule.modes:
+        raise IncompatibleError.between(
+            f"accept {type(rule).__name__}",
+            f"do_sample={do_sample}",
+            f"the rule works in mode {' and '.join(sorted(rule.modes))} only",
+            "use accept='auto', which follows do_sample",
+        )
+
+
+def agreed_kind(rule: AcceptanceRule, draft: Drafter) -> Kind:
+    """The kind of proposal that a rule takes, as it prefers, and a drafter makes.
+
+    Raises:
+        IncompatibleError: There is none.
+    """
+    for kind in rule.kinds:
+        if kind in draft.kinds:
+            return kind
+    raise IncompatibleError.between(
+        f"accept {type(rule).__name__}",
+        f"draft {type(draft).__name__}",
+        f"the rule takes proposals of kind {', '.join(rule.kinds)}, the draft makes "
+        f"{', '.join(draft.kinds)}",
+        f"use accept='auto', or {draft.capabilities.hint}",
+    )
+
+
+def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> None:
+    """Refuses a guide whose branches clash, or that wants what a model's adapter does not show.
+
+    Raises:
+        IncompatibleError: Both sides named.
+    """
+    if guide is None:
+        return
+    name = f"guide {type(guide).__name__}"
+    passes = [MAIN, *(s for s in guide.branches if s.build is None and s.model is None)]
+    stages = {spec.name: spec.stage for spec in passes}
+    for spec in guide.branches:
+        sharing = [n for n, stage in stages.items() if stage == stages.get(spec.replaces or "")]
+        if len(sharing) > 1:
+            raise IncompatibleError.between(
+                name,
+                "Decoder",
+                f"branch {spec.name!r} answers in the place of {spec.replaces!r}, which shares a "
+                f"pass with {', '.join(n for n in sharing if n != spec.replaces)}",
+                "give the branches beside it a later stage",
+            )
+    refuse_closed(name, adapter, getattr(guide, "edits", ()), needs)
+    if getattr(guide, "images", False) and not getattr(adapter, "shows_images", False):
+        raise IncompatibleError.between(
+            name,
+            model_name(adapter),
+            "the guide needs images, and this model reads none itself",
+            "use a vision-language model; one that hands its images to an inner language model "
+            "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
+        )
+    if getattr(guide, "audio", False) and not getattr(adapter, "hears_audio", False):
+        raise IncompatibleError.between(
+            name,
+            model_name(adapter),
+            "the guide changes what is heard, and this model hears nothing",
+            "use a Whisper model",
+        )
+
+
+def refuse_closed(
+    part: str, adapter: Adapter, edits: Sequence[AttentionEdit | StateEdit], needs: Requirements
+) -> None:
+    """Refuses a part that looks into a model whose adapter does not show its inside.
+
+    Raises:
+        IncompatibleError: Both named.
+    """
+    inside = edits or needs.attention or needs.text_attention or needs.exits
+    if inside and not hasattr(adapter, "attention_sites"):
+        raise IncompatibleError.between(
+            part,
+            model_name(adapter),
+            f"{type(adapter).__name__} does not show the inside of its model",
+            "use it with a decoder-only or vision-language model",
+        )
+
+
+def refuse_rows(streamer: Any, batch: int) -> None:
+    """Refuses a streamer for more than one row.
+
+    Raises:
+        IncompatibleError: There are more.
+    """
+    if streamer is not None and batch > 1:
+        raise IncompatibleError(
+            f"a streamer shows one row, the batch has {batch}; decode one row at a time"
+        )
+
+
+def refuse_proposal(proposal: Proposal, kind: Kind, draft: Drafter, rule: AcceptanceRule) -> None:
+    """Refuses a proposal that is not what its drafter promised.
+
+    Raises:
+        IncompatibleError: It is of another kind than was agreed.
+        OptionError: It has too many nodes.
+    """
+    if proposal.kind != kind:
+        raise IncompatibleError.between(
+            f"draft {type(draft).__name__}",
+            f"accept {type(rule).__name__}",
+            f"a proposal of kind {kind!r} was agreed, this one is {proposal.kind!r}",
+            "repair the draft: begin tells it the kind",
+        )
+    if proposal.size > MAX_NODES:
+        raise OptionError(
+            f"draft {type(draft).__name__} proposes {proposal.size} nodes; at most "
+            f"{MAX_NODES} are scored at once: make its tree smaller"
+        )

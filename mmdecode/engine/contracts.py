@@ -1,6 +1,6 @@
 """What a drafter, a guide, a rule and a branch promise each other.
 
-`mmdecode.engine.decoder` is the loop that holds them to it.
+`mmdecode.engine.loop` is the loop that holds them to it.
 
 Conventions: B rows, N nodes, V vocabulary. Row 0 of every score tensor is the root (the last
 committed token, not yet in the cache); row u + 1 is the law of the token after node u. At round 0
@@ -10,21 +10,25 @@ there is no root: the last prompt row takes its place, with N = 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.capabilities import DrafterCapabilities, Part, RuleCapabilities
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
 
-Tail = Literal["redraw", "adaptive", "coupled", "shared"]
-"""How the rest of a window is refilled behind the first rejection, from the law along its chain:
-drawn anew; each token tested on its own and kept or replaced by a draw from its residual; drawn
-with the noise that will decide the positions; drawn with noise of the positions' own that decides
-nothing, the same in every round."""
+if TYPE_CHECKING:
+    from mmdecode.engine.target_logits import TargetLogits
+
+WindowMode = Literal["redraw", "adaptive", "coupled", "shared"]
+"""How the rest of a window is refilled after the first rejection, from the distribution along its
+chain: sampled again; each token tested on its own and kept or replaced by a sample from its
+residual; sampled with the noise that will decide the positions; sampled with noise of the
+positions' own that decides nothing, the same in every round."""
 
 
 @dataclass(kw_only=True)
@@ -46,11 +50,11 @@ class Context:
         model_inputs: What ``generate`` prepared for the model.
         limit: Most tokens any row may generate.
         do_sample: Whether the caller samples.
-        tail: How a rule refills a rejected chain, see `Needs.tails`.
-        draft_free: Whether the rule's tokens do not depend on the draft, see `Accept`.
+        window_mode: How a rejected chain is refilled, see `Requirements`; ``None``: it is not.
+        drafter_invariant: See `mmdecode.engine.capabilities.RuleCapabilities`.
         adapter: Of the main model: what drafts and guides ask about it.
-        branch: The `Scorer` that holds the main branch, for drafts that copy its keys and values;
-            ``None`` before the prompt was read.
+        branch: The `BranchRunner` that holds the main branch, for drafters that copy its keys and
+            values; ``None`` before the prompt was read.
         longest: Generated tokens of the longest row at the last transfer; a host number. Where
             rounds are captured it is rounded up, so that shapes which follow from it change rarely.
         copies: Rows that came of one, one after the other, by ``num_return_sequences``.
@@ -66,8 +70,8 @@ class Context:
     noise: Noise
     limit: int
     do_sample: bool = False
-    tail: Tail | None = None
-    draft_free: bool = False
+    window_mode: WindowMode | None = None
+    drafter_invariant: bool = False
     adapter: Any = None
     branch: Any = None
     longest: int = 0
@@ -107,7 +111,7 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class BranchOutput:
     """What one branch says about the root and every node.
 
     Attributes:
@@ -133,18 +137,18 @@ class Scores:
     text_attention: Mapping[int, Tensor] = field(default_factory=dict)
     images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
-    beside: Mapping[str, Scores] = field(default_factory=dict)
+    beside: Mapping[str, BranchOutput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class Requirements:
     """What a part wants from the scoring passes.
 
     Attributes:
         hidden: Layers whose states are wanted: indices, or ``"last"``.
         prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
-        tails: How the rest of a rejected chain is refilled for a Jacobi drafter, by the kind of
-            proposal that was agreed; see `Tail`.
+        window_modes: How the rest of a rejected chain is refilled for a Jacobi drafter, by the kind
+            of proposal that was agreed; see `WindowMode`.
         exits: Layers whose exit logits are wanted.
         attention: Layers whose attention weights over the prompt are wanted.
         text_attention: Whether it is wanted at prefill what text attends to, in all layers.
@@ -152,21 +156,34 @@ class Needs:
 
     hidden: frozenset[int | str] = frozenset()
     prompt_hidden: bool = False
-    tails: Mapping[Kind, Tail] = field(default_factory=dict)
+    window_modes: Mapping[Kind, WindowMode] = field(default_factory=dict)
     exits: frozenset[int] = frozenset()
     attention: frozenset[int] = frozenset()
     text_attention: bool = False
 
-    def union(self, other: Needs) -> Needs:
+    def union(self, other: Requirements) -> Requirements:
         """Both."""
-        return Needs(
+        return Requirements(
             hidden=self.hidden | other.hidden | self.exits | other.exits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
-            tails={**other.tails, **self.tails},
+            window_modes={**other.window_modes, **self.window_modes},
             exits=self.exits | other.exits,
             attention=self.attention | other.attention,
             text_attention=self.text_attention or other.text_attention,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftWindow:
+    """What is left of a drafted chain after a round; see `mmdecode.engine.window`.
+
+    Attributes:
+        tokens: From the position after ``next_token`` on, ``(B, N)``, left-aligned, -1 padded.
+        logits: Unnormalised log-probabilities that each of them was sampled from, ``(B, N, V)``.
+    """
+
+    tokens: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,65 +193,58 @@ class Outcome:
     Attributes:
         path: Accepted nodes from the root down, ``(B, D)``, -1 padded.
         num_accepted: Nodes on the path, ``(B,)``; excludes ``next_token``.
-        next_token: The token after the path, ``(B,)``; -1 for closed rows.
-        tail_tokens: What a Jacobi drafter keeps: tokens from the position after ``next_token`` on,
-            ``(B, N)``, left-aligned, -1 padded.
-        tail_law: The unnormalised log-law each of them was drawn from, ``(B, N, V)``.
+        next_token: The token after the path, ``(B,)``; the loop sets -1 in inactive rows.
+        choices: The target's own choices at root and nodes, ``(B, N + 1)``, where the rule has made
+            all of them with the noise that decides.
+        window: What a Jacobi drafter keeps; the loop fills it in where one asks.
     """
 
     path: Tensor
     num_accepted: Tensor
     next_token: Tensor
-    tail_tokens: Tensor | None = None
-    tail_law: Tensor | None = None
+    choices: Tensor | None = None
+    window: DraftWindow | None = None
+
+    def of_active(self, active: Tensor) -> Outcome:
+        """The same with nothing kept and nothing decided in rows that are not ``active (B,)``."""
+        return replace(
+            self,
+            path=self.path.masked_fill(~active[:, None], -1),
+            num_accepted=torch.where(active, self.num_accepted, 0),
+            next_token=torch.where(active, self.next_token, -1),
+        )
 
 
-class LawView(Protocol):
-    """The law at the nodes, as a rule may ask for it."""
+class Drafter(Part):
+    """Base of what proposes tokens. It owns its cache and never reads acceptance noise.
 
-    vectorised: bool
-    """Whether `all` is available: every processor of the caller is known."""
-
-    def all(self) -> Tensor:
-        """Unnormalised log-probabilities at the root and all nodes, ``(B, N + 1, V)``."""
-
-    def at(self, rows: Tensor) -> Tensor:
-        """The same at one score row per batch row, ``(B,)`` to ``(B, V)``."""
-
-    def raw(self) -> Tensor:
-        """Before the caller's processors, ``(B, N + 1, V)``."""
-
-
-@runtime_checkable
-class Draft(Protocol):
-    """Proposes tokens. Owns its cache; never reads acceptance noise.
-
-    A class attribute ``static = True`` says that in every round ``observe`` and ``propose`` run the
-    same operations on the same tensors, state changed in place: a captured round may be replayed.
-    One named ``advice`` ends what is said where no kind of its suits a rule: what to use instead.
+    Attributes:
+        kinds: What it can propose; `begin` is told which.
+        capabilities: What it can do; of one that is made of others, set when it is made.
+        needs: What it wants of the passes; a method where that depends on the model's depth.
     """
 
-    kinds: tuple[Kind, ...]
-    """What it can propose; `begin` is told which."""
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    capabilities: DrafterCapabilities = DrafterCapabilities()
+    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
 
-    @property
-    def needs(self) -> Needs | Callable[[Adapter], Needs]:
-        """What it wants of the passes; a method where that depends on the model's depth."""
-
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Called once per call, after the prompt was read and before round 0 is decided."""
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """Up to ``budget`` levels of tokens after the root; may be empty."""
+        raise NotImplementedError
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
+    def observe(
+        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+    ) -> None:
         """Called after every commit, round 0 included, with the main branch's scores."""
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the rows ``rows``, in that order."""
+        """Keeps the rows ``rows``, in that order."""
 
     def reset(self) -> None:
-        """Forget the call."""
+        """Forgets the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +261,8 @@ class BranchSpec:
         stage: Branches of a later stage see the scores of earlier ones.
         replaces: Name of a branch that is read with the prompt only: from round 1 on this one
             answers in its place. For a law that depends on what the other said of the prompt.
-        build: Makes a `Scorer` of one's own instead (another tokenizer, sparse answers); called
-            with the context.
+        build: Makes a `BranchRunner` of one's own instead (another tokenizer, sparse answers);
+            called with the context.
     """
 
     name: str
@@ -263,7 +273,11 @@ class BranchSpec:
     model: Any = None
     stage: int = 1
     replaces: str | None = None
-    build: Callable[[Context], Scorer] | None = None
+    build: Callable[[Context], BranchRunner] | None = None
+
+
+MAIN = BranchSpec(name="main")
+"""The model as called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,17 +386,26 @@ class Adapter(Protocol):
         """Which tokens of a prompt stand for parts of an image, bool ``(B, P)``."""
 
 
-class Scorer(Protocol):
-    """One or more branches that are scored in one go."""
+def model_name(adapter: Any) -> str:
+    """What messages call the model of an adapter."""
+    return getattr(adapter, "name", type(adapter.model).__name__)
+
+
+class BranchRunner(Protocol):
+    """One or more branches that are scored in one go.
+
+    A class attribute ``graph_safe = True`` says that every `score` and `keep` of a shape runs the
+    same operations on the same tensors: captured, they may be replayed.
+    """
 
     stage: int
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the whole prompt."""
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         """Scores root and nodes, behind what was kept."""
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
@@ -399,7 +422,7 @@ class Guide(Protocol):
     and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
     on. A guide that looks further says so in a class attribute ``looks``, a tuple of ``"back"`` (at
     the laws of earlier positions) and ``"ahead"`` (at the laws behind tokens it has yet to weigh);
-    `mmdecode.engine.decoder.Decoder` refuses it, since a round shows neither. A guide that changes
+    `mmdecode.decoder.Decoder` refuses it, since a round shows neither. A guide that changes
     what happens inside a branch lists it in a class or instance attribute ``edits``, a sequence of
     `mmdecode.engine.attention.AttentionEdit` and `StateEdit`. For the trace it may have a method
     ``combine``, `apply` without the plausibility cut, and ``total``: S, the sum of the branch
@@ -407,25 +430,25 @@ class Guide(Protocol):
     `apply` that returns ``(B, N + 1)``.
     """
 
-    needs: Needs | Callable[[Adapter], Needs]
+    needs: Requirements | Callable[[Adapter], Requirements]
     """What it wants of the passes; a method where that depends on the model's depth."""
     branches: Sequence[BranchSpec]
     neutral: bool
     """Whether the settings leave the main branch's law untouched; then nothing is run."""
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Any:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Any:
         """Per-row constants, computed once."""
 
     def apply(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """Unnormalised log-law at root and nodes, ``(B, N + 1, V)``."""
 
 
-def needs_of(part: Draft | Guide | None, adapter: Adapter) -> Needs:
+def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
     """What a part wants of the passes of a model."""
     if part is None:
-        return Needs()
+        return Requirements()
     return part.needs(adapter) if callable(part.needs) else part.needs
 
 
@@ -440,19 +463,23 @@ def plain_main(guide: Guide | None) -> bool:
     return "main" not in edited + [spec.replaces for spec in guide.branches]
 
 
-class Accept(Protocol):
-    """Decides how much of a proposal is kept.
+class AcceptanceRule(Part):
+    """Base of what decides how much of a proposal is kept.
 
-    A class attribute ``draft_free = True`` says that for a seed the tokens, and not their law
-    alone, are the same whatever is drafted: a draft may then be chosen by measured times.
+    Attributes:
+        guarantee: ``exact``, ``exact for ...`` or ``lossy``, see `mmdecode.registry.Entry`.
+        kinds: What it takes, best first.
+        modes: Of ``greedy`` and ``sample``.
+        capabilities: What it can do.
     """
 
     guarantee: str
-    """``exact``, ``exact for ...`` or ``lossy``, see `mmdecode.registry.Entry`."""
     kinds: tuple[Kind, ...]
-    """What it takes, best first."""
     modes: frozenset[str]
-    """Of ``greedy`` and ``sample``."""
+    capabilities: RuleCapabilities = RuleCapabilities()
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
         """The path, and the token after it."""
+        raise NotImplementedError

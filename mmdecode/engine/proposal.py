@@ -20,6 +20,9 @@ from mmdecode.errors import OptionError, ShapeError
 Kind = Literal["deterministic", "iid", "without_replacement", "coupled"]
 KINDS: tuple[Kind, ...] = ("deterministic", "iid", "without_replacement", "coupled")
 
+MAX_NODES = 256
+"""Most nodes of a proposal."""
+
 
 @dataclass(frozen=True)
 class Tree:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.evaluation.report import asset, card, data_url, head, keyed, legend, strip
 
 if TYPE_CHECKING:
-    from mmdecode.engine.decoder import Round
+    from mmdecode.engine.trace import Round
     from mmdecode.evaluation.attention_map import AttentionMap
 
 PLAIN = "plain"

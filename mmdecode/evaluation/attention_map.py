@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.contracts import Context, Guide, Needs, Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm.answerer import Answerer
 
@@ -91,7 +91,7 @@ class _Reading(Edited):
         self.layers: tuple[int, ...] = ()
         self.shares = Tensor()
 
-    def needs(self, adapter: Any) -> Needs:  # type: ignore[override]
+    def needs(self, adapter: Any) -> Requirements:  # type: ignore[override]
         """The edited layers."""
         depth = adapter.num_layers
         self.layers = tuple(
@@ -99,9 +99,9 @@ class _Reading(Edited):
             for layer in range(depth)
             if any(edit.covers(layer, depth) for edit in self._covers)
         )
-        return Needs(attention=frozenset(self.layers))
+        return Requirements(attention=frozenset(self.layers))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """Notes the attention of the one row."""
         super().begin(ctx, prefill)
         scores = prefill[self._branch]

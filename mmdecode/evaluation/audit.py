@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.exact import Coupled
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from mmdecode.engine.contracts import Draft, Guide
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids, up_to_end
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import Drafter, Guide
+from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.stopwatch import Cost, interleaved, timed
 from mmdecode.frontdoor import generate
@@ -128,7 +128,7 @@ class Speed:
 def measure(
     model: Any,
     batches: Sequence[Inputs],
-    drafts: Mapping[str, Draft],
+    drafts: Mapping[str, Drafter],
     setting: Setting,
     *,
     guide: Guide | None = None,
@@ -287,7 +287,7 @@ def _speed(
 
 
 def _draft_share(
-    draft: Draft,
+    draft: Drafter,
     run: Callable[[int, int, int], Tensor],
     seen: _Seen,
     setting: Setting,
@@ -306,7 +306,7 @@ def _draft_share(
 
 
 @contextmanager
-def _clocked(draft: Draft) -> Iterator[list[float]]:
+def _clocked(draft: Drafter) -> Iterator[list[float]]:
     """Sums up the seconds of a draft's steps, those on a device included."""
     spent = [0.0]
 

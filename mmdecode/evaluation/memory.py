@@ -11,7 +11,7 @@ from typing import Any
 
 from mmdecode import registry
 from mmdecode.engine.cache import BUCKET, bucket
-from mmdecode.engine.decoder import MAX_NODES
+from mmdecode.engine.proposal import MAX_NODES
 
 _SCORE, _ID = 4, 8  # float32, int64
 _DRAW = 24  # keyed Gumbel noise is computed from three int64 or float64 at a time

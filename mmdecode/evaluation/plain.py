@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from mmdecode.accept.follow import finish
-from mmdecode.engine.contracts import Context, LawView, Outcome
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.decoder import Decoder
+from mmdecode.draft.none import NoDraft
+from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
+from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
 
 BLOCK = 5
@@ -244,7 +245,7 @@ class Enough(StoppingCriteria):
         return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
 
 
-class Play:
+class Play(AcceptanceRule):
     """A rule that keeps the given tokens, whatever the law says."""
 
     guarantee = "lossy"
@@ -254,7 +255,9 @@ class Play:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def __call__(self, proposal: Proposal, law: LawView, noise: Noise, ctx: Context) -> Outcome:
+    def __call__(
+        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+    ) -> Outcome:
         """All drafted nodes, and the given token after them."""
         count = (proposal.tokens >= 0).sum(1)
         order = torch.arange(proposal.size, device=ctx.device)
@@ -263,8 +266,7 @@ class Play:
         if place < len(self.tokens):
             token = torch.full_like(token, self.tokens[place])
         path = torch.where(order < count[:, None], order, -1)
-        outcome = Outcome(path=path, num_accepted=count, next_token=token)
-        return finish(outcome, proposal, law, noise, ctx)
+        return Outcome(path=path, num_accepted=count, next_token=token)
 
 
 class Blocks(NoDraft):

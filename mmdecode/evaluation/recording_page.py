@@ -16,7 +16,7 @@ from mmdecode.evaluation.report import LEGEND, Opening, card, legend, marked, pl
 from mmdecode.evaluation.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
-    from mmdecode.engine.decoder import Round
+    from mmdecode.engine.trace import Round
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.rejection import Asked, Rejection
-from mmdecode.accept.tail import residual
+from mmdecode.engine.sampling import residual
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from mmdecode.files import MAKER
 
 if TYPE_CHECKING:
     from mmdecode.asr.words import Word
-    from mmdecode.engine.decoder import Round
+    from mmdecode.engine.trace import Round
 
 ORIGINS = {
     "accepted": "from the draft: guessed ahead, and the model agrees",

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import plain_main
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.items import ITEMS, Some, YesNoItem, read_items, text_hash

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import generated
@@ -56,7 +56,7 @@ class FirstWord(ABC):
         tokenizer: ``None``: that of the questions, as an Answerer hands them over.
     """
 
-    needs = Needs()
+    needs = Requirements()
     branches: Sequence[BranchSpec] = ()
 
     def __init__(
@@ -67,7 +67,7 @@ class FirstWord(ABC):
     ) -> None:
         self._given, self._tokenizer = (_ids("yes", yes), _ids("no", no)), tokenizer
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> tuple[Tensor, Tensor]:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> tuple[Tensor, Tensor]:
         """Which tokens are yes and no, as masks over the vocabulary, bool ``(V,)``.
 
         Raises:
@@ -92,7 +92,7 @@ class FirstWord(ABC):
         constants: tuple[Tensor, Tensor],
         ctx: Context,
         proposal: Proposal,
-        scores: Mapping[str, Scores],
+        scores: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, else as it is."""
         main = scores["main"].logits

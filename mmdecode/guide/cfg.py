@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 
 _BRANCH = "unconditional"
@@ -32,7 +32,7 @@ class CFG:
 
     summary = "classifier-free guidance: away from the unconditional branch"
     source = "Ho and Salimans 2022; for text, Sanchez et al. 2023"
-    needs = Needs()
+    needs = Requirements()
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class CFG:
             branch = BranchSpec(name=_BRANCH, prompt=negative_ids, prompt_mask=negative_mask)
         self.branches = (branch,)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         conditional = scores["main"].logits.log_softmax(-1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers
@@ -52,7 +52,7 @@ class ConsciousGaze:
     summary = "more attention to the image where image and words act together"
     source = "Conscious Gaze 2025"
     images = True
-    needs = Needs()
+    needs = Requirements()
     total = 1.0
 
     def __init__(
@@ -104,7 +104,7 @@ class ConsciousGaze:
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
-    def gate(self, ctx: Context, scores: Mapping[str, Scores]) -> Tensor:
+    def gate(self, ctx: Context, scores: Mapping[str, BranchOutput]) -> Tensor:
         """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
         interaction, main = harsanyi(scores), scores["main"].logits
         likeliest = main.topk(min(self.candidates, main.shape[-1]), -1).indices
@@ -114,12 +114,12 @@ class ConsciousGaze:
         boost = self.alpha * site.strength * scores.abs().mean(1, keepdim=True)
         return torch.where(site.images, scores + boost, scores)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where noise for the images changes nothing."""
         warn_inactive(type(self).__name__, ctx, prefill, "words")
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut."""
         logits = self._law(scores)
@@ -130,17 +130,17 @@ class ConsciousGaze:
         return torch.where(strong, logits + interaction, logits)
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         combined = self.combine(constants, ctx, proposal, scores)
         return plausible(combined, self._law(scores), self.beta) if self.update else combined
 
-    def _law(self, scores: Mapping[str, Scores]) -> Tensor:
+    def _law(self, scores: Mapping[str, BranchOutput]) -> Tensor:
         return scores["law" if self.alpha else "main"].logits
 
 
-def harsanyi(scores: Mapping[str, Scores]) -> Tensor:
+def harsanyi(scores: Mapping[str, BranchOutput]) -> Tensor:
     """Interaction of image and words, ``(B, N + 1, V)``; 0 where the two only add up."""
     both, image, words, neither = (
         scores[name].logits for name in ("main", "image", "words", "neither")

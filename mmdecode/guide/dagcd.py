@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import layer_range
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, warn_without_images
@@ -87,9 +87,9 @@ class DAGCD:
         """From a string: layers as two fractions of the depth, all heads alike."""
         return cls(alpha, (first, last), rank=rank)
 
-    def needs(self, adapter: Any) -> Needs:
+    def needs(self, adapter: Any) -> Requirements:
         """Attention of the layers, and the states of the prompt."""
-        return Needs(prompt_hidden=True, attention=frozenset(self._layers(adapter)))
+        return Requirements(prompt_hidden=True, attention=frozenset(self._layers(adapter)))
 
     def _layers(self, adapter: Any) -> Sequence[int]:
         if self.heads is None:
@@ -102,7 +102,7 @@ class DAGCD:
             )
         return layers
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Words:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Words:
         """The words of the image tokens."""
         warn_without_images(type(self).__name__, ctx)
         main = prefill["main"]
@@ -121,7 +121,7 @@ class DAGCD:
         }
         return Words(ids, share, weights)
 
-    def usage(self, words: Words, main: Scores) -> Tensor:
+    def usage(self, words: Words, main: BranchOutput) -> Tensor:
         """How much each word is looked at, of any rank, ``(B, N + 1, V)``."""
         usage = torch.zeros_like(main.logits)
         for layer, weights in words.weights.items():
@@ -140,7 +140,7 @@ class DAGCD:
         return attention.new_tensor([[self.heads.get((layer, head), 0.0)] for head in heads])
 
     def apply(
-        self, constants: Words, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: Words, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = scores["main"]

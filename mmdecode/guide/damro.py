@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, contrast
 
@@ -72,7 +72,7 @@ class DAMRO(Linear):
         branch = BranchSpec(name=_BRANCH, view="tokens", view_options=options)
         super().__init__([branch], contrast(alpha), beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; notes which attention there was."""
         super().begin(ctx, prefill)
         self.salience = "class token" if ctx.adapter.has_cls() else "mean received"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -79,15 +79,15 @@ class DFD:
         """Layers whose inputs are compared with the last output."""
         return exit_layers(self.layers, adapter.num_layers, least=1)
 
-    def needs(self, adapter: Any) -> Needs:
+    def needs(self, adapter: Any) -> Requirements:
         """The early layers' exits."""
-        return Needs(exits=frozenset(self.early(adapter)))
+        return Requirements(exits=frozenset(self.early(adapter)))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns in greedy generation."""
         warn_inert(type(self).__name__, ctx)
 
-    def temperatures(self, ctx: Context, main: Scores) -> Tensor:
+    def temperatures(self, ctx: Context, main: BranchOutput) -> Tensor:
         """T of root and nodes, ``(B, N + 1)``."""
         floor = main.logits.amax(-1, keepdim=True) + (math.log(self.rho) if self.rho else -math.inf)
         outside = main.logits <= floor
@@ -102,13 +102,13 @@ class DFD:
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)
 
     def total(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """What logits are multiplied by, ``1 / T``, ``(B, N + 1)``."""
         return 1 / self.temperatures(ctx, scores["main"])
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = scores["main"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -69,17 +69,17 @@ class DoLa:
         """Layers whose exits are compared with the last."""
         return exit_layers(self.layers, adapter.num_layers, 2 * _tied(adapter.model), step=2)
 
-    def needs(self, adapter: Any) -> Needs:
+    def needs(self, adapter: Any) -> Requirements:
         """The candidates' exits."""
         if not self.alpha:
-            return Needs()
-        return Needs(exits=frozenset(self.candidates(adapter)))
+            return Requirements()
+        return Requirements(exits=frozenset(self.candidates(adapter)))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The difference of the two laws, before the cut."""
         main = scores["main"]
@@ -98,7 +98,7 @@ class DoLa:
         return last - self.alpha * early
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         combined = self.combine(constants, ctx, proposal, scores)

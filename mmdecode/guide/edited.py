@@ -8,7 +8,7 @@ from warnings import warn
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores, StateEdit
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements, StateEdit
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -20,19 +20,19 @@ class Edited:
         images: Whether the guide is about images; then it warns where there are none.
     """
 
-    needs = Needs()
+    needs = Requirements()
     images: bool = False
     branches: Sequence[BranchSpec] = ()
     edits: Sequence[AttentionEdit | StateEdit] = ()
     neutral: bool
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
         if self.images:
             warn_without_images(type(self).__name__, ctx)
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         return scores["main"].logits

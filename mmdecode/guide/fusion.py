@@ -2,8 +2,8 @@
 
 Made for a language model that corrects a transcript while a recogniser hears the audio, whose law
 is called acoustic here. The second model either scores the same vocabulary (`SecondModel`), or it
-answers for candidates alone (`mmdecode.engine.contracts.Scores.candidates`). Tokens that are no
-candidates keep the main probability where probabilities are added, and are excluded where their
+answers for candidates alone (`mmdecode.engine.contracts.BranchOutput.candidates`). Tokens that are
+no candidates keep the main probability where probabilities are added, and are excluded where their
 logarithms are. A position at which nothing is a candidate follows the main model.
 
 Two fixed combinations, the baselines of `mmdecode.guide.uadf`:
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import Adapter, BranchSpec, Context, Needs, Scores
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, Adapter, BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
@@ -53,7 +53,7 @@ class Fusion(ABC):
         OptionError: A temperature is not above 0, or the branch has another name.
     """
 
-    needs: Needs | Callable[[Adapter], Needs] = Needs()
+    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
     neutral: bool
 
     def __init__(
@@ -71,12 +71,12 @@ class Fusion(ABC):
         self.acoustic_temperature = acoustic_temperature
         self.branches: Sequence[BranchSpec] = (acoustic,)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
         return None
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = (scores["main"].logits / self.main_temperature).log_softmax(-1)
@@ -89,7 +89,7 @@ class Fusion(ABC):
         """The normalised or unnormalised log-law of two log-laws, all ``(B, N + 1, V)``."""
 
 
-def acoustic_law(scores: Scores, main: Tensor, temperature: float) -> Tensor:
+def acoustic_law(scores: BranchOutput, main: Tensor, temperature: float) -> Tensor:
     """The second model's log-law over the main vocabulary, ``-inf`` for what it does not score.
 
     Args:
@@ -235,7 +235,7 @@ class SecondModel:
     It sees what the row has generated, behind a prompt of its own. What it reads is the call's
     ``mm_inputs["audio"]``, a `Given` per row; or, where that is missing, ``mm_inputs[name]`` for
     the model's ``main_input_name``: ``input_features`` for a recogniser. See
-    `mmdecode.engine.contracts.Scorer`.
+    `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
         ctx: Of the call.
@@ -256,7 +256,7 @@ class SecondModel:
     def __init__(
         self, ctx: Context, model: Any, prompt: Sequence[int], ids: Tensor | None = None
     ) -> None:
-        self.branches = ModelBranches(adapter_for(model), [MAIN])
+        self.branches = ModelRunner(adapter_for(model), [MAIN])
         self.model, self.ids = model, ids
         self.choices = Choices(ctx)
         self._given, self.prompt = what_it_reads(ctx, model, prompt)
@@ -267,7 +267,7 @@ class SecondModel:
                 f"{ctx.adapter.vocab}; expected the same, or the ids that carry one over"
             )
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads its input and its prompt."""
         inputs = encoded(self.model, self._given)
         found = self.branches.prefill(self._view(ctx, inputs), {})
@@ -276,20 +276,20 @@ class SecondModel:
         return scores
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         """Root and nodes, by its own ids."""
         own = self._own(proposal.tokens.clamp_min(0)).masked_fill(proposal.tokens < 0, -1)
         found = self.branches.score(self._view(ctx, {}), replace(proposal, tokens=own), {})
         return self._scores(found, earlier)
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
-        """See `mmdecode.engine.contracts.Scorer`."""
+        """See `mmdecode.engine.contracts.BranchRunner`."""
         self.branches.keep(path, count, chain)
         self.choices.keep(path, count)
 
     def reorder(self, rows: Tensor) -> None:
-        """See `mmdecode.engine.contracts.Scorer`."""
+        """See `mmdecode.engine.contracts.BranchRunner`."""
         self.branches.reorder(rows)
         self.choices.reorder(rows)
         self.prompt = self.prompt[rows]
@@ -305,14 +305,14 @@ class SecondModel:
         return self.ids[tokens.clamp_max(len(self.ids) - 1)].clamp_min(0)
 
     def _scores(
-        self, found: Mapping[str, Scores], earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, found: Mapping[str, BranchOutput], earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         logits = found["main"].logits
         if self.ids is not None:
             logits = logits[..., self.ids.clamp_min(0)].masked_fill(self.ids < 0, -torch.inf)
         likeliest = [[frozenset([t]) for t in row] for row in logits.argmax(-1).tolist()]
         self.choices.see(earlier["main"].logits.argmax(-1), likeliest)
-        return {ACOUSTIC: Scores(logits=logits)}
+        return {ACOUSTIC: BranchOutput(logits=logits)}
 
 
 def second_model(model: Any, prompt: Sequence[int], ids: Tensor | None = None) -> BranchSpec:

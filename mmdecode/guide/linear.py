@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -45,7 +45,7 @@ class Linear:
     Neutral: weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
     """
 
-    needs = Needs()
+    needs = Requirements()
     images: bool = False
 
     def __init__(
@@ -76,7 +76,7 @@ class Linear:
         """S, the sum of the weights."""
         return float(sum(self.weights))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where a guide about images has nothing to tell apart."""
         if self.images:
             for branch in self.branches:
@@ -91,7 +91,7 @@ class Linear:
         return self.weights
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut, ``(B, N + 1, V)``."""
         values = [scores[name].logits for name in ("main", *(b.name for b in self.branches))]
@@ -106,7 +106,7 @@ class Linear:
         return combined.masked_fill(~(combined < torch.inf), -torch.inf)  # inf - inf is nan
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         combined = self.combine(constants, ctx, proposal, scores)
@@ -142,7 +142,7 @@ class Contrast(Linear):
         branch = BranchSpec(name="contrast", prompt=prompt, view=view)
         super().__init__([branch], contrast(alpha), beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where a view shows what the model sees."""
         for branch in self.branches:
             if branch.view is not None:
@@ -194,7 +194,7 @@ def generated(ctx: Context, proposal: Proposal) -> Tensor:
     return ctx.length[:, None] + pad(depths, (1, 0))
 
 
-def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, Scores], name: str) -> None:
+def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, BranchOutput], name: str) -> None:
     """Warns where a branch says what the main one does, of every row that has an image."""
     # the same tokens may be read another way, which costs the last bits
     same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)

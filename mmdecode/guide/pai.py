@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchSpec, Context, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context
 from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import Linear, not_negative
 
@@ -69,7 +69,7 @@ class PAI(Linear):
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, gamma, beta, (first, last))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where there are no images, for either part."""
         if bool(ctx.adapter.image_mask(ctx.prompt_ids).any()):
             super().begin(ctx, prefill)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import warn_inactive
@@ -33,7 +33,7 @@ class PromptBias:
 
     summary = "control: the model is asked to answer yes (PBA)"
     source = "Yin et al. 2025"
-    needs = Needs()
+    needs = Requirements()
     images = True
 
     def __init__(self, instruction: str = YES) -> None:
@@ -51,12 +51,12 @@ class PromptBias:
             ),
         )
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> None:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
         warn_inactive(type(self).__name__, ctx, prefill, "instructed")
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         return scores["main"].logits

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchSpec, Context, Needs, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
@@ -136,7 +136,7 @@ class WhisperCD:
             raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1 is no gate")
         self.no_speech, self.structure = no_speech, structure
         self.asks = no_speech < 1 or structure is not None
-        self.needs = Needs(prompt_hidden=self.asks)
+        self.needs = Requirements(prompt_hidden=self.asks)
         self.tau = tau
         changes: dict[str, Change] = {}
         if snr is not None:
@@ -168,7 +168,7 @@ class WhisperCD:
         ]
         self.neutral = not (alpha or beta or gate or self.asks)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, Scores]) -> Vocabulary:
+    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
         """Which tokens are text, how a window ends, which rows are timed, and which unspoken."""
         adapter, device = ctx.adapter, ctx.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
@@ -180,7 +180,7 @@ class WhisperCD:
         unspoken = self._unspoken(ctx, prefill) if self.asks else None
         return Vocabulary(adapter.end, text, ended, timed, unspoken)
 
-    def _unspoken(self, ctx: Context, prefill: Mapping[str, Scores]) -> Tensor:
+    def _unspoken(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Tensor:
         """Rows that end by their no-speech token, ``(B, 1)``."""
 
         def probability(name: str) -> Tensor:  # of the token, where the transcript starts, as log
@@ -198,13 +198,21 @@ class WhisperCD:
         return found
 
     def combine(
-        self, constants: Vocabulary, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self,
+        constants: Vocabulary,
+        ctx: Context,
+        proposal: Proposal,
+        scores: Mapping[str, BranchOutput],
     ) -> Tensor:
         """The law before cut and gate, ``(B, N + 1, V)``."""
         return self._contrasted(constants, scores, beta=0.0)
 
     def apply(
-        self, constants: Vocabulary, ctx: Context, proposal: Proposal, scores: Mapping[str, Scores]
+        self,
+        constants: Vocabulary,
+        ctx: Context,
+        proposal: Proposal,
+        scores: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         law = self._contrasted(constants, scores, self.beta)
@@ -218,7 +226,7 @@ class WhisperCD:
         ends = first_text(constants, ctx, proposal) & doubtful
         return torch.where(ends[..., None], constants.ended, law)
 
-    def _evidence(self, scores: Mapping[str, Scores]) -> Tensor:
+    def _evidence(self, scores: Mapping[str, BranchOutput]) -> Tensor:
         """For speech, at root and nodes, ``(B, N + 1)``."""
         main = scores["main"].logits
         found = distance(main, scores[SILENT].logits)
@@ -227,7 +235,7 @@ class WhisperCD:
         return found
 
     def _contrasted(
-        self, constants: Vocabulary, scores: Mapping[str, Scores], beta: float
+        self, constants: Vocabulary, scores: Mapping[str, BranchOutput], beta: float
     ) -> Tensor:
         main = scores["main"].logits
         combined = main

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import Context, Drafter, Requirements
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
@@ -162,7 +163,7 @@ def codes_of(adapter: Any, pixels: Tensor) -> Tensor:
         return vq.encode(pixels[None].to(vq.device, vq.dtype) * 2 - 1)[0].cpu()
 
 
-class Given:
+class Given(Drafter):
     """Drafts the codes that are given next, and nothing else: those of a run take one pass.
 
     In front of plain decoding; windows put given codes in their places themselves.
@@ -174,14 +175,11 @@ class Given:
     """
 
     kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
-    static = True
+    needs = Requirements()
+    capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(self, most: int = 64) -> None:
         self.most = most
-
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
-        """Nothing to prepare."""
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
         """The given codes up to the next free place."""
@@ -189,12 +187,3 @@ class Given:
         tokens = ctx.adapter.layout.forced(places)
         ahead = (tokens >= 0).long().cumprod(1).bool()
         return Proposal(tokens=tokens.masked_fill(~ahead, -1), kind="deterministic")
-
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
-        """Nothing to learn."""
-
-    def reorder(self, rows: Tensor) -> None:
-        """Nothing to move."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""

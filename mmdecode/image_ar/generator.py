@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.checkpoints import AUTO, trusting_as_asked
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import (
     InputError,
     MissingExtraError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from mmdecode.engine.contracts import Accept, Draft
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter
     from mmdecode.engine.stats import Stats
     from mmdecode.image_ar.painters import Painted
 
@@ -238,8 +238,8 @@ class ImageGenerator:
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
-        draft: Draft | str | None = None,
-        accept: Accept | str = "auto",
+        draft: Drafter | str | None = None,
+        accept: AcceptanceRule | str = "auto",
         mode: str | None = None,
         *,
         device: str | torch.device | None = None,

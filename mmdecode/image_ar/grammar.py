@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from mmdecode.engine.law import Nodes
 from mmdecode.engine.layout import Layout
+from mmdecode.engine.target_logits import Nodes
 from mmdecode.image_ar.sampling import Sampling
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError, UnknownNameError, refuse_unknown
 
 if TYPE_CHECKING:
     from mmdecode.adapters.images import ImageAdapter
-    from mmdecode.engine.contracts import Accept, Draft
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter
 
 WINDOW = 32
 """Of modes, unless the image is smaller."""
@@ -102,8 +102,8 @@ def lead_of(mode: str | None) -> int | None:
 
 def decoder_of(
     mode: str | None,
-    draft: Draft | str | None,
-    accept: Accept | str,
+    draft: Drafter | str | None,
+    accept: AcceptanceRule | str,
     *,
     adapter: ImageAdapter,
     compile: bool = False,

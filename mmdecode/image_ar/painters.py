@@ -22,10 +22,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmdecode.engine.decoder import Decoder, NoDraft
-from mmdecode.engine.law import Nodes
+from mmdecode.decoder import Decoder
+from mmdecode.draft.none import NoDraft
 from mmdecode.engine.noise import request_key
 from mmdecode.engine.stats import Stats
+from mmdecode.engine.target_logits import Nodes
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.completion import (

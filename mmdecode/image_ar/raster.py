@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, refuse_unknown
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.grammar import Grammar, Warp

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.branch import MAIN, ModelBranches, model_name
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.contracts import MAIN, BranchOutput, Context, model_name
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.proposal import Proposal
@@ -198,7 +198,8 @@ class ZipAR:
             roots = replace(ctx, length=places.flatten())
             nothing = Proposal.empty(places.numel(), ctx.device)
             apart = {
-                name: Scores(logits=part.flatten(0, 1)[:, None]) for name, part in branches.items()
+                name: BranchOutput(logits=part.flatten(0, 1)[:, None])
+                for name, part in branches.items()
             }
             logits = self.guidance.apply(None, roots, nothing, apart).view_as(logits)
         allowed = self.adapter.layout.allowed(places, logits.shape[-1])
@@ -219,11 +220,11 @@ def schedule(layout: Layout, window: int) -> list[list[int]]:
     return waves
 
 
-class Frontier(ModelBranches):
+class Frontier(ModelRunner):
     """Branches that read generated tokens out of order; every row of the batch the same places."""
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
-        """See `ModelBranches.prefill`."""
+    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+        """See `ModelRunner.prefill`."""
         scores = super().prefill(ctx, earlier)
         self.ends = self.cache.start.clone()  # of the prompts, (R,)
         self.held = torch.empty(0, dtype=torch.long, device=ctx.device)  # place in each slot behind

@@ -26,7 +26,7 @@ from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.files import write_file, write_folder
 
 Level = int | str
-"""Key of `mmdecode.engine.contracts.Scores.hidden`."""
+"""Key of `mmdecode.engine.contracts.BranchOutput.hidden`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import Context
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, Context
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError
@@ -259,7 +259,7 @@ def check_accept(make: Callable[[], Any]) -> None:
     """
     rule = make()
     model = Table(4, seed=11, sharpness=1.5)
-    proposers = [drafts.Drafter()]
+    proposers = [drafts.TestDrafter()]
     if rule.guarantee == "exact":
         if "deterministic" in rule.kinds:
             proposers += [drafts.Random(), drafts.FullTree(1), drafts.RandomTrees(4)]
@@ -415,7 +415,7 @@ def check_adapter(
     path = accepted[torch.arange(len(ids)) % 4]
     root = torch.ones(len(ids), 1, dtype=torch.long)
     ctx = _context(ids, mask, inputs)
-    branches = ModelBranches(adapter, [MAIN])
+    branches = ModelRunner(adapter, [MAIN])
     with torch.no_grad():
         first = branches.prefill(ctx, {})["main"].logits[:, 0]
         _close(first, [_alone(adapter, ctx, b, []) for b in range(len(ids))], "prompt", tolerance)
@@ -457,7 +457,7 @@ def _alone(adapter: Any, ctx: Context, row: int, new: list[int]) -> Tensor:
     ids = torch.cat([prompt, torch.tensor(new, dtype=torch.long)])[None]
     inputs = {k: _one(v, row) for k, v in ctx.model_inputs.items()}
     alone = _context(ids, torch.ones_like(ids).bool(), inputs)
-    return ModelBranches(adapter, [MAIN]).prefill(alone, {})["main"].logits[0, 0]
+    return ModelRunner(adapter, [MAIN]).prefill(alone, {})["main"].logits[0, 0]
 
 
 def _one(value: Any, row: int) -> Any:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Context, Needs, Outcome, Scores
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Requirements
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 
 
-class Drafter:
+class TestDrafter(Drafter):
     """A deterministic draft that proposes nothing; the others override `propose`."""
 
+    __test__ = False  # it is no test
     kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Needs()
+    needs = Requirements()
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Notes which kind is wanted."""
         self.kind: Kind = kind
         self.vocab = prefill.logits.shape[-1]
@@ -27,17 +28,8 @@ class Drafter:
         """The empty proposal."""
         return Proposal.empty(ctx.batch, ctx.device)
 
-    def observe(self, ctx: Context, proposal: Proposal, scores: Scores, outcome: Outcome) -> None:
-        """Nothing to learn."""
 
-    def reorder(self, rows: Tensor) -> None:
-        """Nothing to move."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-
-class Constant(Drafter):
+class Constant(TestDrafter):
     """Always one token: an ordinary one, or the end of sequence."""
 
     def __init__(self, token: int, length: int = 4) -> None:
@@ -49,7 +41,7 @@ class Constant(Drafter):
         return Proposal(tokens=tokens, kind="deterministic")
 
 
-class Random(Drafter):
+class Random(TestDrafter):
     """Uniform tokens in a fixed shape; siblings may repeat each other.
 
     Args:
@@ -72,7 +64,7 @@ class Random(Drafter):
         return Proposal(tokens=tokens.to(ctx.device), kind="deterministic", tree=self.tree)
 
 
-class RandomTrees(Drafter):
+class RandomTrees(TestDrafter):
     """Another random tree for each row and round, with random tokens; nodes at the end unused."""
 
     def __init__(self, nodes: int = 7, seed: int = 0) -> None:
@@ -92,7 +84,7 @@ class RandomTrees(Drafter):
         )
 
 
-class FullTree(Drafter):
+class FullTree(TestDrafter):
     """Every token at every node, ``depth`` levels deep: whatever the law chooses was drafted."""
 
     def __init__(self, depth: int = 2) -> None:
@@ -115,7 +107,7 @@ class FullTree(Drafter):
         return Proposal(tokens=rows, kind="deterministic", tree=Tree(tuple(parents)))
 
 
-class Known(Drafter):
+class Known(TestDrafter):
     """Proposes the tokens that a row is known to end with: everything it drafts is right.
 
     Args:
@@ -146,7 +138,7 @@ class Known(Drafter):
         self.rows = self.rows[rows]
 
 
-class Bigram(Drafter):
+class Bigram(TestDrafter):
     """A chain drawn from a table q(next | previous), as the rule prefers: argmax, iid or coupled.
 
     Args:
@@ -192,7 +184,7 @@ class Bigram(Drafter):
         return (law + gumbel[:, 0]).argmax(-1)
 
 
-class Siblings(Drafter):
+class Siblings(TestDrafter):
     """A tree drawn from a table q(next | previous), several children a node, as the rule prefers.
 
     Args:

@@ -14,29 +14,28 @@ from unittest import mock
 
 import torch
 
-from mmdecode.accept import tail
-from mmdecode.engine.contracts import Outcome
+from mmdecode.engine import window
+from mmdecode.engine.contracts import DraftWindow, Outcome
 
 
 @contextmanager
 def stale_law() -> Iterator[None]:
     """Tokens of a window that are kept behind a rejection keep the law they had before it."""
-    sound = tail.with_tail
+    sound = window.continued
 
-    def stale(outcome: Outcome, proposal: Any, *others: Any) -> Outcome:
+    def stale(outcome: Outcome, proposal: Any, *others: Any) -> DraftWindow:
         result = sound(outcome, proposal, *others)
         size = proposal.size
         if not size:
             return result
-        assert result.tail_tokens is not None and result.tail_law is not None
         order = torch.arange(size, device=proposal.tokens.device)
         source = outcome.num_accepted[:, None] + 1 + order
         before = source.clamp_max(size - 1)
-        kept = (result.tail_tokens == proposal.tokens.gather(1, before)) & (source < size)
+        kept = (result.tokens == proposal.tokens.gather(1, before)) & (source < size)
         q = proposal.log_q.gather(1, before[..., None].expand_as(proposal.log_q))
-        return replace(result, tail_law=torch.where(kept[..., None], q, result.tail_law))
+        return replace(result, logits=torch.where(kept[..., None], q, result.logits))
 
-    with mock.patch("mmdecode.accept.follow.with_tail", stale):
+    with mock.patch("mmdecode.engine.window.continued", stale):
         yield
 
 

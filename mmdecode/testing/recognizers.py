@@ -18,8 +18,8 @@ from mmdecode.asr.audio import source_of
 from mmdecode.asr.long_form import LongForm
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers.base import Encoded, Recognizer
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import MMDecodeError, OptionError
 
 TOLERANCE = 1e-4

@@ -33,8 +33,8 @@ from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
+    from mmdecode.decoder import Decoder
     from mmdecode.engine.cache import RaggedCache
-    from mmdecode.engine.decoder import Decoder
 
 LAYERS = 2
 NOTHING = 1001

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.asr.alignment import Head, Spoken, Timer, attention_spans, cross_attention
 from mmdecode.asr.words import Token, split_words
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids
+from mmdecode.decoder import Decoder
+from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError
 from mmdecode.files import refuse_foreign, write_file
 from mmdecode.train.medusa import greedy, whisper_prompt

@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
-from mmdecode.draft.own_law import OwnLaw
-from mmdecode.engine.branch import model_name
-from mmdecode.engine.contracts import Adapter, Context, Draft, Guide, Needs, Scores
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.draft.none import NoDraft
+from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.contracts import (
+    Adapter,
+    BranchOutput,
+    Context,
+    Drafter,
+    Guide,
+    Requirements,
+    model_name,
+)
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
@@ -63,21 +71,21 @@ class Collector(NoDraft):
     """
 
     def __init__(self, drafter: FeatureDrafter | None) -> None:
-        self.drafter, self.law = drafter, OwnLaw()
+        self.drafter, self.law = drafter, DraftTarget()
         self.found: Any = None
 
-    def needs(self, adapter: Adapter) -> Needs:  # type: ignore[override]
+    def needs(self, adapter: Adapter) -> Requirements:
         """What the drafter reads, of the whole prompt."""
         if self.drafter is None:
-            return Needs(hidden=frozenset({"last"}), prompt_hidden=True)
+            return Requirements(hidden=frozenset({"last"}), prompt_hidden=True)
         return feature_needs(self.drafter, adapter)
 
     def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Collector:
         """Takes the states of the guide's other branches too."""
-        self.law = OwnLaw(guide, warp)
+        self.law = DraftTarget(guide, warp)
         return self
 
-    def begin(self, ctx: Context, prefill: Scores, kind: Kind) -> None:
+    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Notes them."""
         specs, adapter = self.law.specs, ctx.adapter
         rows = None if self.drafter is None else prompt_rows(self.drafter, ctx, prefill, specs)
@@ -198,7 +206,7 @@ class Drafted:
     by_position: list[float]
 
 
-def measured(target: Target, requests: Sequence[Any], draft: Draft, options: Options) -> Drafted:
+def measured(target: Target, requests: Sequence[Any], draft: Drafter, options: Options) -> Drafted:
     """Decoding of requests with a draft, as the target is meant to be decoded."""
     stats = target.drafted(draft, requests, options).stats
     found = stats.by_depth

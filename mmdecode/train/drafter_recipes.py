@@ -35,7 +35,7 @@ from mmdecode.draft.kangaroo import Kangaroo as KangarooDraft
 from mmdecode.draft.kangaroo import refuse_unsuited
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.vispec import ViSpec as ViSpecDraft
-from mmdecode.engine.contracts import Draft
+from mmdecode.engine.contracts import Drafter
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.files import write_folder
 from mmdecode.models.dream import Dream
@@ -221,7 +221,7 @@ class Recipe:
         """Of a batch."""
         raise NotImplementedError
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """A draft of a chain with it."""
         raise NotImplementedError
 
@@ -274,7 +274,7 @@ class FeatureRecipe(Recipe):
             weights += weight
         return total / weights
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """A chain of ``length`` tokens."""
         return self.drafts(module, depth=length, top_k=1, nodes=length)
 
@@ -462,7 +462,7 @@ class TextRecipe(Recipe):
         wanted = asked[:, 1:]  # the row before a token of an answer says its law
         return (losses * wanted).sum() / wanted.sum().clamp_min(1)
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """A chain that sees no image."""
         return Assistant(module, length, text_only=True)
 
@@ -492,7 +492,7 @@ class MedusaRecipe(Recipe):
             return logits.sum() * 0
         return (losses[known] * weights[known]).sum() / weights[known].sum()
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """As many heads as tokens, at most."""
         most = min(length, module.weight.shape[1])
         return Medusa(module, paths=[(0,) * count for count in range(1, most + 1)])
@@ -537,7 +537,7 @@ class HydraRecipe(Recipe):
             weights += weight
         return total / weights
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """As many heads as tokens, at most."""
         return HydraDraft(module, depth=min(length, len(module)), top_k=1)
 
@@ -574,7 +574,7 @@ class KangarooRecipe(FeatureRecipe):
         losses, asked = law_losses(drafted, targets_of(batch, batch.logits(), -1))
         return losses.sum() / asked.sum().clamp_min(1)
 
-    def draft(self, module: Any, length: int) -> Draft:
+    def draft(self, module: Any, length: int) -> Drafter:
         """A chain, however sure."""
         return KangarooDraft(module, length, sure=0.0)
 

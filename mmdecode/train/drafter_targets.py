@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Draft
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.setup import token_ids, up_to_end
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import Drafter
+from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.frontdoor import generate
 from mmdecode.guide.guidance import Guidance
@@ -76,7 +76,7 @@ class Target(Protocol):
     def guided(self, logits: Tensor) -> Tensor:
         """What decides, of the logits of all branches; see `Batch`."""
 
-    def drafted(self, draft: Draft, requests: Sequence[Any], options: Options) -> Decoder:
+    def drafted(self, draft: Drafter, requests: Sequence[Any], options: Options) -> Decoder:
         """The decoder, with its counters, after all requests were answered with a draft."""
 
 
@@ -123,7 +123,7 @@ class Texts:
         """As they are."""
         return unguided(logits)
 
-    def drafted(self, draft: Draft, requests: Sequence[Request], options: Options) -> Decoder:
+    def drafted(self, draft: Drafter, requests: Sequence[Request], options: Options) -> Decoder:
         """Greedily."""
         decoder = Decoder(draft)
         for start in range(0, len(requests), self.at_once):
@@ -199,7 +199,7 @@ class Images:
         law = guided(conditional, nothing, self.raster.preset.guidance)
         return torch.cat([law, law])
 
-    def drafted(self, draft: Draft, requests: Sequence[Drawing], options: Options) -> Decoder:
+    def drafted(self, draft: Drafter, requests: Sequence[Drawing], options: Options) -> Decoder:
         """Sampled, by the exact rule for drawn tokens."""
         decoder = Decoder(draft, accept="rejection", seed=options.fit.seed)
         for start in range(0, len(requests), self.at_once):

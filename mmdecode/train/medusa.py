@@ -32,9 +32,9 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.trees import choose_tree, expected_length
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Prompt
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     LISTING,
@@ -389,7 +389,7 @@ def train_from_manifest(
     from mmdecode.asr.inputs import recordings_in
     from mmdecode.asr.manifest import opened
     from mmdecode.asr.transcriber import load
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
     refuse_foreign_in(out)
     entries = recordings_in(manifest, limit)

@@ -362,7 +362,7 @@ def save_heads(draft: Any, target_config: dict[str, Any], out: Path) -> None:
 
 def run_heads(base: str, work: Path, out: Path, count: int = 4800) -> dict[str, Any]:
     """Both kinds of heads for a model of this recipe, on windows of its corpus."""
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
     path = local_path(base)
     model = WhisperForConditionalGeneration.from_pretrained(

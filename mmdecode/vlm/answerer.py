@@ -24,9 +24,10 @@ from mmdecode.checkpoints import (
     placed,
     trusting_as_asked,
 )
+from mmdecode.decoder import Decoder
 from mmdecode.engine.checks import length_made_for
-from mmdecode.engine.decoder import Decoder, Round
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
+from mmdecode.engine.trace import Round
 from mmdecode.errors import (
     InputError,
     MissingExtraError,
@@ -45,7 +46,7 @@ from mmdecode.vlm.questions import Prompts, Question
 from mmdecode.vlm.requests import Request, is_list, requests_of
 
 if TYPE_CHECKING:
-    from mmdecode.engine.contracts import Accept, Draft, Guide
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
 
 
@@ -148,7 +149,7 @@ class Answer:
         prompt: The question as the processor was given it; empty where there is an error.
         seconds: Of its batch, over the batch's size; reading images is not counted.
         passes: Scoring passes of its batch after the prompts were read.
-        trace: Its rounds, see `mmdecode.engine.decoder.Round`; ``None``: not asked for.
+        trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not asked for.
         error: What was wrong, what was expected and what to do; ``None``: nothing was.
         kind: Name of the error's class.
     """
@@ -177,7 +178,7 @@ class Answer:
 
         Returns:
             Their number; ``None``: no trace was asked for, no guide was on, or it is one whose
-            trace cannot know (see `mmdecode.engine.decoder.Step`).
+            trace cannot know (see `mmdecode.engine.trace.Step`).
         """
         steps = [step for one in self.trace or () for step in one.steps]
         known = [step.changed for step in steps[:tokens] if step.changed is not None]
@@ -213,9 +214,9 @@ class Answerer:
     def from_pretrained(
         cls,
         model_id: str | os.PathLike[str],
-        draft: Draft | str | None = None,
+        draft: Drafter | str | None = None,
         guide: Guide | str | None = None,
-        accept: Accept | str = "auto",
+        accept: AcceptanceRule | str = "auto",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         seed: int = 0,

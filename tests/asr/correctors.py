@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.engine.contracts import Needs
+from mmdecode.engine.contracts import Requirements
 
 LISTS = [
     NBestList("a", ("the cat sat on a mat", "the cat sits on the mat", "a cat sat on a map")),
@@ -80,7 +80,7 @@ class Writes:
         texts: By the row's first hypothesis, as ids with their end.
     """
 
-    needs = Needs()
+    needs = Requirements()
     branches = ()
     neutral = False
 

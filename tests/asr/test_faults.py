@@ -9,7 +9,7 @@ from mmdecode.asr.audio import source_of
 from mmdecode.asr.correcting import ListCorrection
 from mmdecode.asr.manifest import Entry
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import runs
 from tests.faults import ERRORS, FEW, Faulty, said

@@ -9,11 +9,11 @@ import mmdecode as mm
 from mmdecode.asr.audio import source_of
 from mmdecode.asr.recognizers.whisper_features import Heard, Mel, Speech, heard
 from mmdecode.asr.transcriber import Transcriber, make_options
+from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, InputError
 from mmdecode.evaluation.non_speech import sound
 from mmdecode.guide.whisper_cd import WhisperCD, silent

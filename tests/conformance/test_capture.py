@@ -5,12 +5,11 @@ A warning fails a test here, so all of these rounds are captured as wholes.
 
 import pytest
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
-from mmdecode.engine import capture
-from mmdecode.engine import decoder as engine
+from mmdecode.engine import capture, loop, request
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.decoder import Decoder
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
 from tests.support import seams
@@ -28,16 +27,16 @@ def drafted(generate, decoder):
     """What a decoder generates, and what it drafts in every round."""
     rounds = []
 
-    def noting(transfer):
-        def noted(run, settled):
-            rows = settled.proposal.tokens.tolist()
+    def noting(sync):
+        def noted(run, result, count):
+            rows = result.proposal.tokens.tolist()
             rounds.append([[token for token in row if token >= 0] for row in rows])
-            return transfer(run, settled)
+            return sync(run, result, count)
 
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        seams.TRANSFER.plant(patch, noting)
+        seams.SYNC.plant(patch, noting)
         return generate(decoder).tolist(), rounds
 
 
@@ -60,7 +59,8 @@ def test_drafts_of_real_states(family, name, taped):
 
 
 def test_the_longest_draft_stays_within_the_reserved_slots(taped, monkeypatch):
-    monkeypatch.setattr(engine, "MAX_NODES", 24)
+    for module in (loop, request):
+        monkeypatch.setattr(module, "MAX_NODES", 24)
 
     def longest():
         return Assistant(tiny.small_of("llama"), length=24)

@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 import pytest
 from torch._dynamo.testing import CompileCounter
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.engine import capture
-from mmdecode.engine.contracts import BranchSpec, Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchSpec, Requirements
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
@@ -100,7 +100,7 @@ def test_a_machine_without_a_compiler_runs_as_usual(counter, monkeypatch):
 
 def test_states_of_inner_layers_are_taken_as_usual(counter):
     class Guided(Linear):
-        needs = Needs(hidden=frozenset((1,)))
+        needs = Requirements(hidden=frozenset((1,)))
 
     other = BranchSpec(name="other", prompt="last_token")
 

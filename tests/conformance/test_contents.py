@@ -7,7 +7,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 import mmdecode
 from mmdecode import registry
 from mmdecode.adapters import image_views
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from tests.conformance.test_views import CHANGED, UNCHANGED, alone, seen
 from tests.conformance.tiny_vlm import (
     END,

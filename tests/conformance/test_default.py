@@ -25,9 +25,9 @@ from transformers import (
 from mmdecode import registry
 from mmdecode.adapters import default
 from mmdecode.adapters.default import DefaultAdapter
+from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.testing import drafts
 from tests.conformance.tiny import HiddenPath, prompts, random_heads

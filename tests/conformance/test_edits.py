@@ -11,9 +11,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import NAME, AttentionEdit, layer_range, switched
-from mmdecode.engine.contracts import BranchSpec, Needs, StateEdit
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchSpec, Requirements, StateEdit
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
 from tests.conformance import tiny
@@ -34,10 +34,10 @@ class Edited:
 
     neutral = False
     branches = ()
-    needs = Needs()
+    needs = Requirements()
 
     def __init__(self, *edits, needs=None, branches=()):
-        self.edits, self.branches, self.needs = edits, branches, needs or Needs()
+        self.edits, self.branches, self.needs = edits, branches, needs or Requirements()
         self.seen = []
 
     def begin(self, ctx, prefill):
@@ -162,7 +162,7 @@ class Matrices(TorchDispatchMode):
 ROWS_OF_A_PROMPT = {
     "law": Edited(AttentionEdit(branch="main", scores=doubled)),
     "last_prompt": Edited(AttentionEdit(branch="main", rows="last_prompt", weights=squared)),
-    "read": Edited(needs=Needs(attention=frozenset([0, 1]))),
+    "read": Edited(needs=Requirements(attention=frozenset([0, 1]))),
     "all": Edited(AttentionEdit(branch="main", rows="all", weights=squared)),
 }
 
@@ -257,7 +257,7 @@ def test_a_branch_that_replaces_the_main_one_is_alone_from_the_first_round_on():
 
 
 def test_weights_are_read_of_every_node():
-    guide = Edited(needs=Needs(attention=frozenset([0])))
+    guide = Edited(needs=Requirements(attention=frozenset([0])))
     found = ours("llava", guide, batch=3)
     assert found.tolist() == reference("llava")[0].tolist()
     inputs = vision_inputs("llava")
@@ -292,7 +292,7 @@ def test_states_are_edited_by_position():
 
 
 def test_exits_are_logits_of_inner_layers():
-    guide = Edited(needs=Needs(exits=frozenset([1])))
+    guide = Edited(needs=Requirements(exits=frozenset([1])))
     ours("llava", guide)
     scores, model = guide.seen[0]["main"], vision_model("llava")
     expected = model.lm_head(model.get_decoder().norm(scores.hidden[1]))
@@ -307,7 +307,7 @@ def test_layers_are_fractions_of_the_depth():
 
 
 def test_an_encoder_decoder_shows_nothing_of_its_inside():
-    decoder = Decoder(guide=Edited(needs=Needs(exits=frozenset([0]))))
+    decoder = Decoder(guide=Edited(needs=Requirements(exits=frozenset([0]))))
     with pytest.raises(IncompatibleError, match="inside"):
         tiny.ours(decoder, "whisper")
 

@@ -22,13 +22,13 @@ from mmdecode import registry
 from mmdecode.adapters.bart import BartAdapter
 from mmdecode.adapters.encoder_decoder import SourcePast
 from mmdecode.adapters.t5 import T5Adapter, UMT5Adapter
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import BranchSpec, Prompt
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts

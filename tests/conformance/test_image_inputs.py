@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 import mmdecode
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.layer_skip import LayerSkip
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import (
     IncompatibleError,
     InputError,

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from mmdecode import registry
 from mmdecode.adapters.images import ImageAdapter
 from mmdecode.adapters.llamagen import LlamaGenAdapter, LlamaGenPast
+from mmdecode.decoder import Decoder
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.branch import ModelBranches, chain
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.masks import chain
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import (
     ShapeError,
@@ -330,7 +331,7 @@ def test_keys_behind_rejected_windows_are_those_of_a_fresh_pass(family, monkeypa
     )
     tokens = draw(family, Decoder(Jacobi(6, siblings=2)), do_sample=True)
     branches, ctx = kept[-1], adapters[-1]
-    fresh = ModelBranches(branches.adapter, branches.specs)
+    fresh = ModelRunner(branches.adapter, branches.specs)
     ctx.length.zero_()
     with torch.no_grad():
         fresh.prefill(ctx, {})

@@ -8,11 +8,11 @@ import torch
 from transformers import InstructBlipConfig, InstructBlipForConditionalGeneration
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG

@@ -15,8 +15,8 @@ from mmdecode.adapters import lean_step
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
 from mmdecode.adapters.lean_step import LeanAdapter
 from mmdecode.adapters.moonshine import MoonshineAdapter
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from tests.conformance.tiny import NEW, generated, inputs_of, model_of
 
 FAMILIES = ["whisper", "moonshine", "moonshine_padded"]

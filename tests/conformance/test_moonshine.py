@@ -10,9 +10,9 @@ import mmdecode
 from mmdecode.adapters import moonshine
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
 from mmdecode.adapters.moonshine import MoonshineAdapter, by_column
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from tests.conformance.tiny import (
     MOONSHINE_DRAFTS,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.contracts import Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
 from tests.conformance.tiny import (
@@ -252,7 +252,7 @@ def test_decoding_leaves_no_trace_on_the_model(family):
     for draft in table.values():
         ours(Decoder(draft(family, [[1] * NEW] * 3)), family)
     reads_layers = drafts.Constant(3)
-    reads_layers.needs = Needs(hidden=frozenset({0, 1, "last"}))
+    reads_layers.needs = Requirements(hidden=frozenset({0, 1, "last"}))
     ours(Decoder(reads_layers), family)
 
     class Broken(StoppingCriteria):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from tests.conformance.tiny import (
     NEW,
     PROCESSORS,

@@ -8,8 +8,8 @@ import torch
 from transformers.models.llava.modeling_llava import LlavaModel
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.linear import Linear
 from tests.conformance.tiny_vlm import (

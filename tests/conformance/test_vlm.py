@@ -14,12 +14,12 @@ from mmdecode.adapters.vision_language import (
     QwenVLAdapter,
     VisionLanguageAdapter,
 )
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import BranchSpec, Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, BranchSpec, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.linear import Linear
@@ -171,11 +171,11 @@ def test_a_branch_of_text_beside_images_changes_neither(family):
         assert ours(decoder, family)[:, -NEW:].tolist() == expected
 
 
-class Forks(drafts.Drafter):
+class Forks(drafts.TestDrafter):
     """Reads the prompt for itself, and scores its rows before and after another order."""
 
     def begin(self, ctx, prefill, kind):
-        branches = ModelBranches(ctx.adapter, [MAIN])
+        branches = ModelRunner(ctx.adapter, [MAIN])
         branches.prefill(ctx, {})
         tokens = torch.tensor([[5, 9, 8]]).expand(ctx.batch, -1)
         proposal = Proposal(tokens=tokens, kind="deterministic")
@@ -232,7 +232,7 @@ def test_half_precision_runs_and_gives_no_nan(family):
 def test_decoding_leaves_no_trace_on_the_model(family):
     before = state_of(vision_model(family))
     reads_layers = drafts.Constant(3)
-    reads_layers.needs = Needs(hidden=frozenset({0, 1, "last"}), prompt_hidden=True)
+    reads_layers.needs = Requirements(hidden=frozenset({0, 1, "last"}), prompt_hidden=True)
     for draft in (reads_layers, DRAFTS["medusa_tree"](family, [])):
         assert ours(Decoder(draft), family).tolist() == reference(family)[0].tolist()
     after = state_of(vision_model(family))

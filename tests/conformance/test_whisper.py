@@ -9,9 +9,9 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 from mmdecode import registry
 from mmdecode.adapters import lean_step
+from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import shallow
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.decoder import Decoder
 from tests.conformance.tiny import (
     ALWAYS_SUPPRESSED,
     NO_TIMESTAMPS,

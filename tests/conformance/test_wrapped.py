@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from tests.conformance.tiny import (
     DifferentError,
     HiddenPath,

@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.draft.none import NoDraft
 from mmdecode.engine.proposal import Proposal
 from mmdecode.testing import drafts
 

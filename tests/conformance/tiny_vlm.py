@@ -20,12 +20,13 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.draft.none import NoDraft
 from mmdecode.testing import drafts
 from tests.conformance.tiny import (
     PROCESSORS,

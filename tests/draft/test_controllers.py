@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
-from mmdecode.draft.own_law import OwnLaw
+from mmdecode.draft.none import NoDraft
+from mmdecode.draft.own_law import DraftTarget
 from mmdecode.draft.trees import affordable, plan, value
-from mmdecode.engine.decoder import Decoder, NoDraft
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, law_of, run_rows
@@ -68,8 +69,10 @@ def test_a_stop_before_the_doubtful_token_is_found(monkeypatch):
 @modes
 def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeypatch):
     steps = []
-    law = OwnLaw.__call__
-    monkeypatch.setattr(OwnLaw, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1])
+    law = DraftTarget.__call__
+    monkeypatch.setattr(
+        DraftTarget, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1]
+    )
     counts = {}
     for risk in (0.3, 1.0):
         steps.clear()
@@ -97,7 +100,7 @@ def test_batches_of_another_size_are_measured_apart(monkeypatch):
     for _ in range(60):
         size = dice.choice([1, 13, 16])
         ended = torch.full((size,), 21)
-        ctx = SimpleNamespace(draft_free=True, length=ended, rounds=ended)
+        ctx = SimpleNamespace(drafter_invariant=True, length=ended, rounds=ended)
         adaptive.begin(ctx, None, "deterministic")
         levels = adaptive._now.levels
         pays = size == 1  # a draft does with one row, and loses with many

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 import mmdecode
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.growing import grow, tree_mask
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import BranchSpec, Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchSpec, Requirements
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import eagle as models
@@ -149,7 +149,7 @@ def test_a_drafter_that_is_the_target_is_always_right(family, do_sample):
 class Longer:
     """A law that asks what the caller did behind more words, instead of it."""
 
-    needs, images, neutral = Needs(), False, False
+    needs, images, neutral = Requirements(), False, False
 
     def __init__(self, inputs):
         ids = F.pad(inputs["input_ids"], (5, 0), value=3)

@@ -7,7 +7,7 @@ from torch import nn
 from mmdecode import registry
 from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.medusa import MedusaHeads
-from mmdecode.engine.contracts import Outcome, Scores
+from mmdecode.engine.contracts import BranchOutput, Outcome
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.models.hydra import HydraHeads
@@ -155,7 +155,7 @@ def test_the_state_that_is_kept_is_that_at_the_end_of_the_path():
         num_accepted=torch.tensor([1, 2, 0]),
         next_token=torch.zeros(3, dtype=torch.long),
     )
-    scores = Scores(logits=hidden, hidden={"last": hidden})
+    scores = BranchOutput(logits=hidden, hidden={"last": hidden})
     draft.observe(None, proposal, scores, outcome)
     assert draft._state[:, 0, 0].tolist() == [2, 8, 10]
     draft.reorder(torch.tensor([2, 0]))

@@ -8,9 +8,9 @@ from torch import nn
 
 import mmdecode
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.kangaroo import Kangaroo
 from mmdecode.draft.layer_skip import LayerSkip, shallow
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models.feature_drafter import Rows

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_search import Clasp, Programme, Swift, partial, units_of
-from mmdecode.draft.mirror import Mirror
-from mmdecode.engine.decoder import Decoder
+from mmdecode.draft.mirror import CacheCopyDrafter
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import check_draft
 from tests.conformance.tiny import ours as whisper
@@ -144,7 +144,7 @@ def test_a_search_leaves_the_copy_as_it_was(monkeypatch):
 def leave_it(self, ctx, skip, window):
     """The mutant: what the trial has overwritten is not put back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mirror, "_copy", lambda *_: None)
+        patch.setattr(CacheCopyDrafter, "_copy", lambda *_: None)
         return Swift._matches(self, ctx, skip, window)
 
 

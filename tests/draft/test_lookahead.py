@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookahead import POOL, Lookahead
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, run_rows

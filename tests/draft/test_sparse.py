@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mmdecode.adapters.vision_language import VisionLanguageAdapter
-from mmdecode.draft.mirror import Mirror
+from mmdecode.decoder import Decoder
+from mmdecode.draft.mirror import CacheCopyDrafter
 from mmdecode.draft.sparse import Sparse, most_attended
 from mmdecode.engine.attention import mean_weights
-from mmdecode.engine.branch import ModelBranches
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.cfg_image import CFGImage
 from tests.conformance.tiny_vlm import (
@@ -39,7 +39,7 @@ def test_the_output_does_not_depend_on_what_is_kept(family):
 @FAMILIES
 def test_with_all_image_tokens_everything_is_accepted(family):
     expected, _ = reference(family)
-    for draft in (Sparse(cells=99, length=3), Mirror(length=3)):
+    for draft in (Sparse(cells=99, length=3), CacheCopyDrafter(length=3)):
         decoder = Decoder(draft)
         assert ours(decoder, family).tolist() == expected.tolist()
         assert decoder.stats.accepted == decoder.stats.drafted > 0
@@ -123,15 +123,15 @@ def closed_ranks(self, *args, **kwargs):
     return RUN(self, *args, **kwargs)
 
 
-RUN = ModelBranches.run
+RUN = ModelRunner.run
 PLANTED = {
-    "positions that close ranks": (ModelBranches, "run", closed_ranks),
-    "tokens that are not copied": (Mirror, "_copy", lambda *_: None),
+    "positions that close ranks": (ModelRunner, "run", closed_ranks),
+    "tokens that are not copied": (CacheCopyDrafter, "_copy", lambda *_: None),
     "one image token too many": (
         Sparse,
         "__init__",
         lambda self, cells, length: (
-            Mirror.__init__(self, length),
+            CacheCopyDrafter.__init__(self, length),
             setattr(self, "cells", cells + 1),
         )[0],
     ),

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft import assistant
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.branch import MAIN
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import MAIN
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, ours, reference, vision_inputs, vision_model
 from tests.draft.rounds import rounds_of

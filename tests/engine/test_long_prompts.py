@@ -18,8 +18,8 @@ from transformers import (
     OPTConfig,
 )
 
-from mmdecode.engine.branch import block_mask
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.masks import block_mask
 from mmdecode.errors import InputError
 from mmdecode.testing.drafts import RandomTrees
 from tests.conformance import tiny_vlm
@@ -115,7 +115,7 @@ def test_masks_allow_what_a_loop_over_tokens_and_slots_allows(window, tree):
 ADDED = """
 import resource, sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(

@@ -12,10 +12,10 @@ from transformers import (
 
 import mmdecode as mm
 from mmdecode.accept import Typical
+from mmdecode.decoder import Decoder
 from mmdecode.draft import PromptLookup
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import MAX_NODES, Decoder
-from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.proposal import MAX_NODES, Proposal
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide import Linear
 
@@ -168,7 +168,7 @@ def test_assistant_model_is_a_draft_and_raw_inputs_may_be_added():
 
 
 def test_rows_are_named_by_their_raw_inputs_of_any_type():
-    from mmdecode.engine.setup import _bytes
+    from mmdecode.engine.request import _bytes
 
     half = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert _bytes(half) != _bytes(half.flip(0))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.contracts import BranchSpec, StateEdit
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.guide.linear import Linear, generated
 from mmdecode.testing import drafts

@@ -24,8 +24,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from mmdecode.engine.checks import ARGUMENTS, SETTINGS, Refused, refuse_settings
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.checks import refuse_settings
+from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.drafts import RandomTrees
 from tests.conformance.tiny import VOCAB, audio, text_model, whisper_model

@@ -13,9 +13,9 @@ from mmdecode.accept.exact import Coupled, Membership
 from mmdecode.adapters.whisper import WhisperAdapter
 from mmdecode.asr.transcriber import load
 from mmdecode.cli.audit import read_tokens, speech_cases
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.audit import audit

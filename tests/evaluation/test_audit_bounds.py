@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmdecode
 from mmdecode.accept.exact import Membership
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError
 from mmdecode.evaluation.audit import audit
 from mmdecode.evaluation.draws import FEWEST

@@ -13,8 +13,8 @@ pytest.importorskip("timm")
 
 from mmdecode.accept.rejection import Rejection
 from mmdecode.cli import app as cli
+from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation import image_truth
 from mmdecode.evaluation.image_classifier import Classifier

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from mmdecode.cli import bench
 from mmdecode.cli.app import app
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import draft_speed
 from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness

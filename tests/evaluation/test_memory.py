@@ -18,9 +18,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.accept.judge import Judge
+from mmdecode.decoder import Decoder
 from mmdecode.engine.cache import RaggedLayer
-from mmdecode.engine.contracts import Needs
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Tree
 from mmdecode.evaluation.memory import row_bytes
 from mmdecode.guide.cfg import CFG
@@ -155,10 +156,10 @@ def test_what_holds_more_is_found(mutant, monkeypatch):
         assert_computed("whisper", "undrafted", SHORT, 500)
 
 
-class Watcher(drafts.Drafter):
+class Watcher(drafts.TestDrafter):
     """Notes in which rounds the states of the prompt are still there."""
 
-    needs = Needs(prompt_hidden=True)
+    needs = Requirements(prompt_hidden=True)
 
     def begin(self, ctx, prefill, kind):
         super().begin(ctx, prefill, kind)
@@ -212,7 +213,7 @@ def test_a_key_may_be_wider_than_its_share_of_the_states(name, monkeypatch):
 def test_a_captured_call_reserves_its_slots_once(taped, monkeypatch):
     model = model_of("llama", 100)
     ids, decoder = torch.ones(2, 80, dtype=torch.long), Decoder(drafts.Random(), compile=True)
-    decoder.draft.static = True
+    decoder.draft.capabilities = DrafterCapabilities(graph_safe=True)
     runs = watched(monkeypatch)
     decode(model, ids, decoder, max_new_tokens=40)
     row = row_bytes(model, 80, 40, nodes=4, compile=True)
@@ -224,7 +225,7 @@ def assert_slots(generate, monkeypatch):
     """Asserts the bytes of keys and values that the last run of a call has kept."""
     runs = watched(monkeypatch)
     generate()
-    scorer = runs[-1].scorers[0]
+    scorer = runs[-1].runners[0]
     row = row_bytes(scorer.adapter.model, scorer.cache.layers[0].keys.shape[2], 0)
     assert row.cache * runs[-1].ctx.batch == held(runs[-1])
 
@@ -237,7 +238,7 @@ def watched(monkeypatch):
 
 
 def held(run):
-    layers = run.scorers[0].cache.layers
+    layers = run.runners[0].cache.layers
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 

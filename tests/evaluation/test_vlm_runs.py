@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chisquare
 
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport, vlm_runs
 from mmdecode.evaluation.items import CaptionItem, YesNoItem, read_items, text_hash

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmdecode.engine.contracts import Context, Outcome, Prompt, Scores
+from mmdecode.engine.contracts import BranchOutput, Context, Outcome, Prompt
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 
@@ -53,7 +53,7 @@ def begin(draft, adapter, ids, hidden, merged):
         adapter=adapter,
     )
     states = {"last": hidden, 0: merged}
-    prefill = Scores(
+    prefill = BranchOutput(
         logits=adapter.head(hidden[:, -1:]),
         hidden={key: value[:, -1:] for key, value in states.items()},
         prompt_hidden=states,
@@ -77,5 +77,5 @@ def commit(draft, ctx, tokens, hidden, accepted):
     ctx.ids[:, end : end + count] = tokens
     ctx.length += count
     ctx.longest = int(ctx.length.max())
-    scores = Scores(logits=ctx.adapter.head(hidden), hidden={"last": hidden})
+    scores = BranchOutput(logits=ctx.adapter.head(hidden), hidden={"last": hidden})
     draft.observe(ctx, proposal, scores, outcome)

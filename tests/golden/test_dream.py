@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmdecode.draft.dream import Dream
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.models.dream import early_layers, entropies, least_entropy, most_received
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafter_losses import divergence, smooth_distance

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.growing import grow
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import AcceptanceRule
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
@@ -165,10 +166,10 @@ def test_the_tree_and_the_keys_of_a_second_round_match(layout):
     torch.testing.assert_close(found[:, :, : keys.shape[2]], keys, **CLOSE)
 
 
-class Forced:
+class Forced(AcceptanceRule):
     """A greedy rule whose first token is given."""
 
-    law, kinds, modes = "exact", ("deterministic",), frozenset({"greedy"})
+    guarantee, kinds, modes = "exact", ("deterministic",), frozenset({"greedy"})
 
     def __init__(self, token):
         self.token = token

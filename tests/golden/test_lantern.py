@@ -18,9 +18,9 @@ from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.lantern import LANTERN, nearest
 from mmdecode.accept.rejection import Asked, residual
 from mmdecode.engine.contracts import Context
-from mmdecode.engine.law import Law, Processors
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.image_ar.sampling import Sampling
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "lantern"
@@ -148,7 +148,7 @@ def context(rows):
 def run(rule, proposal, scores, noise=None):
     """The rule's outcome for ``scores (B, 9, V)``."""
     ctx = context(len(scores))
-    law = Law(scores, ctx, proposal, Processors(LogitsProcessorList()))
+    law = TargetLogits(scores, ctx, proposal, Processors(LogitsProcessorList()))
     return rule(proposal, law, noise, ctx)
 
 

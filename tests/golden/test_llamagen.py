@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DynamicCache
 
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError, ShapeError
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models import llamagen, vq

@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper
 
 from mmdecode import registry
 from mmdecode.accept.typical import Typical
+from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import Context, Needs
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.law import Law, Processors
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, Context, Requirements
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.train.medusa import head_losses
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "medusa"
@@ -103,7 +103,7 @@ def test_trees_have_the_masks_positions_and_paths_of_the_reference(name):
 def test_one_tree_pass_scores_every_path_as_the_reference_does(layout):
     expected, model = expected_of(layout), base_of(layout)
     adapter = registry.adapter_for(model)
-    branch = ModelBranches(adapter, [MAIN], Needs(hidden=frozenset({"last"})))
+    branch = ModelRunner(adapter, [MAIN], Requirements(hidden=frozenset({"last"})))
     draft = Medusa.from_pretrained(DATA / layout, paths=CHOICES["small"])
     ctx = rows_context(EXPECTED["input_ids"][:1], adapter=adapter)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def decide(rule, logits, candidates, temperature):
     ctx = rows_context(candidates[:, :1])
     if temperature:
         logits = logits / temperature
-    law = Law(logits.float(), ctx, proposal, Processors([]))
+    law = TargetLogits(logits.float(), ctx, proposal, Processors([]))
     return rule(proposal, law, ctx.noise, ctx).num_accepted, logits
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.rejection import Asked, Rejection, residual
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.contracts import Context, Outcome, Scores
+from mmdecode.engine.contracts import BranchOutput, Context, DraftWindow, Outcome
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal
@@ -148,16 +148,17 @@ def begun(start, layout):
     ids = torch.nn.functional.pad(generated, (0, 40))
     ctx = context(1, generated.shape[1], SimpleNamespace(layout=layout), ids)
     draft = Jacobi(1 + SETUP["init"]["carried"] + new, start)
-    draft.begin(ctx, Scores(logits=torch.zeros(1, 1, VOCAB)), "iid")
+    draft.begin(ctx, BranchOutput(logits=torch.zeros(1, 1, VOCAB)), "iid")
     nothing = torch.empty(1, 0, dtype=torch.long)
     left = Outcome(
         path=nothing,
         num_accepted=torch.zeros(1),
         next_token=history[:, -1],
-        tail_tokens=carried,
-        tail_law=VALUES["init.in.carried_scores"].log(),
+        window=DraftWindow(tokens=carried, logits=VALUES["init.in.carried_scores"].log()),
     )
-    draft.observe(ctx, Proposal.empty(1, ctx.device), Scores(logits=torch.zeros(1, 1, VOCAB)), left)
+    draft.observe(
+        ctx, Proposal.empty(1, ctx.device), BranchOutput(logits=torch.zeros(1, 1, VOCAB)), left
+    )
     proposal = draft.propose(ctx, 20)
     assert torch.equal(proposal.tokens[:, :2], carried)
     return proposal.tokens[0, 2:], proposal.log_q[0, 2:].softmax(-1)

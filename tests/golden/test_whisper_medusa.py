@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 from mmdecode import registry
 from mmdecode.accept.typical import Typical
+from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa, _paths
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import Context, Prompt
-from mmdecode.engine.decoder import Decoder
-from mmdecode.engine.law import Law, Processors
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.models.whisper_medusa import load_target
 from mmdecode.train.medusa import head_losses
 
@@ -183,7 +183,7 @@ def decide(rule, logits, candidates):
         limit=64,
     )
     proposal = Proposal(tokens=candidates[:, 1:].contiguous(), kind="deterministic")
-    law = Law(logits.float(), ctx, proposal, Processors([]))
+    law = TargetLogits(logits.float(), ctx, proposal, Processors([]))
     return rule(proposal, law, ctx.noise, ctx).num_accepted
 
 

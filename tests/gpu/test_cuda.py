@@ -11,10 +11,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role
 
 pytestmark = [

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.kangaroo import Kangaroo
@@ -22,7 +23,6 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.capture import Replayed
-from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.vcd import VCD
 from mmdecode.train.drafter import train
 from mmdecode.train.drafter_recipes import RECIPES, Options

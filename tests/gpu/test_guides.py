@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 import mmdecode
 from mmdecode.checkpoints import local_path
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.testing import drafts
 from mmdecode.zoo.scenes import draw_scene, render
 from tests.conformance.tiny_vlm import vision_inputs, vision_model

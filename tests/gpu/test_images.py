@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.capture import Replayed
-from mmdecode.engine.decoder import Decoder
 from tests.conformance import tiny_images
 from tests.conformance.test_image_inputs import tiny_vq
 from tests.gpu.devices import DEVICES

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mmdecode.engine.contracts import Context, Scores
+from mmdecode.engine.contracts import BranchOutput, Context
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 
@@ -43,7 +43,7 @@ def law(guide, main, *others, length=0, proposal=None, combined=False):
     flat = main.ndim == 2
     values = [v[:, None] if flat else v for v in (main, *others)]
     names = ["main", *(branch.name for branch in guide.branches)]
-    scores = {n: Scores(logits=v) for n, v in zip(names, values, strict=True)}
+    scores = {n: BranchOutput(logits=v) for n, v in zip(names, values, strict=True)}
     ctx = context(len(main), length)
     proposal = proposal or Proposal.empty(len(main), ctx.device)
     call = guide.combine if combined else guide.apply

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import NAME, Plan, planned
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import OptionError
 from mmdecode.guide.adaptvis import AdaptVis

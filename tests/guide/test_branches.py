@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmdecode
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide import AGLA, ICD, M3ID, RITUAL, VCD, CFGImage, Linear, PromptBias
 from mmdecode.testing import drafts

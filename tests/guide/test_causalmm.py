@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from mmdecode import registry
 from mmdecode._compat import attention_configs
-from mmdecode.engine.contracts import Scores
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide import causalmm
@@ -83,7 +83,9 @@ def test_logits_are_combined_as_the_reference_combines_them(case):
     gamma = 0.5 if case["gamma"] is None else case["gamma"]
     epsilon = 0.1 if case["epsilon"] is None else case["epsilon"]
     names = {"main": "main", "vision": "cf_vision", "language": "cf_language"}
-    scores = {name: Scores(logits=LOGITS[f"logits.{theirs}"]) for name, theirs in names.items()}
+    scores = {
+        name: BranchOutput(logits=LOGITS[f"logits.{theirs}"]) for name, theirs in names.items()
+    }
     guide = CausalMM(level, gamma=gamma, epsilon=epsilon)
     found, expected = guide.apply(None, None, None, scores), LOGITS[case["key"]]
     assert torch.equal(found.isinf(), expected.isinf())

@@ -7,8 +7,8 @@ import torch
 
 from mmdecode import registry
 from mmdecode.adapters import pictures
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide import ICD, RITUAL, MarginShift, NearTies, Plausible, TemperatureMatched
@@ -28,7 +28,7 @@ YES, NO = [1, 3], [2]
 def first_law(guide, main, length=0, **options):
     """The law of rows ``(B, V)`` that have generated ``length`` tokens."""
     ctx = context(len(main), length, **options)
-    scores = {"main": Scores(logits=main[:, None])}
+    scores = {"main": BranchOutput(logits=main[:, None])}
     return guide.apply(
         guide.begin(ctx, scores), ctx, Proposal.empty(len(main), ctx.device), scores
     )[:, 0]

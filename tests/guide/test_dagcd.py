@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import EosTokenCriteria, StoppingCriteriaList
 
-from mmdecode.engine.contracts import Scores
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dagcd import DAGCD, Words
 from tests.guide.vision import decode
@@ -29,7 +29,7 @@ def main(logits=None, heads=2, nodes=1, seed=0):
     attention = torch.rand(1, heads, nodes, P, generator=draw).softmax(-1)
     if logits is None:
         logits = torch.randn(1, nodes, V, generator=draw)
-    return Scores(logits=logits, attention={0: attention})
+    return BranchOutput(logits=logits, attention={0: attention})
 
 
 def law(guide, scores, held=None, ends=NO_ENDS):
@@ -86,7 +86,7 @@ def test_a_model_that_knows_nothing_is_boosted_in_full():
 
 def test_heads_weigh_by_themselves():
     scores = main()
-    alone = Scores(logits=scores.logits, attention={0: scores.attention[0][:, 1:]})
+    alone = BranchOutput(logits=scores.logits, attention={0: scores.attention[0][:, 1:]})
     one = law(DAGCD(), scores, words([0.0, 2.0]))
     torch.testing.assert_close(one, law(DAGCD(), alone, words([1.0])))
     assert torch.equal(law(DAGCD(), scores, words([-1.0, 0.0])), scores.logits)
@@ -124,7 +124,7 @@ def test_the_call_says_what_ends_a_text(form):
 def test_image_tokens_stand_for_what_the_head_reads_in_them():
     states = torch.nn.functional.one_hot(torch.tensor([[4, 3, 5, 5, 8, 1, 1]]), V).float()
     images = torch.tensor([[False, True, True, True, True, False, False]])
-    prefill = Scores(
+    prefill = BranchOutput(
         logits=torch.zeros(1, 1, V),
         images=images,
         prompt_hidden={"last": states},

@@ -13,9 +13,9 @@ import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
 from mmdecode.adapters import image_views
+from mmdecode.decoder import Decoder
 from mmdecode.engine import attention
-from mmdecode.engine.branch import ModelBranches
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.damro import DAMRO
 from mmdecode.guide.linear import Linear
@@ -151,7 +151,7 @@ def test_the_branch_holds_k_image_tokens(family):
     guide = Watched(DAMRO(k=2))
     decode(guide, family, max_new_tokens=2)
     adapter = registry.adapter_for(vision_model(family))
-    branches = ModelBranches(adapter, guide.branches)
+    branches = ModelRunner(adapter, guide.branches)
     branches.prefill(guide.ctx, {})
     images = adapter.image_mask(guide.ctx.prompt_ids).sum(1)
     expected = guide.ctx.prompt_mask.sum(1) - images + images.clamp_max(2)

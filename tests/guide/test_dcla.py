@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.guide.dcla import DCLA
 from tests.conformance import tiny

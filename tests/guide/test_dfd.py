@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dfd import DFD
 from tests.conformance import tiny
@@ -22,7 +22,9 @@ def made(distance=1.0, seed=0):
     draw = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, 3, 6, generator=draw) * 2
     steps = {i: torch.randn(2, 3, 6, generator=draw) for i in (1, 2, 3)}
-    return Scores(logits=logits, exits={i: logits + distance * step for i, step in steps.items()})
+    return BranchOutput(
+        logits=logits, exits={i: logits + distance * step for i, step in steps.items()}
+    )
 
 
 def temperature(scores, row, node, rho=0.1, sigma=4.0, start=1.1):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Scores
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dola import DoLa, jensen_shannon
 
@@ -22,7 +22,7 @@ def made(depth, seed=0, nodes=3):
     draw = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, nodes, V, generator=draw) * 2
     exits = {i: torch.randn(2, nodes, V, generator=draw) * 2 for i in range(depth)}
-    return Scores(logits=logits, exits=exits)
+    return BranchOutput(logits=logits, exits=exits)
 
 
 def divergence(p, q):
@@ -63,7 +63,7 @@ def test_each_node_takes_the_candidate_that_differs_most():
 
 def test_layers_that_agree_leave_what_is_plausible_alike():
     logits = made(1).logits
-    scores = Scores(logits=logits, exits={4: logits, 6: logits})
+    scores = BranchOutput(logits=logits, exits={4: logits, 6: logits})
     found = DoLa().apply(None, context(8), None, {"main": scores})
     kept = ~torch.isneginf(found)
     assert torch.allclose(found[kept], torch.zeros(()), atol=1e-6)

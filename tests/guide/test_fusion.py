@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmdecode import Decoder, generate
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import BranchSpec, Scores
+from mmdecode.engine.contracts import BranchOutput, BranchSpec
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.fusion import ACOUSTIC, Shallow, Static, second_model
@@ -123,8 +123,8 @@ def test_each_fusion_is_its_formula():
 
 def sparse(guide, main, candidates, values):
     scores = {
-        "main": Scores(logits=main[:, None]),
-        ACOUSTIC: Scores(logits=values[:, None], candidates=candidates[:, None]),
+        "main": BranchOutput(logits=main[:, None]),
+        ACOUSTIC: BranchOutput(logits=values[:, None], candidates=candidates[:, None]),
     }
     ctx = context(len(main))
     return guide.apply(None, ctx, Proposal.empty(len(main), ctx.device), scores)[:, 0]

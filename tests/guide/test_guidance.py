@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
@@ -50,7 +50,10 @@ def at(guide, conditional, unconditional):
     rows, size, _ = conditional.shape
     ctx = SimpleNamespace(length=torch.zeros(rows, dtype=torch.long))
     proposal = Proposal(tokens=torch.ones(rows, size - 1).long(), kind="deterministic")
-    scores = {"main": Scores(logits=conditional), "unconditional": Scores(logits=unconditional)}
+    scores = {
+        "main": BranchOutput(logits=conditional),
+        "unconditional": BranchOutput(logits=unconditional),
+    }
     return guide.apply(None, ctx, proposal, scores)
 
 

@@ -5,7 +5,7 @@ import torch
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.guide.dagcd import DAGCD
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.law.test_syncs import Counter

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import Plan, masked_softmax
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import OptionError
 from mmdecode.guide.conscious_gaze import ConsciousGaze, harsanyi, uniform_noise
@@ -117,14 +117,14 @@ def test_a_closed_gate_leaves_attention_alone():
 def four(seed=0, rows=3):
     draw = torch.Generator().manual_seed(seed)
     names = ("main", "image", "words", "neither")
-    return {n: Scores(logits=torch.randn(rows, 2, 20, generator=draw)) for n in names}
+    return {n: BranchOutput(logits=torch.randn(rows, 2, 20, generator=draw)) for n in names}
 
 
 def test_what_only_adds_up_does_not_interact():
     image, words = torch.randn(3, 2, 20), torch.randn(3, 2, 20)
     added = {"main": image + words + 1, "image": image + 1, "words": words + 1}
     added["neither"] = torch.ones_like(image)
-    scores = {name: Scores(logits=logits) for name, logits in added.items()}
+    scores = {name: BranchOutput(logits=logits) for name, logits in added.items()}
     assert torch.allclose(harsanyi(scores), torch.zeros(()), atol=1e-5)
     assert not ConsciousGaze(threshold=1e-6).gate(None, scores).any()
     scores = four()
@@ -139,7 +139,7 @@ def test_each_node_is_sensed_by_itself():
     found = guide.gate(None, scores)
     assert 0 < found.sum() < found.numel()
     for row in range(3):
-        alone = {n: Scores(logits=s.logits[row : row + 1]) for n, s in scores.items()}
+        alone = {n: BranchOutput(logits=s.logits[row : row + 1]) for n, s in scores.items()}
         assert torch.equal(guide.gate(None, alone), found[row : row + 1])
         for node in range(2):
             main = scores["main"].logits[row, node]

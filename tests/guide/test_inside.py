@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mmdecode
+from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import layer_range
-from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.conscious_gaze import ConsciousGaze
 from mmdecode.guide.dagcd import DAGCD

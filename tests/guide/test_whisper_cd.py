@@ -8,8 +8,8 @@ import torch
 
 import mmdecode as mm
 from mmdecode.adapters.audio_views import changed
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import Linear
@@ -48,7 +48,7 @@ def logits(seed, rows=3):
 
 
 def said(*each):
-    return {name: Scores(logits=values) for name, values in zip(NAMES, each, strict=False)}
+    return {name: BranchOutput(logits=values) for name, values in zip(NAMES, each, strict=False)}
 
 
 def law(guide, scores, ctx=None, proposal=None):
@@ -83,7 +83,7 @@ def test_one_negative_is_the_plain_contrast_of_two(name):
     guide = WhisperCD(0.7, 1.0, beta=0, gate=0, **only)
     main, negative = logits(1), logits(2)
     (branch,) = guide.branches
-    scores = {"main": Scores(logits=main), branch.name: Scores(logits=negative)}
+    scores = {"main": BranchOutput(logits=main), branch.name: BranchOutput(logits=negative)}
     plain = Linear.contrast(branch, 0.7, 0).apply(None, None, None, scores)
     torch.testing.assert_close(
         texts(law(guide, scores)).log_softmax(-1), texts(plain).log_softmax(-1)
@@ -140,7 +140,7 @@ def test_a_token_that_a_negative_rules_out_is_no_nan():
     negative[..., 2] = -torch.inf
     main[..., 3] = -torch.inf
     guide = WhisperCD(1.0, beta=0, gate=0, snr=None, shift=None)
-    found = law(guide, {"main": Scores(logits=main), "silent": Scores(logits=negative)})
+    found = law(guide, {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=negative)})
     assert not found.isnan().any()
     assert (found[..., 3] == -torch.inf).all()
     assert (texts(found).argmax(-1) == 2).all()
@@ -151,9 +151,9 @@ def test_a_token_that_a_negative_rules_out_is_no_nan():
 
 def gated(main, silence, ctx, proposal=None, gate=0.1, noise=None, doubt=0.0):
     guide = WhisperCD(0.0, beta=0, gate=gate, doubt=doubt)
-    scores = {"main": Scores(logits=main), "silent": Scores(logits=silence)}
+    scores = {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=silence)}
     if noise is not None:
-        scores["noised"] = Scores(logits=noise)
+        scores["noised"] = BranchOutput(logits=noise)
     found = law(guide, scores, ctx, proposal or Proposal.empty(1, ctx.device))
     return [row.argmax().item() if (row == -torch.inf).any() else None for row in found[0]]
 
@@ -226,7 +226,7 @@ def unspoken(guide, **probability):
         law = torch.full((1, 4, V), 1 / V)
         law[:, 2] = (1 - share) / (V - 1)
         law[:, 2, NO_SPEECH] = share
-        prefill[name] = Scores(logits=law[:, -1:], prompt_hidden={"last": law.log()})
+        prefill[name] = BranchOutput(logits=law[:, -1:], prompt_hidden={"last": law.log()})
     return guide.begin(ctx, prefill).unspoken
 
 
@@ -269,10 +269,10 @@ def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(ga
     louder = law.clone()
     louder[1, 0, NO_SPEECH] = 9.0  # only of the second row
     told = {
-        name: Scores(logits=main, prompt_hidden={"last": states})
+        name: BranchOutput(logits=main, prompt_hidden={"last": states})
         for name, states in (("main", law), ("scrambled", louder))
     }
-    told["silent"] = Scores(logits=logits(1, rows=1))  # says something else
+    told["silent"] = BranchOutput(logits=logits(1, rows=1))  # says something else
     proposal = Proposal.empty(2, ctx.device)
     constants = guide.begin(ctx, told)
     found = guide.apply(constants, ctx, proposal, told)

@@ -1,7 +1,7 @@
 """Guides of images on tiny models: what was scored, and drafted runs beside plain ones."""
 
 import mmdecode
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.testing import drafts
 from tests.conformance.tiny import HiddenPath
 from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model

@@ -5,7 +5,7 @@ import errno
 
 import pytest
 
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError
 from mmdecode.image_ar import ImageGenerator, jobs
 from mmdecode.image_ar.loading import load

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers import T5Config, T5EncoderModel
 
 import mmdecode as mm
+from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import (
     IncompatibleError,
     InputError,

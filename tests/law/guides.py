@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.functional import one_hot
 
-from mmdecode.engine.branch import ModelBranches
-from mmdecode.engine.contracts import BranchSpec, Needs
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import BranchSpec, Requirements
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
 from mmdecode.testing.table import Table
 
@@ -18,7 +18,7 @@ from mmdecode.testing.table import Table
 class Probe:
     """A guide with nothing but its formula; ``law(model)`` is the same on plain lists of tokens."""
 
-    needs = Needs()
+    needs = Requirements()
     branches = ()
     neutral = False
 
@@ -85,7 +85,7 @@ class Against(Probe):
 class Layers(Probe):
     """The last layer against the first, through the model's own head."""
 
-    needs = Needs(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
+    needs = Requirements(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
 
     def apply(self, constants, ctx, proposal, scores):
         main = scores["main"]
@@ -106,7 +106,7 @@ class Edited:
     stage = 1
 
     def __init__(self, ctx):
-        self.branches = ModelBranches(ctx.adapter, [BranchSpec(name="edited")])
+        self.branches = ModelRunner(ctx.adapter, [BranchSpec(name="edited")])
 
     @contextmanager
     def edits(self):

@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers.generation import logits_process as lp
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.engine import capture
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts, tape
 from mmdecode.testing.checks import PROMPTS, SEED, bigram
@@ -33,7 +34,7 @@ def rows(decoder, **options):
 
 def static(draft):
     """One of the tests' drafts, which runs no Python that a replay would miss."""
-    draft.static = True
+    draft.capabilities = DrafterCapabilities(graph_safe=True)
     return draft
 
 

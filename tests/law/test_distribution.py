@@ -12,8 +12,8 @@ from mmdecode.accept.ensemble import Ensemble
 from mmdecode.accept.judge import Judge
 from mmdecode.accept.rejection import Rejection, residual
 from mmdecode.accept.typical import Typical, threshold
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.decoder import Decoder
 from mmdecode.engine.proposal import Tree
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts

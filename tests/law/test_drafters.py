@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.draft.lookup import PromptLookup, suffix_matches
+from mmdecode.draft.none import NoDraft
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder, NoDraft
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.testing import check_draft, drafts
@@ -55,11 +56,11 @@ def recycled(draft, tokens, tree, logits, root):
     """The draft after one round in which ``tokens`` were scored below ``root``."""
     ctx = _context(*left_pad([[0]] * len(tokens)), None)
     vocab = logits.shape[-1]
-    draft.begin(ctx, Scores(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
+    draft.begin(ctx, BranchOutput(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
     ctx.ids[:, 1], ctx.length = torch.tensor(root), torch.ones(len(tokens), dtype=torch.long)
     draft.propose(ctx, 9)
     proposal = Proposal(tokens=torch.tensor(tokens), kind="deterministic", tree=tree)
-    draft.observe(ctx, proposal, Scores(logits=logits), None)
+    draft.observe(ctx, proposal, BranchOutput(logits=logits), None)
     return ctx
 
 
@@ -353,7 +354,7 @@ def test_skipping_is_refused_where_layers_differ_by_place():
     ctx.adapter = TableAdapter(MODEL)
     ctx.adapter.windows = {"full_attention": None, "sliding_attention": 4}
     with pytest.raises(IncompatibleError, match=r"LayerSkip with skip.*TableAdapter"):
-        LayerSkip(skip=[0]).begin(ctx, Scores(logits=torch.zeros(4, 1, 5)), "deterministic")
+        LayerSkip(skip=[0]).begin(ctx, BranchOutput(logits=torch.zeros(4, 1, 5)), "deterministic")
 
 
 # Draft-length control
@@ -424,7 +425,7 @@ class World:
         self.clock, self.draws = Clock(monkeypatch), random.Random(0)
         self.adaptive = Adaptive(NoDraft(), **options)
         ended = torch.tensor([21])
-        self.ctx = SimpleNamespace(draft_free=True, length=ended, rounds=ended)
+        self.ctx = SimpleNamespace(drafter_invariant=True, length=ended, rounds=ended)
 
     def call(self, speeds, noise=0.0, stall=0.0):
         """Seconds of a call, and the depth it used."""
@@ -499,8 +500,8 @@ def test_times_change_no_token_of_a_seed(accept, do_sample):
 
 
 def test_what_its_draft_says_of_itself_is_handed_on():
-    assert Adaptive(LayerSkip(exit_layer=1)).own_tokens_only
-    assert not Adaptive(Recycling()).own_tokens_only
+    assert not Adaptive(LayerSkip(exit_layer=1)).capabilities.composable
+    assert Adaptive(Recycling()).capabilities.composable
 
 
 def test_short_calls_do_not_hold_the_choice_up():

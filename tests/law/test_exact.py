@@ -12,13 +12,14 @@ from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
 from mmdecode.accept.judge import Judge
 from mmdecode.accept.rejection import Rejection
 from mmdecode.accept.typical import Typical
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.none import NoDraft
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import Decoder, NoDraft
-from mmdecode.engine.law import Law, Processors
 from mmdecode.engine.proposal import Proposal, Tree
+from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.linear import Linear, plausible
@@ -35,7 +36,7 @@ modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coup
 
 DRAFTS = {
     "none": NoDraft,
-    "empty": drafts.Drafter,
+    "empty": drafts.TestDrafter,
     "random_chain": drafts.Random,
     "ragged_chain": lambda: drafts.Random(ragged=True),
     "zeros": lambda: drafts.Constant(0),
@@ -310,7 +311,7 @@ def test_the_vectorised_timestamp_rules_are_the_stock_ones(begin_index):
             proposal = Proposal(tokens=tokens, kind="deterministic", parents=parents)
             logits = torch.randn(decoder_rows, nodes + 1, vocab, generator=generator) * 3
             ctx = context(ids, prompt)
-            found = Law(logits, ctx, proposal, Processors([stock])).all()
+            found = TargetLogits(logits, ctx, proposal, Processors([stock])).all()
             for b in range(decoder_rows):
                 for row in range(nodes + 1):
                     path, node = [], row - 1

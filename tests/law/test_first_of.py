@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from mmdecode import registry
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import check_draft, drafts
@@ -22,7 +22,7 @@ MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SOURCE = [0, 1, 2, 3, 1, 1, 0, 2, 4, 4, 1, 2]
 
 
-class Fixed(drafts.Drafter):
+class Fixed(drafts.TestDrafter):
     """Proposes what it was given, whatever the round."""
 
     def __init__(self, tokens, tree=None):
@@ -83,7 +83,10 @@ def test_each_row_has_the_first_proposal_there_is():
         [-1] * 4,
         [8, -1, -1, -1],
     ]
-    for empty in (FirstOf(drafts.Drafter(), Fixed(chain)), FirstOf(Fixed(chain), drafts.Drafter())):
+    for empty in (
+        FirstOf(drafts.TestDrafter(), Fixed(chain)),
+        FirstOf(Fixed(chain), drafts.TestDrafter()),
+    ):
         assert empty.propose(ctx, 9).tokens.tolist() == chain
 
 
@@ -105,7 +108,7 @@ def test_a_source_with_a_least_match_is_silent_until_it_matches():
     def proposed(least, said):
         ctx = _context(*left_pad([[0]]), None)
         draft = Source(length=3, ids=[[1, 2, 3, 4, 1, 9]], least=least)
-        draft.begin(ctx, Scores(logits=torch.zeros(1, 1, 12)), "deterministic")
+        draft.begin(ctx, BranchOutput(logits=torch.zeros(1, 1, 12)), "deterministic")
         ctx.ids[0, 1 : 1 + len(said)] = torch.tensor(said)
         ctx.length = torch.tensor([len(said)])
         return draft.propose(ctx, 9).tokens.tolist()[0]
@@ -131,4 +134,4 @@ def test_a_string_puts_a_source_before_a_draft():
     draft = registry.create("draft", "first_of:second=recycling,length=7")
     assert isinstance(draft.first, Source) and isinstance(draft.second, Recycling)
     assert (draft.first.length, draft.first.least) == (7, 2)
-    assert draft.static
+    assert draft.capabilities.graph_safe

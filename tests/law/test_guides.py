@@ -6,8 +6,8 @@ import torch
 from mmdecode.accept.ensemble import Ensemble
 from mmdecode.accept.judge import Judge
 from mmdecode.accept.typical import Typical
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import check_guide, drafts
 from mmdecode.testing.checks import (

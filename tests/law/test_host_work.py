@@ -24,9 +24,9 @@ from transformers import (
 from transformers.generation import logits_process as lp
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.engine.decoder import Decoder
 from mmdecode.testing import drafts
 from mmdecode.testing.table import decode
 from tests.support import seams
@@ -149,18 +149,19 @@ def rounds(counter, family, draft, lengths, monkeypatch):
     """
     marks = []
 
-    def marking(transfer):
-        def marked(this, settled):
-            status, cache = transfer(this, settled), this.scorers[0].cache
+    def marking(sync):
+        def marked(this, result, count):
+            state, cache = sync(this, result, count), this.runners[0].cache
             slots = cache.layers[0].keys.shape[2]
             spare = slots > cache.rows.visible
-            marks.append(Mark(settled.proposal.size, status.width, slots, spare, work.count))
-            return status
+            sizes = result.proposal.size, state.proposal.size
+            marks.append(Mark(*sizes, slots, spare, work.count))
+            return state
 
         return marked
 
     with monkeypatch.context() as patch, counter() as work:
-        seams.TRANSFER.plant(patch, marking)
+        seams.SYNC.plant(patch, marking)
         run(family, draft, lengths)
     found = []
     for a, b in itertools.pairwise(marks):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mmdecode.accept import rejection as rejection_rule
-from mmdecode.accept import tail as tails
+from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import STARTS, Jacobi
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine import window
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError
 from mmdecode.image_ar.grammar import Grammar
@@ -139,10 +139,10 @@ def test_a_kept_token_with_its_old_law_is_caught():
 
 @pytest.mark.parametrize("record", ["new", "old"])
 def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
-    sound = tails.with_tail
+    sound = window.continued
 
-    def untested(outcome, proposal, law, noise, ctx, choices):
-        result = sound(outcome, proposal, law, noise, ctx, choices)
+    def untested(outcome, proposal, law, noise, ctx):
+        result = sound(outcome, proposal, law, noise, ctx)
         size = proposal.size
         if not size:
             return result
@@ -150,16 +150,16 @@ def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
         before = source.clamp_max(size - 1)
         old = proposal.tokens.gather(1, before)
         q = proposal.log_q.gather(1, before[..., None].expand_as(proposal.log_q))
-        p = result.tail_law
-        stay = (source < size) & (result.tail_tokens >= 0)
+        p = result.logits
+        stay = (source < size) & (result.tokens >= 0)
         if record == "old":  # kept where it is likely enough by what the pass says
             likely = p.softmax(-1).gather(2, old.clamp_min(0)[..., None])[..., 0] > 0.3
             stay &= likely
-        tokens = torch.where(stay, old, result.tail_tokens)
+        tokens = torch.where(stay, old, result.tokens)
         laws = torch.where(stay[..., None], q, p) if record == "old" else p
-        return replace(result, tail_tokens=tokens, tail_law=laws)
+        return replace(result, tokens=tokens, logits=laws)
 
-    monkeypatch.setattr("mmdecode.accept.follow.with_tail", untested)
+    monkeypatch.setattr(window, "continued", untested)
     caught()
 
 
@@ -169,52 +169,68 @@ def test_redrawing_from_the_law_in_place_of_the_residual_is_caught():
 
 
 def test_redrawing_a_tail_from_the_law_in_place_of_the_residual_is_caught(monkeypatch):
-    monkeypatch.setattr(tails, "residual", lambda p, q: p)
+    monkeypatch.setattr(window, "residual", lambda p, q: p)
     caught()
 
 
 @pytest.mark.parametrize("record", ["old", "new"])
-def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(record):
+def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(record, monkeypatch):
     """Kept beyond the commit with the law of the draft, as published; with the new law it holds."""
+
+    continued = window.continued
+    before = []  # the outcomes of the rule, before rows ahead give back what they accepted
 
     class Shortest(rejection_rule.Rejection):
         def __call__(self, proposal, law, noise, ctx):
-            sound = super().__call__(proposal, law, noise, ctx)
-            pairs = sound.num_accepted.view(-1, 2)
-            least = pairs.amin(1, keepdim=True).expand_as(pairs).reshape(-1)
-            cut = sound.num_accepted - least  # rows ahead give back what they accepted
+            sound = super().__call__(proposal, law, noise, ctx).of_active(ctx.open)
+            before.append(sound)
+            least = shortest(sound)
             size = proposal.size
             if not size:
                 return sound
-            ahead = cut > 0
             own = proposal.tokens.gather(1, least.clamp_max(size - 1)[:, None])[:, 0]
-            order = torch.arange(size)
-            source = (least[:, None] + 1 + order).clamp_max(size - 1)
-            given = (order < cut[:, None] - 1) & ahead[:, None]
-            record_from = proposal.log_q if record == "old" else law.all()
-            q = record_from.gather(1, source[..., None].expand_as(proposal.log_q))
-            # behind what was given back stand the decided token and the sound tail
-            shift = (order - cut[:, None]).clamp_min(0)
-            tail = sound.tail_tokens.gather(1, shift)
-            laws = sound.tail_law.gather(1, shift[..., None].expand_as(q))
-            here = order == cut[:, None] - 1
-            tail = torch.where(here, sound.next_token[:, None], tail)
-            rows = law.all().gather(1, (least + cut)[:, None, None].expand(-1, 1, q.shape[-1]))
-            laws = torch.where(here[..., None], rows, laws)
-            tail = torch.where(given, proposal.tokens.gather(1, source), tail)
-            laws = torch.where(given[..., None], q, laws)
-            room = (least[:, None] + 1 + order) <= size
-            keep_tail = torch.where(ahead[:, None], tail.masked_fill(~room, -1), sound.tail_tokens)
-            keep_laws = torch.where(ahead[:, None, None], laws, sound.tail_law)
+            ahead = sound.num_accepted > least
             return replace(
                 sound,
-                path=torch.where(order < least[:, None], sound.path, -1),
+                path=torch.where(torch.arange(size) < least[:, None], sound.path, -1),
                 num_accepted=least,
                 next_token=torch.where(ahead, own, sound.next_token),
-                tail_tokens=keep_tail,
-                tail_law=keep_laws,
             )
 
+    def shortest(sound):
+        pairs = sound.num_accepted.view(-1, 2)
+        return pairs.amin(1, keepdim=True).expand_as(pairs).reshape(-1)
+
+    def kept(outcome, proposal, law, noise, ctx):
+        sound, size = before[-1], proposal.size
+        left = continued(sound, proposal, law, noise, ctx)
+        if not size:
+            return left
+        least = shortest(sound)
+        cut = sound.num_accepted - least
+        ahead, order = cut > 0, torch.arange(size)
+        source = (least[:, None] + 1 + order).clamp_max(size - 1)
+        given = (order < cut[:, None] - 1) & ahead[:, None]
+        record_from = proposal.log_q if record == "old" else law.all()
+        q = record_from.gather(1, source[..., None].expand_as(proposal.log_q))
+        # after what was given back stand the decided token and the sound window
+        shift = (order - cut[:, None]).clamp_min(0)
+        tokens = left.tokens.gather(1, shift)
+        logits = left.logits.gather(1, shift[..., None].expand_as(q))
+        here = order == cut[:, None] - 1
+        tokens = torch.where(here, sound.next_token[:, None], tokens)
+        rows = law.all().gather(1, (least + cut)[:, None, None].expand(-1, 1, q.shape[-1]))
+        logits = torch.where(here[..., None], rows, logits)
+        tokens = torch.where(given, proposal.tokens.gather(1, source), tokens)
+        logits = torch.where(given[..., None], q, logits)
+        room = (least[:, None] + 1 + order) <= size
+        return replace(
+            left,
+            tokens=torch.where(ahead[:, None], tokens.masked_fill(~room, -1), left.tokens),
+            logits=torch.where(ahead[:, None, None], logits, left.logits),
+        )
+
+    monkeypatch.setattr(window, "continued", kept)
     if record == "old":
         caught({"continuation": "redraw"}, accept=Shortest())
         return

@@ -13,6 +13,7 @@ import torch
 from mmdecode import registry
 from mmdecode.accept.exact import GreedyMatch, Membership
 from mmdecode.accept.rejection import Rejection
+from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
@@ -27,7 +28,6 @@ from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.contracts import BranchSpec
-from mmdecode.engine.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear

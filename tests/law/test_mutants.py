@@ -17,7 +17,7 @@ from mmdecode.accept import exact
 from mmdecode.accept import rejection as rejection_rule
 from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
 from mmdecode.accept.rejection import Rejection
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.guide.cfg import CFG
@@ -160,7 +160,7 @@ def test_a_draft_that_claims_another_law_is_found(draft):
     rejected(rejection, draft=lambda: draft(Q, kinds=("iid",)))
 
 
-class Peeking(drafts.Drafter):
+class Peeking(drafts.TestDrafter):
     """Chooses how far to draft by the noise that will decide: the positions' rounds are biased."""
 
     def propose(self, ctx, budget):

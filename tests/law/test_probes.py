@@ -7,11 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.branch import MAIN, ModelBranches
-from mmdecode.engine.contracts import BranchSpec, Needs, Outcome, Scores
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Outcome, Requirements
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
@@ -40,7 +40,7 @@ class Watched(Jacobi):
 
     def observe(self, ctx, proposal, scores, outcome):
         super().observe(ctx, proposal, scores, outcome)
-        tail, law = outcome.tail_tokens, outcome.tail_law
+        tail, law = outcome.window.tokens, outcome.window.logits
         assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
         used = tail >= 0
         assert bool((used.long().diff(dim=1) <= 0).all()), "left-aligned, -1 behind"
@@ -52,7 +52,7 @@ class Watched(Jacobi):
         positions = begin[:, None] + outcome.num_accepted[:, None] + 1
         positions = positions + torch.arange(tail.shape[1])
         noise = 0
-        if ctx.do_sample and ctx.tail == "coupled":
+        if ctx.do_sample and ctx.window_mode == "coupled":
             noise = ctx.noise.gumbel(positions, Role.TARGET, MODEL.vocab)
         elif ctx.do_sample:
             count = proposal.size + 1
@@ -133,7 +133,7 @@ class TextScorer:
                 text = "".join(TEXT[min(t, 4)] for t in base + path)
                 for k, token in enumerate(candidates[b, row].tolist()):
                     scores[b, row, k] = self.value(text + TEXT[token])
-        return {"text": Scores(logits=scores, candidates=candidates)}
+        return {"text": BranchOutput(logits=scores, candidates=candidates)}
 
     def prefill(self, ctx, earlier):
         return self.answer(Proposal.empty(ctx.batch, ctx.device), earlier)
@@ -151,7 +151,7 @@ class TextScorer:
 class TextFusion:
     """Log-linear fusion over the candidates; other tokens are excluded."""
 
-    needs = Needs()
+    needs = Requirements()
     neutral = False
     branches = (BranchSpec(name="text", stage=2, build=lambda ctx: TextScorer(ctx, 3)),)
 
@@ -201,7 +201,7 @@ def commit(ctx, tokens):
 
 
 def branches_after_a_round(ctx, specs):
-    branches = ModelBranches(TableAdapter(MODEL), specs)
+    branches = ModelRunner(TableAdapter(MODEL), specs)
     branches.prefill(ctx, {})
     commit(ctx, ctx.prompt_ids[:, -1:])
     ctx.longest = int(ctx.length.max())
@@ -243,7 +243,7 @@ def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
 
     def begin(ctx):
         draft = Assistant(MODEL, length=3)
-        draft.begin(ctx, Scores(logits=torch.zeros(4, 1, 5)), kind)
+        draft.begin(ctx, BranchOutput(logits=torch.zeros(4, 1, 5)), kind)
         commit(ctx, first)
         draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
         return draft
@@ -269,13 +269,13 @@ def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
 class Listener(drafts.Random):
     """Keeps the states of every round beside what they belong to."""
 
-    needs = Needs(hidden=frozenset({0, "last"}), prompt_hidden=True)
+    needs = Requirements(hidden=frozenset({0, "last"}), prompt_hidden=True)
 
     def begin(self, ctx, prefill, kind):
         super().begin(ctx, prefill, kind)
         self.prompt, self.rounds, self.root = prefill, [], None
 
-    def observe(self, ctx, proposal, scores: Scores, outcome: Outcome):
+    def observe(self, ctx, proposal, scores: BranchOutput, outcome: Outcome):
         if self.root is not None:
             self.rounds.append((self.root, proposal, scores))
         self.root = [

@@ -9,13 +9,13 @@ import torch
 from mmdecode import registry
 from mmdecode.accept import lantern as lantern_rule
 from mmdecode.accept import rejection as rejection_rule
-from mmdecode.accept import tail as tails
 from mmdecode.accept.cool import Cool
 from mmdecode.accept.grouped import Grouped
 from mmdecode.accept.lantern import LANTERN, borrowed, nearest
 from mmdecode.accept.rejection import Asked, Rejection, residual
+from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.decoder import Decoder
+from mmdecode.engine import window
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.relaxed import one_token
@@ -464,18 +464,17 @@ def tail_fits_its_law():
     blind = Table(V, seed=3, sharpness=1.5, blind=True)  # one law per place, whatever was drawn
     seen = []
 
-    class Spy(Cool):
-        def __call__(self, proposal, law, noise, ctx):
-            outcome = super().__call__(proposal, law, noise, ctx)
+    class Spy(Jacobi):
+        def observe(self, ctx, proposal, scores, outcome):
+            super().observe(ctx, proposal, scores, outcome)
             if proposal.size and not seen:
                 first = outcome.num_accepted == 0
-                seen.append((outcome.tail_tokens[first, 0], outcome.tail_law[first, 0]))
-            return outcome
+                seen.append((outcome.window.tokens[first, 0], outcome.window.logits[first, 0]))
 
     decode(
         blind,
         torch.tensor([PROMPT]).repeat(10_000, 1),
-        Decoder(Jacobi(4), accept=Spy(1.2), seed=1),
+        Decoder(Spy(4), accept=Cool(1.2), seed=1),
         do_sample=True,
         max_new_tokens=5,
         request=range(10_000),
@@ -487,8 +486,8 @@ def tail_fits_its_law():
 
 def test_behind_a_rejection_a_window_is_tested_exactly(monkeypatch):
     assert tail_fits_its_law()
-    sound = tails.passes
-    monkeypatch.setattr(tails, "passes", lambda gumbel, p, q: sound(gumbel, 5 * p, q))
+    sound = window.passes
+    monkeypatch.setattr(window, "passes", lambda gumbel, p, q: sound(gumbel, 5 * p, q))
     assert not tail_fits_its_law()
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
+from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
@@ -16,7 +17,6 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
-from mmdecode.engine.decoder import Decoder
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import PROMPTS, SEED, bigram

@@ -1,11 +1,11 @@
 """Jacobi windows whose tail is refilled as a test wants it, whatever the kind."""
 
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.contracts import Needs
+from mmdecode.engine.contracts import Requirements
 
 
 def window(nodes, tail, kinds=None, make=Jacobi, **options):
     draft = make(nodes + 1, **options)
     draft.kinds = kinds or draft.kinds
-    draft.needs = Needs(tails=dict.fromkeys(draft.kinds, tail))
+    draft.needs = Requirements(window_modes=dict.fromkeys(draft.kinds, tail))
     return draft

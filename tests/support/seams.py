@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmdecode.engine import branch
-from mmdecode.engine.branch import ModelBranches
+from mmdecode.engine import branches
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.decoder import Run
-from mmdecode.engine.law import Law, Nodes, Processors
+from mmdecode.engine.loop import Run
 from mmdecode.engine.stop import Stopping
+from mmdecode.engine.target_logits import Nodes, Processors, TargetLogits
 
 
 class Seam(NamedTuple):
@@ -38,11 +38,11 @@ class Seam(NamedTuple):
         patch.setattr(self.owner, self.name, edited(self.sound, old, new))
 
 
-BLOCK_MASK = Seam(branch, "block_mask")
+BLOCK_MASK = Seam(branches, "block_mask")
 """``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass sees."""
-RUN_BRANCHES = Seam(ModelBranches, "run")
-SCORE = Seam(ModelBranches, "score")
-KEEP = Seam(ModelBranches, "keep")
+RUN_BRANCHES = Seam(ModelRunner, "run")
+SCORE = Seam(ModelRunner, "score")
+KEEP = Seam(ModelRunner, "keep")
 COMMIT_TO_CACHE = Seam(RaggedCache, "commit")
 """``(cache, count, path=None)``."""
 CUT = Seam(Stopping, "cut")
@@ -50,12 +50,12 @@ CUT = Seam(Stopping, "cut")
 NODES = Seam(Nodes, "__init__")
 """What known processors are told of a block's nodes."""
 PROCESS_ALL = Seam(Processors, "run_all")
-PROCESS_ONE_BY_ONE = Seam(Law, "_run_lazily")
-DECODE = Seam(Run, "decode")
+PROCESS_ONE_BY_ONE = Seam(TargetLogits, "_run_lazily")
+DECODE = Seam(Run, "run")
 COMMIT = Seam(Run, "commit")
 GUIDE = Seam(Run, "guided")
-TRANSFER = Seam(Run, "transfer")
-"""``(run, settled)``, once a round, on the host."""
+SYNC = Seam(Run, "sync")
+"""``(run, result, count)``, once a round, on the host."""
 
 
 def edited(function, old, new):

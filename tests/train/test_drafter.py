@@ -16,8 +16,8 @@ from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.kangaroo import Kangaroo
 from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.vispec import ViSpec
-from mmdecode.engine.branch import block_mask, chain
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.files import MAKER
 from mmdecode.models.feature_drafter import Rows

@@ -12,7 +12,7 @@ from transformers import pipeline
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
 from mmdecode.guide.answers import word_ids
 from mmdecode.guide.linear import Linear

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmdecode.engine.decoder import Decoder
+from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.items import YesNoItem
 from mmdecode.evaluation.vlm_runs import Recorder, modes_of

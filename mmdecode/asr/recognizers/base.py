@@ -23,8 +23,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from mmdecode import registry
 from mmdecode.asr.languages import language_code
 from mmdecode.asr.words import SPACES
-from mmdecode.engine.decoder import NoDraft
-from mmdecode.engine.setup import token_ids
+from mmdecode.draft.none import NoDraft
+from mmdecode.engine.request import token_ids
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.cuts import Cut
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recording import Recording
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
 
 KEPT_S = 12.0

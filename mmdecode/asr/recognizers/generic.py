@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
     from mmdecode.asr.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
 SHORTEST_S = 0.1
 """Shorter windows are filled up with silence."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio import Source
     from mmdecode.asr.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.engine.decoder import Decoder
+    from mmdecode.decoder import Decoder
 
 
 class WhisperRecognizer(Recognizer):

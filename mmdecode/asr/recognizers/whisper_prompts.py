@@ -11,7 +11,7 @@ from transformers.generation import logits_process as lp
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from mmdecode.asr.languages import language_code
-from mmdecode.engine.setup import token_ids
+from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, did_you_mean
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From a call of ``generate`` to the rows and parts of one run, and back to its output."""
+"""What a call of ``generate`` asks: prompt, limits, names of its rows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
-    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
-)
-from transformers.generation.logits_process import (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 
-from mmdecode import registry
-from mmdecode.engine.contracts import Context, Guide
+from mmdecode.engine.contracts import Context
 from mmdecode.engine.noise import Noise, request_key
+from mmdecode.engine.proposal import MAX_NODES
 from mmdecode.errors import IncompatibleError, OptionError
 
 
@@ -75,42 +66,6 @@ def end_ids(
     return torch.tensor(ends, dtype=torch.long, device=device)
 
 
-def take_over_guidance(
-    processors: LogitsProcessorList, guide: Guide | None
-) -> tuple[LogitsProcessorList, Guide | None]:
-    """Replaces the stateful guidance processor of transformers by a branch.
-
-    It keeps a cache that advances by one token per call and cannot be rolled back, so under
-    drafting it silently changes the text; as a branch it is a pure function of each node's prefix.
-    """
-    kept = LogitsProcessorList()
-    for processor in processors:
-        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
-            raise IncompatibleError(
-                "the SynthID watermark keeps state from token to token and cannot be evaluated at "
-                "drafted nodes; drop watermarking_config or custom_generate"
-            )
-        if not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            kept.append(processor)
-            continue
-        if guide is not None and not guide.neutral:
-            raise IncompatibleError.between(
-                f"guidance_scale={processor.guidance_scale}",
-                f"guide {type(guide).__name__}",
-                "both want to set the law",
-                "drop one of them",
-            )
-        context = processor.unconditional_context
-        guide = registry.create(
-            "guide",
-            "cfg",
-            scale=processor.guidance_scale,
-            negative_ids=context["input_ids"],
-            negative_mask=context["attention_mask"],
-        )
-    return kept, guide
-
-
 def open_context(
     input_ids: Tensor,
     config: GenerationConfig,
@@ -119,14 +74,13 @@ def open_context(
     seed: int,
     mm_inputs: Mapping[str, Any] | None,
     mm_request: Any,
-    spare: int,
     criteria: StoppingCriteriaList,
     named: bool,
     adapter: Any,
 ) -> Context:
     """The rows of a call before their first token.
 
-    ``spare`` columns are scratch for blocks; ``named``: whether anything draws noise by row.
+    ``named``: whether anything draws noise by row. Columns after the last are scratch for blocks.
     """
     batch, width = input_ids.shape
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
@@ -140,7 +94,7 @@ def open_context(
     if mask is None and "encoder_outputs" not in inputs:
         mask = inputs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else left_padded(mask)
-    ids = input_ids.new_full((batch, width + limit + spare), _pad_id(config))
+    ids = input_ids.new_full((batch, width + limit + MAX_NODES + 1), pad_id(config))
     ids[:, :width] = input_ids
     zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
     do_sample = bool(config.do_sample)
@@ -181,7 +135,8 @@ def left_padded(mask: Tensor) -> Tensor:
     return mask
 
 
-def _pad_id(config: GenerationConfig) -> int:
+def pad_id(config: GenerationConfig) -> int:
+    """The id that stands after a row's end: of padding, else the first that ends rows."""
     pad = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
     return pad[0] if pad else 0
 
@@ -236,44 +191,3 @@ def _bytes(item: Any) -> bytes:
     if not isinstance(item, Tensor):
         item = torch.from_numpy(np.ascontiguousarray(item))
     return item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-class Recorder:
-    """Scores and raw logits of the committed tokens, where the caller asked for them."""
-
-    def __init__(self, scores: bool, logits: bool, batch: int) -> None:
-        self.wants = {"scores": scores, "logits": logits}
-        self.rows: dict[str, list[list[Tensor]]] = {
-            name: [[] for _ in range(batch)] for name, wanted in self.wants.items() if wanted
-        }
-
-    def add(self, name: str, along: Tensor, count: Tensor) -> None:
-        """``along (B, D + 1, V)`` of which ``count (B,)`` rows belong to committed tokens."""
-        for row, kept in enumerate(count.tolist()):
-            self.rows[name][row].extend(along[row, :kept].clone())  # let the rejected rows go
-
-    def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
-        """One ``(B, V)`` tensor per generated position; zeros behind a row's end."""
-        if name not in self.rows:
-            return None
-        rows = self.rows[name]
-        longest = max(len(r) for r in rows)
-        zero = torch.zeros_like(rows[0][0])
-        return tuple(
-            torch.stack([r[i] if i < len(r) else zero for r in rows]) for i in range(longest)
-        )
-
-
-def output(
-    ctx: Context, config: GenerationConfig, recorder: Recorder, longest: int, encoder_decoder: bool
-) -> Any:
-    """Ids ``(B, P + longest)``, or the output class of transformers with what was recorded."""
-    sequences = ctx.ids[:, : ctx.prompt_length + longest]
-    columns = torch.arange(sequences.shape[1], device=ctx.device)
-    sequences = sequences.masked_fill(columns >= ctx.end()[:, None], _pad_id(config))
-    if not config.return_dict_in_generate:
-        return sequences
-    cls: Any = GenerateEncoderDecoderOutput if encoder_decoder else GenerateDecoderOnlyOutput
-    return cls(
-        sequences=sequences, scores=recorder.tuple_of("scores"), logits=recorder.tuple_of("logits")
-    )

@@ -1,4 +1,4 @@
-"""Branches: one model under one or more conditionings, scored together.
+"""Branches: one model under one or more conditionings, scored together; and all of a call.
 
 All branches of one model and stage are stacked as batch rows, branch by branch, so that a contrast
 costs rows, not launches; prompts that cannot be read in one pass are read one by one and stacked
@@ -20,27 +20,29 @@ from torch import Tensor
 from mmdecode.engine import capture
 from mmdecode.engine.attention import AttentionEdit, Plan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
-from mmdecode.engine.checks import refuse_memory
+from mmdecode.engine.checks import refuse_closed, refuse_memory
 from mmdecode.engine.contracts import (
+    MAIN,
     Adapter,
+    BranchOutput,
+    BranchRunner,
     BranchSpec,
     Context,
+    Guide,
     Mask,
-    Needs,
     Prompt,
-    Scores,
+    Requirements,
     StateEdit,
 )
 from mmdecode.engine.hooks import of_this_thread
+from mmdecode.engine.masks import block_mask, chain, places
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
-from mmdecode.errors import IncompatibleError
-
-MAIN = BranchSpec(name="main")
+from mmdecode.errors import OptionError
 
 
-class ModelBranches:
-    """One model, M branches, M * B rows: see `mmdecode.engine.contracts.Scorer`.
+class ModelRunner:
+    """One model, M branches, M * B rows: see `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
         adapter: How the model is run.
@@ -49,14 +51,16 @@ class ModelBranches:
         edits: Of attention and of states, those of other branches left out.
     """
 
+    graph_safe = True
+
     def __init__(
         self,
         adapter: Adapter,
         specs: Sequence[BranchSpec],
-        needs: Needs | None = None,
+        needs: Requirements | None = None,
         edits: Sequence[AttentionEdit | StateEdit] = (),
     ) -> None:
-        self.adapter, self.specs, self.needs = adapter, list(specs), needs or Needs()
+        self.adapter, self.specs, self.needs = adapter, list(specs), needs or Requirements()
         self.stage = self.specs[0].stage
         names = {spec.name for spec in self.specs}
         self.edits = [edit for edit in edits if edit.branch in names]
@@ -77,7 +81,7 @@ class ModelBranches:
         modules = adapter.attention_sites() if looks else ()
         self._sites = {id(module): layer for layer, module in enumerate(modules)}
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, Scores]) -> dict[str, Scores]:
+    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the prompts of all branches; row 0 is their last position."""
         prompts = self.adapter.stack([self.adapter.prompt(ctx, spec) for spec in self.specs])
         for prompt in prompts:
@@ -85,7 +89,7 @@ class ModelBranches:
         if ctx.fixed and not capture.available(ctx.device):
             self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
-        result: dict[str, Scores] = {}
+        result: dict[str, BranchOutput] = {}
         first = 0
         self.width = max(prompt.ids.shape[1] for prompt in prompts)
         reserved = ctx.reserved(self.width)
@@ -126,8 +130,8 @@ class ModelBranches:
         return result
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, Scores]
-    ) -> dict[str, Scores]:
+        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+    ) -> dict[str, BranchOutput]:
         """Root and nodes behind the committed slots."""
         _, depths, tree = proposal.structure()
         ancestors = None if proposal.is_chain else tree
@@ -172,8 +176,8 @@ class ModelBranches:
             masked: Whether the model is told what each token may see; see `Adapter.masks_itself`.
 
         Returns:
-            States by layer as in `Scores.hidden`, ``(R, Q, H)``, and attention weights by layer as
-            asked for, ``(R, heads, Q, visible)``; of a prompt, those of its last row.
+            States by layer as in `BranchOutput.hidden`, ``(R, Q, H)``, and attention weights by
+            layer as asked for, ``(R, heads, Q, visible)``; of a prompt, those of its last row.
         """
         cache, adapter = self.cache, self.adapter
         specs = self.specs if specs is None else specs
@@ -205,7 +209,7 @@ class ModelBranches:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _read_edits(
-        self, ctx: Context, earlier: Mapping[str, Scores], prompt: Prompt | None
+        self, ctx: Context, earlier: Mapping[str, BranchOutput], prompt: Prompt | None
     ) -> None:
         """What edits depend on in the pass to come."""
         attention = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
@@ -300,11 +304,11 @@ class ModelBranches:
         """Lets another view of the model read from now on, behind what was read before."""
         self.adapter, self._forward = adapter, adapter.forward
 
-    def fork(self, name: str) -> ModelBranches:
+    def fork(self, name: str) -> ModelRunner:
         """One of the branches behind the same prompt, with an empty cache of its own."""
         rows = self.rows_of(name)
         spec = next(spec for spec in self.specs if spec.name == name)
-        own = ModelBranches(self.adapter, [spec])
+        own = ModelRunner(self.adapter, [spec])
         own.cache = RaggedCache(self.adapter.num_layers, len(self.pads), self.pads.device)
         own._past = self.adapter.join([self._past], own.cache)
         order = torch.arange(rows.start, rows.stop, device=self.pads.device)
@@ -331,7 +335,7 @@ class ModelBranches:
         states: Mapping[int | str, Tensor],
         weights: Mapping[int, Tensor],
         prompt: Mapping[int | str, Tensor],
-    ) -> dict[str, Scores]:
+    ) -> dict[str, BranchOutput]:
         logits = self.adapter.head(states["last"]).float()
         exits = {
             layer: self.adapter.head(self.adapter.norm(states[layer])).float()
@@ -341,7 +345,7 @@ class ModelBranches:
         result = {}
         for index, spec in enumerate(specs):
             rows = slice(index * batch, (index + 1) * batch)
-            result[spec.name] = Scores(
+            result[spec.name] = BranchOutput(
                 logits=logits[rows],
                 hidden={key: value[rows] for key, value in states.items()},
                 exits={key: value[rows] for key, value in exits.items()},
@@ -357,104 +361,11 @@ class ModelBranches:
         return result
 
 
-def block_mask(
-    begin: Tensor,
-    pads: Tensor,
-    depths: Tensor,
-    ancestors: Tensor | None,
-    visible: int,
-    dtype: torch.dtype,
-    window: int | None = None,
-) -> Tensor:
-    """What each token of a block may attend to, as an additive mask ``(R, 1, Q, visible)``.
-
-    Args:
-        begin: Slot of the block's first token per row, ``(R,)``; everything before it is committed.
-        pads: Padding slots at the left of each row, ``(R,)``.
-        depths: Distance of each token from the first, ``(1 or R, Q)``; a window counts by it.
-        ancestors: ``(1 or R, Q, Q)`` bool, self included; ``None``: the block is a chain.
-        visible: Slots that attention covers.
-        dtype: The model's.
-        window: Tokens a sliding layer sees, the token itself included; ``None``: all.
-    """
-    slots = torch.arange(visible, device=begin.device)
-    relative = slots - begin[:, None]  # (R, K)
-    where, last = relative[:, None], depths[:, :, None]  # compared, so that no integers are dense
-    # a padding query would see nothing; let it see itself
-    if ancestors is None:
-        itself = where == last
-        seen = where <= last
-    else:
-        width = ancestors.shape[-1]
-        inside = (relative >= 0) & (relative < width)
-        column = relative.clamp(0, width - 1)
-        in_block = ancestors.expand(len(begin), -1, -1).gather(
-            2, column[:, None].expand(-1, width, -1)
-        )
-        itself = where == torch.arange(width, device=begin.device)[:, None]
-        seen = torch.where(inside[:, None], in_block, (relative < 0)[:, None])
-        where = places(relative, depths)[:, None]
-    seen &= (slots >= pads[:, None])[:, None]
-    if window is not None:
-        seen &= where > last - window
-    seen |= itself
-    low = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=begin.device)
-    return torch.where(seen, 0.0, low)[:, None]
-
-
-def distances(relative: Tensor, depths: Tensor) -> Tensor:
-    """How far before each token of a block a slot lies in the text, ``(R, Q, K)``.
-
-    A committed slot lies where it is; a slot of the block by its depth, since siblings lie in slots
-    of their own.
-
-    Args:
-        relative: Each slot's distance from the block's first, ``(R, K)``.
-        depths: Distance of each token from the first, ``(R, Q)``.
-    """
-    return depths[:, :, None] - places(relative, depths)[:, None]
-
-
-def places(relative: Tensor, depths: Tensor) -> Tensor:
-    """Where each slot lies in the text, counted from a block's first token, ``(R, K)``.
-
-    Arguments as of `distances`, but ``depths`` may have one row for all.
-    """
-    width = depths.shape[1]
-    inside = (relative >= 0) & (relative < width)
-    depth = depths.expand(len(relative), -1).gather(1, relative.clamp(0, width - 1))
-    return torch.where(inside, depth, relative)
-
-
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         into[key] = args[0] if args else kwargs["hidden_states"]
 
     return module.register_forward_pre_hook(of_this_thread(before), with_kwargs=True)
-
-
-def model_name(adapter: Any) -> str:
-    """What messages call the model of an adapter."""
-    return getattr(adapter, "name", type(adapter.model).__name__)
-
-
-def refuse_closed(
-    part: str, adapter: Any, edits: Sequence[AttentionEdit | StateEdit], needs: Needs
-) -> None:
-    """Raises where a part looks into a model whose adapter does not show its inside."""
-    inside = edits or needs.attention or needs.text_attention or needs.exits
-    if inside and not hasattr(adapter, "attention_sites"):
-        raise IncompatibleError.between(
-            part,
-            model_name(adapter),
-            f"{type(adapter).__name__} does not show the inside of its model",
-            "use it with a decoder-only or vision-language model",
-        )
-
-
-def chain(width: int, device: torch.device) -> tuple[Tensor, None]:
-    """Depths ``(1, Q)`` of a chain, and no ancestors: each token sees all before it."""
-    return torch.arange(width, device=device)[None], None
 
 
 def _places(there: Tensor) -> Tensor:
@@ -499,3 +410,81 @@ def _joined(masks: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(
         [torch.nn.functional.pad(mask, (0, width - mask.shape[1])) for mask in present]
     )
+
+
+def runners_of(
+    adapter: Adapter,
+    guide: Guide | None,
+    needs: Requirements,
+    ctx: Context,
+    adapter_for: Callable[[Any], Adapter],
+) -> list[BranchRunner]:
+    """What runs the branches of a call, by stage.
+
+    Within a stage the called model's come first, then other models', then a guide's own.
+
+    Args:
+        adapter: Of the called model.
+        guide: It names the branches other than the main one.
+        needs: What the parts want of the called model's passes.
+        ctx: The rows.
+        adapter_for: Finds the adapter of another model.
+
+    Raises:
+        OptionError: Another model has another vocabulary.
+    """
+    groups: dict[tuple[int, int], list[BranchSpec]] = {(1, 0): [MAIN]}
+    built: list[BranchRunner] = []
+    for spec in guide.branches if guide else ():
+        if spec.build is not None:
+            built.append(spec.build(ctx))
+        else:
+            groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
+    edits = getattr(guide, "edits", ())
+    runners: list[BranchRunner] = []
+    for (_, other), members in groups.items():
+        part = adapter_for(members[0].model) if other else adapter
+        if other and part.vocab != adapter.vocab:
+            raise OptionError(
+                f"branch {members[0].name!r} has a vocabulary of {part.vocab}, the main model one "
+                f"of {adapter.vocab}; expected the same tokenizer"
+            )
+        runners.append(ModelRunner(part, members, Requirements() if other else needs, edits))
+    return sorted(runners + built, key=lambda runner: runner.stage)
+
+
+def main_output(scores: Mapping[str, BranchOutput]) -> BranchOutput:
+    """The main branch's output, with those of the others where there are any."""
+    others = {name: score for name, score in scores.items() if name != MAIN.name}
+    return replace(scores[MAIN.name], beside=others) if others else scores[MAIN.name]
+
+
+def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
+    """What runs the main branch; ``None``: a runner of a guide's own does."""
+    ours = [runner for runner in runners if isinstance(runner, ModelRunner)]
+    return next((r for r in ours if MAIN.name in [spec.name for spec in r.specs]), None)
+
+
+def without_replaced(
+    runners: list[BranchRunner], guide: Guide, scores: dict[str, BranchOutput]
+) -> list[BranchRunner]:
+    """The runners after the prompt was read: see `BranchSpec.replaces`.
+
+    Args:
+        runners: All of them.
+        guide: It says which branch takes over from which.
+        scores: The prompt's, by branch; changed alike.
+    """
+    for spec in guide.branches:
+        if spec.replaces is None:
+            continue
+        scores[spec.replaces] = scores.pop(spec.name)
+        kept: list[BranchRunner] = []
+        for runner in runners:
+            if isinstance(runner, ModelRunner):
+                if [other.name for other in runner.specs] == [spec.replaces]:
+                    continue
+                runner.rename(spec.name, spec.replaces)
+            kept.append(runner)
+        runners = kept
+    return runners

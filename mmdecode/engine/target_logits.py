@@ -247,14 +247,17 @@ def rows_along(scores: Tensor, path: Tensor) -> Tensor:
     return scores.gather(1, rows[..., None].expand(-1, -1, scores.shape[-1]))
 
 
-class Law:
-    """See `mmdecode.engine.contracts.LawView`.
+class TargetLogits:
+    """The target distribution at root and nodes, as unnormalised log-probabilities.
 
     Args:
         logits: What the guide made of the branches, float32 ``(B, N + 1, V)``.
         ctx: The rows.
         proposal: The nodes.
         processors: The caller's.
+
+    Attributes:
+        vectorised: Whether `all` is available: every processor of the caller is known.
     """
 
     def __init__(

@@ -1,0 +1,323 @@
+"""`Decoder`: a drafter, a guide and an acceptance rule, as a callable for ``generate``.
+
+transformers prepares inputs, processors and stopping criteria; `Decoder` finds the adapter of the
+model, resolves the parts of the call, refuses what does not fit, and runs the loop of
+`mmdecode.engine.loop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from mmdecode import registry
+from mmdecode._compat import arguments_of_generate
+from mmdecode.draft.none import NoDraft
+from mmdecode.engine import attention, checks, request
+from mmdecode.engine.attention import AttentionEdit
+from mmdecode.engine.branches import runners_of
+from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, needs_of
+from mmdecode.engine.loop import Run
+from mmdecode.engine.output import Listener, Recorder, Stream, output
+from mmdecode.engine.proposal import Kind
+from mmdecode.engine.stats import Stats
+from mmdecode.engine.stop import Stopping
+from mmdecode.engine.target_logits import Processors
+from mmdecode.engine.trace import NoTrace, Round, Tracer
+from mmdecode.errors import IncompatibleError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+MODES = ("auto", "fastest")
+
+
+class Decoder:
+    """A draft, a guide and an acceptance rule, as a callable for ``generate``.
+
+    Args:
+        draft: A `Drafter`, or its name with options (``"lookup:length=8"``); ``None``: no draft.
+        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None``: the model's law.
+        accept: A rule, its name, ``"auto"`` or ``"fastest"``. ``auto`` resolves per call: greedy
+            generation keeps exact matches, sampling uses the coupled rule, whose tokens for one
+            seed are the same with any draft and in any batch. ``fastest`` samples with the exact
+            rule that accepts most of what the draft proposes.
+        seed: Seed of the keyed noise; ``None`` draws one per call from torch's global generator.
+        compile: On CUDA, capture rounds in graphs and replay them; elsewhere, compile the forward
+            pass, which takes up to a minute per shape. What cannot be captured or compiled is run
+            as usual, with a warning that says why. See `mmdecode.engine.capture`.
+
+    Attributes:
+        stats: Counters; they accumulate over calls until ``stats.reset()``.
+        trace: Set to a list to record what was drafted and kept: each call appends one list of
+            `Round` per row. Costs a synchronisation per round.
+
+    Raises:
+        UnknownNameError: A name is not registered.
+        IncompatibleError: The rule cannot judge what the draft proposes, or the guide looks at what
+            no round shows.
+    """
+
+    def __init__(
+        self,
+        draft: Drafter | str | None = None,
+        guide: Guide | str | None = None,
+        accept: AcceptanceRule | str = "auto",
+        seed: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.draft: Drafter = (
+            registry.create("draft", draft)
+            if isinstance(draft, str)
+            else NoDraft()
+            if draft is None
+            else draft
+        )
+        self.guide: Guide | None = (
+            registry.create("guide", guide) if isinstance(guide, str) else guide
+        )
+        self.accept: AcceptanceRule | str = (
+            registry.create("accept", accept)
+            if isinstance(accept, str) and accept not in MODES
+            else accept
+        )
+        for part, given in (("draft", self.draft), ("guide", self.guide), ("accept", self.accept)):
+            checks.refuse_no_part(part, given)
+        if not isinstance(self.accept, str):
+            checks.agreed_kind(self.accept, self.draft)
+        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
+            raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
+        checks.refuse_looking(self.guide)
+        self.seed = seed
+        self.compile = compile
+        self.stats = Stats()
+        self.trace: list[list[Round]] | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        mm_inputs: Mapping[str, Any] | None = None,
+        mm_request: Any = None,
+        mm_streamer: Any = None,
+        mm_model: Any = None,
+        mm_adapter: Any = None,
+        stop_strings: str | list[str] | None = None,
+        token_healing: bool | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decodes; called by ``generate``, see transformers' documentation of custom_generate.
+
+        Args:
+            model: The model that ``generate`` was called on.
+            input_ids: Prompt, padded on the left, ``(B, P)``.
+            logits_processor: The caller's processors and warpers.
+            stopping_criteria: The caller's.
+            generation_config: The call's.
+            mm_inputs: Raw inputs for guides and drafts, by name: one entry per row, or, of pixels,
+                per image.
+            mm_request: Names of the rows for keyed noise; default: a hash of their content.
+            mm_streamer: A streamer for the one row of the batch; the caller ends it. One that was
+                given to ``generate`` as ``streamer`` is found, fed and ended here.
+            mm_model: The model that ``generate`` was called on, which may be one around ``model``.
+            mm_adapter: An adapter that is used in the place of the registered one. It builds
+                prompts itself, so ``input_ids`` may be empty, ``(B, 0)``: a model that writes in
+                another vocabulary than it reads.
+            stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
+            token_healing: Refused; see `mmdecode.engine.checks`.
+            **model_kwargs: What ``generate`` prepared.
+
+        Returns:
+            Ids ``(B, P + new)``, or an output object where ``return_dict_in_generate`` is set.
+
+        Raises:
+            IncompatibleError: Beams, or other requests a drafted loop cannot honour: see
+                `mmdecode.engine.checks.SETTINGS`.
+            OptionError: Stop strings without a tokenizer.
+        """
+        given = arguments_of_generate(model)
+        streamer = given.get("streamer")
+        try:
+            checks.refuse_arguments({**given, "token_healing": token_healing})
+            if stop_strings is not None:
+                stopping_criteria = request.with_stop_strings(
+                    stopping_criteria, stop_strings, given.get("tokenizer")
+                )
+            return self._decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+                mm_inputs=mm_inputs,
+                mm_request=mm_request,
+                mm_model=mm_model,
+                mm_adapter=mm_adapter,
+                streamer=mm_streamer or streamer,
+                greets=mm_streamer is not None,
+            )
+        finally:
+            if streamer is not None:
+                streamer.end()  # also after an error: somebody may be waiting for it
+
+    def _decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: Mapping[str, Any],
+        *,
+        mm_inputs: Mapping[str, Any] | None,
+        mm_request: Any,
+        mm_model: Any,
+        mm_adapter: Any,
+        streamer: Any,
+        greets: bool,
+    ) -> Any:
+        """As `__call__`; ``greets``: the prompt is put into the streamer, which nobody has done."""
+        checks.refuse_settings(config)
+        checks.refuse_inputs(input_ids, model_kwargs, own_prompt=mm_adapter is not None)
+        checks.refuse_training(model)
+        processors, guide = take_over_guidance(logits_processor, self.guide)
+        if guide is not None and guide.neutral:
+            guide = None
+        rule, kind = self._resolve(bool(config.do_sample))
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+        adapter = mm_adapter or registry.adapter_for(model, mm_model)
+        wanted = needs_of(guide, adapter)
+        checks.refuse_guide(guide, wanted, adapter)
+        ctx = request.open_context(
+            input_ids,
+            config,
+            model_kwargs,
+            seed=seed,
+            mm_inputs=mm_inputs,
+            mm_request=mm_request,
+            criteria=criteria,
+            named=bool(config.do_sample) or guide is not None,
+            adapter=adapter,
+        )
+        own = needs_of(self.draft, adapter)
+        ctx.window_mode = own.window_modes.get(kind)
+        ctx.drafter_invariant = rule.capabilities.drafter_invariant
+        ctx.fixed = self.compile
+        needs = own.union(wanted)
+        checks.refuse_positions(adapter, ctx.prompt_length, ctx.limit)
+        checks.refuse_rows(streamer, ctx.batch)
+        recorder = Recorder(config, ctx.batch)
+        listeners: list[Listener] = [recorder] if recorder.rows else []
+        if streamer is not None:
+            listeners.append(Stream(streamer))
+        trace = NoTrace()
+        if self.trace is not None:
+            trace = Tracer(guide, ctx.batch)
+            listeners.append(trace)
+            self.trace.extend(trace.rows)
+        run = Run(
+            ctx=ctx,
+            draft=self.draft,
+            guide=guide,
+            rule=rule,
+            kind=kind,
+            runners=runners_of(adapter, guide, needs, ctx, registry.adapter_for),
+            processors=Processors(processors),
+            stopping=Stopping(criteria, ctx.ends, ctx.limit),
+            stats=self.stats,
+            listeners=listeners,
+            trace=trace,
+        )
+        if greets:
+            streamer.put(input_ids.cpu())
+        edited = _looks_inside(guide, needs)
+        try:
+            with attention.switched(model) if edited else nullcontext():
+                longest = run.run()
+        finally:
+            self.draft.reset()
+        checks.warn_beyond_training(adapter, ctx.prompt_length + longest, ctx.prompt_length)
+        encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
+        return output(ctx, config, recorder, longest, encoder_decoder)
+
+    def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
+        """The rule of this call and the kind of proposal it gets."""
+        if not isinstance(self.accept, str):
+            checks.refuse_mode(self.accept, do_sample)
+            return self.accept, checks.agreed_kind(self.accept, self.draft)
+        if not do_sample:
+            names = ["greedy"]
+        elif self.accept == "auto":
+            names = ["coupled"]
+        else:
+            names = ["rejection", "membership"]
+        for name in names:
+            rule: AcceptanceRule = registry.create("accept", name)
+            if set(rule.kinds) & set(self.draft.kinds):
+                return rule, checks.agreed_kind(rule, self.draft)
+        raise IncompatibleError.between(
+            f"accept={self.accept!r}",
+            f"draft {type(self.draft).__name__}",
+            f"no exact rule takes proposals of kind {', '.join(self.draft.kinds)}",
+            "use accept='auto'",
+        )
+
+
+def take_over_guidance(
+    processors: LogitsProcessorList, guide: Guide | None
+) -> tuple[LogitsProcessorList, Guide | None]:
+    """Replaces the stateful guidance processor of transformers by a branch.
+
+    It keeps a cache that advances by one token per call and cannot be rolled back, so under
+    drafting it silently changes the text; as a branch it is a pure function of each node's prefix.
+    """
+    kept = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+            raise IncompatibleError(
+                "the SynthID watermark keeps state from token to token and cannot be evaluated at "
+                "drafted nodes; drop watermarking_config or custom_generate"
+            )
+        if not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            kept.append(processor)
+            continue
+        if guide is not None and not guide.neutral:
+            raise IncompatibleError.between(
+                f"guidance_scale={processor.guidance_scale}",
+                f"guide {type(guide).__name__}",
+                "both want to set the law",
+                "drop one of them",
+            )
+        context = processor.unconditional_context
+        guide = registry.create(
+            "guide",
+            "cfg",
+            scale=processor.guidance_scale,
+            negative_ids=context["input_ids"],
+            negative_mask=context["attention_mask"],
+        )
+    return kept, guide
+
+
+def _looks_inside(guide: Guide | None, needs: Requirements) -> bool:
+    """Whether attention is edited or read in this call."""
+    if needs.attention or needs.text_attention:
+        return True
+    return any(isinstance(edit, AttentionEdit) for edit in getattr(guide, "edits", ()))
