@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         zoo,
     )
     from mmdecode.decoder import Decoder
-    from mmdecode.engine.contracts import AcceptanceRule, Drafter
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.frontdoor import attach, generate
     from mmdecode.loading import load
 
@@ -36,6 +36,7 @@ __all__ = [
     "AcceptanceRule",
     "Decoder",
     "Drafter",
+    "Guide",
     "__version__",
     "accept",
     "adapters",
@@ -57,6 +58,7 @@ _HOME = {
     "AcceptanceRule": "mmdecode.engine.contracts",
     "Decoder": "mmdecode.decoder",
     "Drafter": "mmdecode.engine.contracts",
+    "Guide": "mmdecode.engine.contracts",
     "attach": "mmdecode.frontdoor",
     "generate": "mmdecode.frontdoor",
     "load": "mmdecode.loading",

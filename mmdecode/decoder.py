@@ -320,4 +320,4 @@ def _looks_inside(guide: Guide | None, needs: Requirements) -> bool:
     """Whether attention is edited or read in this call."""
     if needs.attention or needs.text_attention:
         return True
-    return any(isinstance(edit, AttentionEdit) for edit in getattr(guide, "edits", ()))
+    return any(isinstance(edit, AttentionEdit) for edit in (guide.edits if guide else ()))

@@ -44,6 +44,7 @@ class DecoderOnlyAdapter:
         "gemma2",
         "gemma3_text",
     )
+    inputs: frozenset[str] = frozenset()
     no_views: ClassVar = (
         "a text model has no input to change",
         "use a prompt instead, or a model with images or audio; where another model gave it "

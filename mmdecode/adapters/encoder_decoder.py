@@ -27,6 +27,7 @@ class EncoderDecoderAdapter:
         num_layers: Of its decoder; a view may run fewer, but each keeps its place in the cache.
     """
 
+    inputs: frozenset[str] = frozenset()
     windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
     max_positions: int | None = None
     source_is_padded: ClassVar = True

@@ -52,8 +52,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         "janus",
         "emu3",
     )
-    shows_images: ClassVar = True
-    """Whether a guide that needs images finds them here."""
+    inputs = frozenset({"image"})
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "image_sizes")
     """What the caller hands over for images."""
     salient_layer: int = -1
@@ -89,10 +88,10 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             return image_views.prompt(self, ctx, spec)
         prompt = super().prompt(ctx, spec)
         if isinstance(spec.prompt, str) and spec.prompt == "same":
-            return replace(prompt, inputs=self.inputs(ctx))
+            return replace(prompt, inputs=self.model_inputs(ctx))
         return prompt
 
-    def inputs(self, ctx: Context) -> dict[str, Any]:
+    def model_inputs(self, ctx: Context) -> dict[str, Any]:
         """What the whole model reads beside ids: image features or pixels, token types.
 
         Raises:
@@ -113,7 +112,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
 
     def whole(self, ctx: Context, images: Mapping[str, Any]) -> Prompt:
         """The caller's prompt with other images of the same layout."""
-        inputs = self.inputs(ctx)
+        inputs = self.model_inputs(ctx)
         for name in (_ENCODED, *self.raw_names):
             inputs.pop(name, None)
         inputs |= {name: value for name, value in images.items() if name in self._takes}
@@ -514,9 +513,9 @@ class QwenVLAdapter(VisionLanguageAdapter):
         "second_per_grid_ts",
     )
 
-    def inputs(self, ctx: Context) -> dict[str, Any]:
+    def model_inputs(self, ctx: Context) -> dict[str, Any]:
         """Beside the images, ``distances (B, 3, P)``: three positions minus that of the token."""
-        inputs = super().inputs(ctx)
+        inputs = super().model_inputs(ctx)
         inputs.pop("mm_token_type_ids", None)  # positions are given
         return inputs | self.places(ctx) if inputs else inputs
 

@@ -26,7 +26,7 @@ class WhisperAdapter(LeanAdapter):
     source = "Radford et al. 2023"
     model_types = ("whisper",)
     source_is_padded = False
-    hears_audio = True
+    inputs = frozenset({"audio"})
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
         self.max_positions = model.config.max_target_positions

@@ -236,7 +236,7 @@ class Going:
 
 def _sees(adapter: Any) -> bool:
     """Whether a model reads images."""
-    return getattr(adapter, "shows_images", False)
+    return "image" in adapter.inputs
 
 
 def _words(ctx: Context) -> BranchSpec:

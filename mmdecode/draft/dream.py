@@ -66,7 +66,7 @@ class Dream(FeatureDraft):
 
     def needs(self, adapter: Adapter) -> Requirements:
         """As of any; where images are thinned out, what words attend to."""
-        thinned = self.share < 1 and getattr(adapter, "shows_images", False)
+        thinned = self.share < 1 and "image" in adapter.inputs
         return super().needs(adapter).union(Requirements(text_attention=thinned))
 
     def _shown(self, rows: Rows, prefill: BranchOutput) -> Rows:

@@ -360,7 +360,7 @@ def shipped(kinds: Iterable[str], model_id: str | None) -> str:
 
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
     """What a drafter wants of the target's passes; see `FeatureDraft.needs`."""
-    shown = {0} if getattr(adapter, "shows_images", False) else set()
+    shown = {0} if "image" in adapter.inputs else set()
     hidden = frozenset({"last", *_levels(drafter, adapter), *shown})
     return Requirements(hidden=hidden, prompt_hidden=True)
 
@@ -402,7 +402,7 @@ def _branch_rows(
     # a prompt that shares its pass with a wider one was padded there
     hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
-    sizes = adapter.image_sizes(prompt) if getattr(adapter, "shows_images", False) else None
+    sizes = adapter.image_sizes(prompt) if "image" in adapter.inputs else None
     images = numbered(adapter.image_mask(prompt.ids) & prompt.mask.bool(), sizes)
     if embeds is None:
         embeds = drafter.embed(prompt.ids, adapter)

@@ -440,7 +440,7 @@ def runners_of(
             built.append(spec.build(ctx))
         else:
             groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
-    edits = getattr(guide, "edits", ())
+    edits = guide.edits if guide else ()
     runners: list[BranchRunner] = []
     for (_, other), members in groups.items():
         part = adapter_for(members[0].model) if other else adapter

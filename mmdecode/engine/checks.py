@@ -221,10 +221,10 @@ def _text_config(adapter: Adapter) -> Any:
     return choose(decoder=True) if choose is not None else None
 
 
-_BASES: dict[str, type] = {"draft": Drafter, "accept": AcceptanceRule}
+_BASES: dict[str, type] = {"draft": Drafter, "guide": Guide, "accept": AcceptanceRule}
 _MEMBERS = {
     "draft": ("propose",),
-    "guide": ("needs", "branches", "begin", "apply"),
+    "guide": ("neutral", "apply"),
     "accept": ("guarantee", "kinds", "modes", "__call__"),
 }
 """What a part of a decoder has of its own at least."""
@@ -240,7 +240,7 @@ def refuse_no_part(part: str, given: Any) -> None:
         return
     if isinstance(given, str) and part == "accept":
         return
-    base = _BASES.get(part, object)
+    base = _BASES[part]
     missing = [name for name in _MEMBERS[part] if not hasattr(given, name)]
     if isinstance(given, type):
         why = "it is a class; make one"
@@ -262,12 +262,12 @@ def refuse_looking(guide: Guide | None) -> None:
     Raises:
         IncompatibleError: It does.
     """
-    looks = getattr(guide, "looks", ())
-    if looks:
+    if guide is not None and (guide.lookback or guide.lookahead):
+        where = [name for name in ("back", "ahead") if getattr(guide, f"look{name}")]
         raise IncompatibleError.between(
             f"guide {type(guide).__name__}",
             "Decoder",
-            f"the guide looks {' and '.join(looks)}, a round shows the root and drafted nodes, "
+            f"the guide looks {' and '.join(where)}, a round shows the root and drafted nodes, "
             "each with its own prefix and scores",
             "leave the guide out, or write it as a function of these",
         )
@@ -328,8 +328,8 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
                 f"pass with {', '.join(n for n in sharing if n != spec.replaces)}",
                 "give the branches beside it a later stage",
             )
-    refuse_closed(name, adapter, getattr(guide, "edits", ()), needs)
-    if getattr(guide, "images", False) and not getattr(adapter, "shows_images", False):
+    refuse_closed(name, adapter, guide.edits, needs)
+    if "image" in guide.requires_inputs and "image" not in adapter.inputs:
         raise IncompatibleError.between(
             name,
             model_name(adapter),
@@ -337,7 +337,7 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
             "use a vision-language model; one that hands its images to an inner language model "
             "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
-    if getattr(guide, "audio", False) and not getattr(adapter, "hears_audio", False):
+    if "audio" in guide.requires_inputs and "audio" not in adapter.inputs:
         raise IncompatibleError.between(
             name,
             model_name(adapter),

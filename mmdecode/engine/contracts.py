@@ -22,6 +22,7 @@ from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
 
 if TYPE_CHECKING:
+    from mmdecode.engine.attention import AttentionEdit
     from mmdecode.engine.target_logits import TargetLogits
 
 WindowMode = Literal["redraw", "adaptive", "coupled", "shared"]
@@ -339,6 +340,8 @@ class Adapter(Protocol):
     num_layers: int
     max_positions: int | None
     """Size of a learned position table; ``None`` where positions are unbounded."""
+    inputs: frozenset[str]
+    """What the model reads other than ids: ``"image"``, ``"audio"``."""
     windows: Mapping[str, int | None]
     """Tokens a layer sees, by layer type, itself included; ``None``: all. With several types a mask
     is a dict by type."""
@@ -415,26 +418,32 @@ class BranchRunner(Protocol):
         """Keep the rows ``rows``, in that order; repeating them is a fork."""
 
 
-class Guide(Protocol):
-    """The law the tokens follow, as a pure function of constants, prefix and scores.
+class Guide(Part):
+    """Base of what makes the target distribution: a function of constants, prefix and outputs.
 
     At each node it may read the ids of the node's path and, of every branch, the node's own logits
     and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
-    on. A guide that looks further says so in a class attribute ``looks``, a tuple of ``"back"`` (at
-    the laws of earlier positions) and ``"ahead"`` (at the laws behind tokens it has yet to weigh);
-    `mmdecode.decoder.Decoder` refuses it, since a round shows neither. A guide that changes
-    what happens inside a branch lists it in a class or instance attribute ``edits``, a sequence of
-    `mmdecode.engine.attention.AttentionEdit` and `StateEdit`. For the trace it may have a method
-    ``combine``, `apply` without the plausibility cut, and ``total``: S, the sum of the branch
-    weights, as a number, or, where it changes by position, as a method with the arguments of
-    `apply` that returns ``(B, N + 1)``.
+    on. It keeps nothing from round to round: rejected nodes could not be taken back. This is why a
+    guide is one object for all calls, and a drafter is not.
+
+    Attributes:
+        needs: What it wants of the passes; a method where that depends on the model's depth.
+        branches: Conditionings of the model other than the main one.
+        edits: Changes of what happens inside branches.
+        requires_inputs: Kinds of inputs that the model must read: ``"image"``, ``"audio"``.
+        lookback: Whether it reads the distributions of earlier positions.
+        lookahead: Whether it reads those after tokens that it has yet to weigh. A round shows
+            neither, so `mmdecode.decoder.Decoder` refuses such a guide.
+        neutral: Whether the settings leave the main branch's logits untouched; then nothing is run.
     """
 
-    needs: Requirements | Callable[[Adapter], Requirements]
-    """What it wants of the passes; a method where that depends on the model's depth."""
-    branches: Sequence[BranchSpec]
+    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
+    branches: Sequence[BranchSpec] = ()
+    edits: Sequence[AttentionEdit | StateEdit] = ()
+    requires_inputs: Sequence[str] = ()
+    lookback: bool = False
+    lookahead: bool = False
     neutral: bool
-    """Whether the settings leave the main branch's law untouched; then nothing is run."""
 
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Any:
         """Per-row constants, computed once."""
@@ -442,7 +451,24 @@ class Guide(Protocol):
     def apply(
         self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """Unnormalised log-law at root and nodes, ``(B, N + 1, V)``."""
+        """Unnormalised log-probabilities at root and nodes, ``(B, N + 1, V)``."""
+        raise NotImplementedError
+
+    def combine(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> Tensor | None:
+        """`apply` without the plausibility cut, for a trace; ``None``: it has none."""
+        return None
+
+    def total(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float | Tensor | None:
+        """S, the sum of the branch weights, for a trace; ``(B, N + 1)`` where positions differ.
+
+        With another than 1, branches that agree sharpen or flatten the distribution. ``None``: the
+        guide has no such weights.
+        """
+        return None
 
 
 def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
@@ -459,7 +485,7 @@ def plain_main(guide: Guide | None) -> bool:
     """
     if guide is None or guide.neutral:
         return True
-    edited = [edit.branch for edit in getattr(guide, "edits", ())]
+    edited = [edit.branch for edit in guide.edits]
     return "main" not in edited + [spec.replaces for spec in guide.branches]
 
 

@@ -118,12 +118,11 @@ class Tracer(NoTrace):
         branches = {
             name: score.logits for name, score in scores.items() if score.candidates is None
         }
-        combine = getattr(self.guide, "combine", None)
-        uncut = combine(constants, ctx, proposal, scores) if combine else logits
-        total = getattr(self.guide, "total", None)
-        if callable(total):
-            total = total(constants, ctx, proposal, scores)
-        return Details(branches | {"guided": uncut}, total)
+        if self.guide is None:
+            return Details(branches | {"guided": logits}, None)
+        uncut = self.guide.combine(constants, ctx, proposal, scores)
+        total = self.guide.total(constants, ctx, proposal, scores)
+        return Details(branches | {"guided": logits if uncut is None else uncut}, total)
 
     def add(self, block: Committed) -> None:
         """One round of every row that kept a token in it."""

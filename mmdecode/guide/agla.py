@@ -27,7 +27,7 @@ class AGLA(Linear):
 
     summary = "together with the part of the image that is attended to most; the mask is ours"
     source = "An et al. 2024, in its style"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, alpha: float = 2.0, beta: float = 0.5, keep: float = 0.5) -> None:
         super().__init__([attended_branch(keep)], [1.0, not_negative("alpha", alpha)], beta)

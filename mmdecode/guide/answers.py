@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import generated
@@ -47,7 +47,7 @@ def yes_no_margin(logits: Tensor, yes: Sequence[int], no: Sequence[int]) -> Tens
     return logits[..., list(yes)].logsumexp(-1) - logits[..., list(no)].logsumexp(-1)
 
 
-class FirstWord(ABC):
+class FirstWord(Guide, ABC):
     """A guide that knows yes and no; what it does to the first token is up to its kind.
 
     Args:

@@ -64,7 +64,7 @@ class CausalMM(Linear):
 
     summary = "away from counterfactual attention in the encoder or the language model"
     source = "Zhou et al. 2024"
-    images = True
+    requires_inputs: tuple[str, ...] = ("image",)
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class CausalMM(Linear):
         names = LEVELS[level]
         weights = [1 + not_negative("gamma", gamma) * len(names), *(-gamma for _ in names)]
         super().__init__([specs[name] for name in names], weights, epsilon)
-        self.images = "vision" in names
+        self.requires_inputs = ("image",) if "vision" in names else ()
         edit = AttentionEdit(
             branch="language", layers=layers, rows="all", weights=self._in_language
         )

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 
 _BRANCH = "unconditional"
 
 
-class CFG:
+class CFG(Guide):
     """Guidance of scale ``scale``.
 
     Args:

@@ -51,7 +51,7 @@ class CFGImage(Linear):
 
     summary = "classifier-free guidance: away from the model without the image"
     source = "Kornblith et al. 2023; Ho and Salimans 2022"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, gamma: float = 1.5, without: str = "no_image", beta: float = 0.0) -> None:
         if without not in WITHOUT:

@@ -19,12 +19,13 @@ its README and script, the code's own default is 0.5.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers
@@ -34,7 +35,7 @@ LAYERS = (5 / 31, 18 / 31)
 """Layers 5 to 18 of 32, as published."""
 
 
-class ConsciousGaze:
+class ConsciousGaze(Guide):
     """A sensor of four branches and a boosted fifth.
 
     Args:
@@ -51,9 +52,8 @@ class ConsciousGaze:
 
     summary = "more attention to the image where image and words act together"
     source = "Conscious Gaze 2025"
-    images = True
+    requires_inputs = ("image",)
     needs = Requirements()
-    total = 1.0
 
     def __init__(
         self,
@@ -117,6 +117,12 @@ class ConsciousGaze:
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where noise for the images changes nothing."""
         warn_inactive(type(self).__name__, ctx, prefill, "words")
+
+    def total(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float:
+        """S, the sum of the weights."""
+        return 1.0
 
     def combine(
         self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import layer_range
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, warn_without_images
@@ -51,7 +51,7 @@ class Words:
     weights: Mapping[int, Tensor]
 
 
-class DAGCD:
+class DAGCD(Guide):
     """Context words boosted by attention and doubt.
 
     Args:
@@ -64,7 +64,7 @@ class DAGCD:
 
     summary = "words of attended image tokens become more likely, the more in doubt"
     source = "Huang et al. 2025"
-    images = True
+    requires_inputs = ("image",)
     branches: Sequence[BranchSpec] = ()
 
     def __init__(

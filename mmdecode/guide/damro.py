@@ -50,7 +50,7 @@ class DAMRO(Linear):
 
     summary = "away from the image tokens that the image encoder attends to most"
     source = "Gong et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -31,7 +31,7 @@ _COLDEST = 1e-4
 """Least temperature: what is colder is greedy all the same, and quotients stay finite."""
 
 
-class DFD:
+class DFD(Guide):
     """Temperature from the divergence of the layers.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -28,7 +28,7 @@ BUCKETS = {"low": (0.0, 0.5), "high": (0.5, 1.0), "all": (0.0, 1.0)}
 """Candidates by name, as fractions of the depth; every second layer is one."""
 
 
-class DoLa:
+class DoLa(Guide):
     """Contrast with an early layer of the same pass.
 
     Args:
@@ -54,7 +54,6 @@ class DoLa:
         self.relative_top = checked_cut("relative_top", relative_top)
         self.alpha = not_negative("alpha", alpha)
         self.neutral = not self.alpha and not relative_top
-        self.total = 1 - self.alpha
 
     @classmethod
     def from_options(
@@ -77,6 +76,12 @@ class DoLa:
 
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
+
+    def total(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float:
+        """S, the sum of the weights."""
+        return 1 - self.alpha
 
     def combine(
         self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]

@@ -8,12 +8,19 @@ from warnings import warn
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements, StateEdit
+from mmdecode.engine.contracts import (
+    BranchOutput,
+    BranchSpec,
+    Context,
+    Guide,
+    Requirements,
+    StateEdit,
+)
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
-class Edited:
+class Edited(Guide):
     """The main branch's logits under ``edits``; a subclass sets them, and ``neutral``.
 
     Attributes:
@@ -21,14 +28,13 @@ class Edited:
     """
 
     needs = Requirements()
-    images: bool = False
     branches: Sequence[BranchSpec] = ()
     edits: Sequence[AttentionEdit | StateEdit] = ()
     neutral: bool
 
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
-        if self.images:
+        if "image" in self.requires_inputs:
             warn_without_images(type(self).__name__, ctx)
 
     def apply(

@@ -27,7 +27,15 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, Adapter, BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import (
+    MAIN,
+    Adapter,
+    BranchOutput,
+    BranchSpec,
+    Context,
+    Guide,
+    Requirements,
+)
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
@@ -38,7 +46,7 @@ ACOUSTIC = "acoustic"
 """Name of the branch of the second model."""
 
 
-class Fusion(ABC):
+class Fusion(Guide, ABC):
     """What fusions have in common: a second branch, and a temperature for each model.
 
     Args:

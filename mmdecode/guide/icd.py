@@ -43,7 +43,7 @@ class ICD(Linear):
 
     summary = "away from what the model says under a disturbing instruction"
     source = "Wang et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.1, role: int | str | None = None):
         roles: tuple[str, ...] = ROLES

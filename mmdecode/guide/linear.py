@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 from warnings import warn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
-class Linear:
+class Linear(Guide):
     """``weights[0] * main + weights[i] * branches[i - 1]``, then the plausibility cut.
 
     A token that is ruled out (``-inf``) by any branch with a weight is out.
@@ -46,7 +46,6 @@ class Linear:
     """
 
     needs = Requirements()
-    images: bool = False
 
     def __init__(
         self,
@@ -71,14 +70,15 @@ class Linear:
         """``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` leaves the cut alone."""
         return Linear([branch], contrast(alpha), beta)
 
-    @property
-    def total(self) -> float:
+    def total(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float | Tensor | None:
         """S, the sum of the weights."""
         return float(sum(self.weights))
 
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where a guide about images has nothing to tell apart."""
-        if self.images:
+        if "image" in self.requires_inputs:
             for branch in self.branches:
                 warn_inactive(type(self).__name__, ctx, prefill, branch.name)
 

@@ -32,7 +32,7 @@ class M3ID(Linear):
 
     summary = "away from the answer without the image, more with every token"
     source = "Favero et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, rate: float = 0.02, beta: float = 0.1) -> None:
         self.rate = not_negative("rate", rate)

@@ -39,7 +39,7 @@ class PAI(Linear):
 
     summary = "more attention to the image, and away from the answer without it"
     source = "Liu et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import warn_inactive
@@ -24,7 +24,7 @@ from mmdecode.guide.linear import warn_inactive
 YES = "Answer yes whenever possible."
 
 
-class PromptBias:
+class PromptBias(Guide):
     """Prompt bias; needs the question itself, as an Answerer hands it over.
 
     Args:
@@ -34,7 +34,7 @@ class PromptBias:
     summary = "control: the model is asked to answer yes (PBA)"
     source = "Yin et al. 2025"
     needs = Requirements()
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, instruction: str = YES) -> None:
         if not isinstance(instruction, str):

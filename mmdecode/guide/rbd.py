@@ -35,7 +35,7 @@ class RBD(Linear):
 
     summary = "away from a noised image, towards its most attended tokens; weights are ours"
     source = "Liang et al. 2024, in its style"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(
         self,

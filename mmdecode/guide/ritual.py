@@ -35,7 +35,7 @@ class RITUAL(Linear):
 
     summary = "together with what the model says of a transformed image"
     source = "Woo et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(
         self,

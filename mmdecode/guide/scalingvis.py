@@ -29,7 +29,7 @@ class ScalingVis(Edited):
 
     summary = "attention of the last prompt token to the image, sharpened or smoothed"
     source = "Chen et al. 2025"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, weight: float = 1.5) -> None:
         self.weight = checked_weight(weight)

@@ -35,7 +35,7 @@ class VCD(Linear):
 
     summary = "away from what the model says of a noised image"
     source = "Leng et al. 2024"
-    images = True
+    requires_inputs = ("image",)
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.1, step: int = 500) -> None:
         super().__init__([noised_branch(step)], contrast(alpha), beta)

@@ -43,13 +43,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
@@ -82,7 +82,7 @@ class Vocabulary:
     unspoken: Tensor | None = None
 
 
-class WhisperCD:
+class WhisperCD(Guide):
     """Contrastive decoding of Whisper.
 
     Args:
@@ -106,8 +106,7 @@ class WhisperCD:
 
     summary = "away from what Whisper writes of noise, silence and a shifted recording"
     source = "Whisper-CD 2026; the gates are ours"
-    audio = True
-    total = 1.0
+    requires_inputs = ("audio",)
 
     def __init__(
         self,
@@ -196,6 +195,12 @@ class WhisperCD:
         if self.structure is not None:
             found = found | (probability(SCRAMBLED) - probability("main") < self.structure)
         return found
+
+    def total(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float:
+        """S, the sum of the weights."""
+        return 1.0
 
     def combine(
         self,

@@ -197,6 +197,7 @@ class TableAdapter:
     summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)
     max_positions = None
+    inputs: frozenset[str] = frozenset()
     windows: ClassVar = {"full_attention": None}
     num_layers = LAYERS
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.engine.contracts import Requirements
+from mmdecode.engine.contracts import Guide, Requirements
 
 LISTS = [
     NBestList("a", ("the cat sat on a mat", "the cat sits on the mat", "a cat sat on a map")),
@@ -73,7 +73,7 @@ def model(family, seed=2):
     return built.eval()
 
 
-class Writes:
+class Writes(Guide):
     """A guide under which each row writes a given text: a language model that does as it is told.
 
     Args:

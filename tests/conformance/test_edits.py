@@ -13,7 +13,7 @@ from mmdecode import registry
 from mmdecode._compat import attention_configs
 from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import NAME, AttentionEdit, layer_range, switched
-from mmdecode.engine.contracts import BranchSpec, Requirements, StateEdit
+from mmdecode.engine.contracts import BranchSpec, Guide, Requirements, StateEdit
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
 from tests.conformance import tiny
@@ -29,7 +29,7 @@ from tests.conformance.tiny_vlm import (
 FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "gemma3", "paligemma", "janus")
 
 
-class Edited:
+class Edited(Guide):
     """The law of the main branch under edits."""
 
     neutral = False
@@ -336,7 +336,7 @@ def test_every_guide_of_images_runs_in_half_precision(dtype):
     inputs = vision_inputs("llava")
     inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     names = [e.name for e in registry.describe("guide")]
-    images = [n for n in names if getattr(registry.resolve("guide", n)[0], "images", False)]
+    images = [n for n in names if "image" in registry.resolve("guide", n)[0].requires_inputs]
     assert len(images) >= 10
     for spec in [
         *images,

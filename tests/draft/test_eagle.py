@@ -16,7 +16,7 @@ from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.growing import grow, tree_mask
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import BranchSpec, Requirements
+from mmdecode.engine.contracts import BranchSpec, Guide
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import eagle as models
@@ -146,10 +146,10 @@ def test_a_drafter_that_is_the_target_is_always_right(family, do_sample):
     assert decoder.stats.passes == math.ceil((NEW - 1) / 4)
 
 
-class Longer:
+class Longer(Guide):
     """A law that asks what the caller did behind more words, instead of it."""
 
-    needs, images, neutral = Requirements(), False, False
+    neutral = False
 
     def __init__(self, inputs):
         ids = F.pad(inputs["input_ids"], (5, 0), value=3)

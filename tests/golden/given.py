@@ -16,7 +16,7 @@ class Given:
         embed: Table of embeddings, ``(V, H)``; ``None``: the drafter has its own.
     """
 
-    shows_images, num_layers = True, 1
+    inputs, num_layers = frozenset({"image"}), 1
 
     def __init__(self, head, images, embed=None):
         self.weight, self.images, self.model, self.vocab = head, images, self, len(head)

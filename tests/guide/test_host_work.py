@@ -12,7 +12,7 @@ from tests.law.test_syncs import Counter
 
 ASK = ("icd", "ritual", "prompt_bias")  # for questions or eight-bit images
 NAMES = [entry.name for entry in registry.describe("guide")]
-IMAGES = [name for name in NAMES if getattr(registry.resolve("guide", name)[0], "images", False)]
+IMAGES = [n for n in NAMES if "image" in registry.resolve("guide", n)[0].requires_inputs]
 GUIDES = [*(set(IMAGES) - set(ASK)), "causalmm:level=both"]
 WRITES = ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor"))
 

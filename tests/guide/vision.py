@@ -2,6 +2,7 @@
 
 import mmdecode
 from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import Guide
 from mmdecode.testing import drafts
 from tests.conformance.tiny import HiddenPath
 from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
@@ -35,14 +36,13 @@ def assert_drafts_change_nothing(make, family="llava", **options):
         assert decode(make(), family, batch=1, **{**options, **alone})[0] == rows[0]
 
 
-class Watched:
+class Watched(Guide):
     """A guide, and what it was called with."""
 
     def __init__(self, guide):
         self.guide, self.scores, self.ctx = guide, [], None
-
-    def __getattr__(self, name):
-        return getattr(self.guide, name)
+        self.needs, self.branches, self.edits = guide.needs, guide.branches, guide.edits
+        self.requires_inputs, self.neutral = guide.requires_inputs, guide.neutral
 
     def begin(self, ctx, prefill):
         self.ctx = ctx

@@ -10,12 +10,12 @@ import torch
 from torch.nn.functional import one_hot
 
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchSpec, Requirements
+from mmdecode.engine.contracts import BranchSpec, Guide, Requirements
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
 from mmdecode.testing.table import Table
 
 
-class Probe:
+class Probe(Guide):
     """A guide with nothing but its formula; ``law(model)`` is the same on plain lists of tokens."""
 
     needs = Requirements()
@@ -158,7 +158,7 @@ class Edit(Probe):
 class LookBack(Probe):
     """A little of the law at the last root, which the round before has seen."""
 
-    looks = ("back",)
+    lookback = True
 
     def begin(self, ctx, prefill):
         self.before = torch.zeros(1)
@@ -172,7 +172,7 @@ class LookBack(Probe):
 class LookAhead(Probe):
     """A little of what the model says behind a token, where that token happens to be drafted."""
 
-    looks = ("ahead",)
+    lookahead = True
 
     def apply(self, constants, ctx, proposal, scores):
         main = scores["main"].logits

@@ -77,7 +77,7 @@ def test_a_guide_that_looks_elsewhere_is_refused(name, draft):
 
 
 def test_a_refusal_names_both_directions():
-    both = type("Both", (guides.LookBack,), {"looks": ("back", "ahead")})
+    both = type("Both", (guides.LookBack,), {"lookback": True, "lookahead": True})
     with pytest.raises(IncompatibleError, match="looks back and ahead"):
         Decoder(guide=both())
 
@@ -85,7 +85,7 @@ def test_a_refusal_names_both_directions():
 class Hidden:
     """Says nothing of where it looks."""
 
-    looks = ()
+    lookback = lookahead = False
 
 
 class Back(Hidden, guides.LookBack):

@@ -120,7 +120,7 @@ RULES = registry.names("accept")
 GUIDES = [
     name
     for name in registry.names("guide")
-    if not getattr(registry.resolve("guide", name)[0], "images", False)
+    if "image" not in registry.resolve("guide", name)[0].requires_inputs
 ]
 
 

@@ -11,7 +11,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Outcome, Requirements
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide, Outcome, Requirements
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
@@ -148,7 +148,7 @@ class TextScorer:
         """The context has them already."""
 
 
-class TextFusion:
+class TextFusion(Guide):
     """Log-linear fusion over the candidates; other tokens are excluded."""
 
     needs = Requirements()
