@@ -16,7 +16,7 @@ from mmdecode.errors import OptionError
         ("draft", ["lookup"], "draft=['lookup'] is no draft"),
         ("draft", PromptLookup, "it is a class; make one"),
         ("guide", 5, "guide=5 is no guide"),
-        ("guide", PromptLookup(), "is no guide (no branches, apply)"),
+        ("guide", PromptLookup(), "is no guide (no neutral, apply)"),
         ("accept", 5, "accept=5 is no accept"),
         ("accept", None, "accept=None is no accept"),
         ("seed", "a", "seed='a'; expected a whole number"),

@@ -216,7 +216,8 @@ def branches_after_a_round(ctx, specs):
 
 def context_of(prompts, salts):
     ids, mask = left_pad(prompts)
-    return _context(ids, mask, {"salt": torch.tensor(salts)})
+    ctx = _context(ids, mask, {"salt": torch.tensor(salts)})
+    return replace(ctx, adapter=TableAdapter(MODEL))
 
 
 def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
