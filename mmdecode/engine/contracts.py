@@ -460,15 +460,19 @@ class Guide(Part):
         """`apply` without the plausibility cut, for a trace; ``None``: it has none."""
         return None
 
-    def total(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
-    ) -> float | Tensor | None:
-        """S, the sum of the branch weights, for a trace; ``(B, N + 1)`` where positions differ.
+    @property
+    def total(self) -> float | None:
+        """S, the sum of the branch weights, where it is the same at all positions; else ``None``.
 
-        With another than 1, branches that agree sharpen or flatten the distribution. ``None``: the
-        guide has no such weights.
+        With another than 1, branches that agree sharpen or flatten the distribution.
         """
         return None
+
+    def totals(
+        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+    ) -> float | Tensor | None:
+        """S, for a trace, ``(B, N + 1)`` where positions differ; ``None``: there are no weights."""
+        return self.total
 
 
 def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:

@@ -121,7 +121,7 @@ class Tracer(NoTrace):
         if self.guide is None:
             return Details(branches | {"guided": logits}, None)
         uncut = self.guide.combine(constants, ctx, proposal, scores)
-        total = self.guide.total(constants, ctx, proposal, scores)
+        total = self.guide.totals(constants, ctx, proposal, scores)
         return Details(branches | {"guided": logits if uncut is None else uncut}, total)
 
     def add(self, block: Committed) -> None:

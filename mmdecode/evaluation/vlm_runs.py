@@ -146,9 +146,9 @@ def modes_of(
 def controls_beside(guide: Guide) -> list[str]:
     """Guides to sample with beside another: its cut alone, and its hidden temperature."""
     beta = getattr(guide, "beta", 0.0) or getattr(guide, "relative_top", 0.0)
-    total = getattr(guide, "total", 1.0)
+    total = guide.total
     found = [f"plausible:beta={beta:g}"] if beta else []
-    if isinstance(total, (int, float)) and total > 0 and not math.isclose(total, 1.0):
+    if total is not None and total > 0 and not math.isclose(total, 1.0):
         found.append(f"temperature_matched:total={total:g},beta={beta:g}")
     return found
 

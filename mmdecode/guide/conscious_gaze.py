@@ -19,7 +19,6 @@ its README and script, the code's own default is 0.5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,9 +117,8 @@ class ConsciousGaze(Guide):
         """No constants; warns where noise for the images changes nothing."""
         warn_inactive(type(self).__name__, ctx, prefill, "words")
 
-    def total(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
-    ) -> float:
+    @property
+    def total(self) -> float:
         """S, the sum of the weights."""
         return 1.0
 

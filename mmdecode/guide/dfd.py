@@ -101,7 +101,7 @@ class DFD(Guide):
         focus = divergence / len(layers) / self.sigma
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)
 
-    def total(
+    def totals(
         self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """What logits are multiplied by, ``1 / T``, ``(B, N + 1)``."""

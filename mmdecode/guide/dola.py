@@ -77,9 +77,8 @@ class DoLa(Guide):
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
 
-    def total(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
-    ) -> float:
+    @property
+    def total(self) -> float:
         """S, the sum of the weights."""
         return 1 - self.alpha
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 from warnings import warn
 
 import torch
@@ -70,9 +70,8 @@ class Linear(Guide):
         """``(1 + alpha) * main - alpha * branch``; ``alpha = 0`` leaves the cut alone."""
         return Linear([branch], contrast(alpha), beta)
 
-    def total(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
-    ) -> float | Tensor | None:
+    @property
+    def total(self) -> float:
         """S, the sum of the weights."""
         return float(sum(self.weights))
 

@@ -43,7 +43,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -196,9 +196,8 @@ class WhisperCD(Guide):
             found = found | (probability(SCRAMBLED) - probability("main") < self.structure)
         return found
 
-    def total(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
-    ) -> float:
+    @property
+    def total(self) -> float:
         """S, the sum of the weights."""
         return 1.0
 

@@ -21,7 +21,7 @@ class TestDrafter(Drafter):
 
     def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Notes which kind is wanted."""
-        self.kind: Kind = kind
+        self._kind: Kind = kind
         self.vocab = prefill.logits.shape[-1]
 
     def propose(self, ctx: Context, budget: int) -> Proposal:
@@ -172,14 +172,14 @@ class Bigram(TestDrafter):
             index = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
             ended = (index % 3 == 0).long().cumsum(1) > 0
             drafted = drafted.masked_fill(ended, -1)
-        log_q = torch.stack(laws, 1) if self.kind == "iid" else None
-        return Proposal(tokens=drafted, kind=self.kind, log_q=log_q)
+        log_q = torch.stack(laws, 1) if self._kind == "iid" else None
+        return Proposal(tokens=drafted, kind=self._kind, log_q=log_q)
 
     def draw(self, ctx: Context, law: Tensor, position: Tensor) -> Tensor:
         """One token per row from ``law (B, V)``."""
-        if self.kind == "deterministic":
+        if self._kind == "deterministic":
             return law.argmax(-1)
-        role, trial = (Role.TARGET, None) if self.kind == "coupled" else (Role.DRAFT, ctx.rounds)
+        role, trial = (Role.TARGET, None) if self._kind == "coupled" else (Role.DRAFT, ctx.rounds)
         gumbel = ctx.noise.gumbel(position, role, law.shape[-1], trial=trial)
         return (law + gumbel[:, 0]).argmax(-1)
 
@@ -225,17 +225,17 @@ class Siblings(TestDrafter):
             level = chosen.flatten(1)
             tokens.append(level.masked_fill(ended, -1))
             laws.append(law.repeat_interleave(width, 1))
-        log_q = None if self.kind == "deterministic" else torch.cat(laws, 1)
-        return Proposal(tokens=torch.cat(tokens, 1), kind=self.kind, tree=self.tree, log_q=log_q)
+        log_q = None if self._kind == "deterministic" else torch.cat(laws, 1)
+        return Proposal(tokens=torch.cat(tokens, 1), kind=self._kind, tree=self.tree, log_q=log_q)
 
     def draw(self, ctx: Context, law: Tensor, position: Tensor, width: int) -> Tensor:
         """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
-        if self.kind == "deterministic":
+        if self._kind == "deterministic":
             return law.topk(width, dim=-1).indices
         batch, nodes, vocab = law.shape
         size = nodes * width * vocab
         gumbel = ctx.noise.gumbel(position, Role.DRAFT, size, trial=ctx.rounds)
         noisy = law[:, :, None] + gumbel.view(batch, nodes, width, vocab)
-        if self.kind == "iid":
+        if self._kind == "iid":
             return noisy.argmax(-1)
         return noisy[:, :, 0].topk(width, dim=-1).indices

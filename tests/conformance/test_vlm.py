@@ -304,14 +304,14 @@ def test_rows_that_forget_how_far_their_images_reach_are_noticed(family, monkeyp
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "paligemma2"])
 def test_images_read_in_one_direction_are_noticed(family, monkeypatch):
-    read = VisionLanguageAdapter.inputs
+    read = VisionLanguageAdapter.model_inputs
 
     def causal(self, ctx):
         inputs = read(self, ctx)
         inputs.pop("token_type_ids")
         return inputs
 
-    monkeypatch.setattr(VisionLanguageAdapter, "inputs", causal)
+    monkeypatch.setattr(VisionLanguageAdapter, "model_inputs", causal)
     assert_noticed(family, "none")
 
 
@@ -348,11 +348,11 @@ def test_image_tokens_in_the_text_are_noticed_on_chameleon(monkeypatch):
 @FAMILIES
 def test_images_that_are_not_read_are_noticed(family, monkeypatch):
     assert_same(family, "none")
-    read = VisionLanguageAdapter.inputs
+    read = VisionLanguageAdapter.model_inputs
     unseen = ("pixel_values", "mm_encoder_outputs")
 
     def blind(self, ctx):
         return {k: v for k, v in read(self, ctx).items() if k not in unseen}
 
-    monkeypatch.setattr(VisionLanguageAdapter, "inputs", blind)
+    monkeypatch.setattr(VisionLanguageAdapter, "model_inputs", blind)
     assert_noticed(family, "none")

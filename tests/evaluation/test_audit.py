@@ -182,9 +182,9 @@ def one_too_many(patch):
     sound = exact.follow
 
     def generous(proposal, law, ctx, choose):
-        outcome, choices = sound(proposal, law, ctx, choose)
+        outcome = sound(proposal, law, ctx, choose)
         if not proposal.size:
-            return outcome, choices
+            return outcome
         parents, _, _ = proposal.structure()
         count = outcome.num_accepted
         path = torch.nn.functional.pad(outcome.path, (0, 1), value=-1)
@@ -195,7 +195,7 @@ def one_too_many(patch):
         path = path.scatter(1, count[:, None], torch.where(more, node, -1)[:, None])
         row = torch.where(more, node + 1, end + 1)
         token = law.at(row).argmax(-1)
-        return replace(outcome, path=path, num_accepted=count + more, next_token=token), choices
+        return replace(outcome, path=path, num_accepted=count + more, next_token=token)
 
     patch.setattr(exact, "follow", generous)
 

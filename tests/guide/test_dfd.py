@@ -45,7 +45,7 @@ def test_each_node_has_the_temperature_of_the_formula():
     expected = [[temperature(scores, b, u, sigma=0.5) for u in range(3)] for b in range(2)]
     ratio = (scores.logits / found)[..., 0]
     torch.testing.assert_close(ratio, torch.tensor(expected), atol=1e-4, rtol=1e-4)
-    total = DFD(sigma=0.5).total(None, CTX, None, {"main": scores})
+    total = DFD(sigma=0.5).totals(None, CTX, None, {"main": scores})
     torch.testing.assert_close(total, 1 / torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 

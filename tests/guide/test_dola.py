@@ -94,7 +94,7 @@ def test_options():
     found = alone.apply(None, None, None, {"main": scores})
     kept = scores.logits.softmax(-1) >= 0.5 * scores.logits.softmax(-1).amax(-1, keepdim=True)
     assert torch.equal(found, scores.logits.masked_fill(~kept, -torch.inf))
-    assert DoLa().total(None, None, None, {}) == 0
+    assert DoLa().total == 0
     for options in ({"alpha": -1}, {"relative_top": 2}, {"layers": (0.5, 0.2)}):
         with pytest.raises(OptionError):
             DoLa(**options)

@@ -135,7 +135,7 @@ def test_a_scale_of_one_runs_no_second_branch():
     guide = registry.create("guide", "guidance:scale=1")
     assert guide.neutral and not list(guide.branches)
     assert not Guidance(0.0).neutral and registry.create("guide", "guidance:scale=3").scale == 3
-    assert Guidance(4.0).total(None, None, None, {}) == 1.0
+    assert Guidance(4.0).total == 1.0
     rows = [
         run_rows(Decoder(guide=g, seed=SEED), MODEL, [[1, 2]], do_sample=True)
         for g in (None, guide)

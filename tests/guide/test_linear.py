@@ -113,7 +113,7 @@ def test_branches_that_agree_give_the_main_law_at_temperature_one_over_s(name):
     found = law(guide, main, *[main] * len(guide.branches), length=5)
     expected = (total * main).softmax(-1)
     assert torch.allclose(found.softmax(-1), expected, atol=1e-6)
-    assert guide.total(None, None, None, {}) == pytest.approx(total)
+    assert guide.total == pytest.approx(total)
 
 
 def test_vcd_of_the_same_image_is_the_main_law_to_the_bit():
@@ -297,9 +297,7 @@ def test_a_wrong_option_is_refused(spec):
 
 def test_options_in_a_string_reach_the_guide():
     assert registry.create("guide", "vcd:alpha=0.5,beta=0.2").weights == [1.5, -0.5]
-    assert (
-        registry.create("guide", "ritual:alpha=3,normalize=true").total(None, None, None, {}) == 1
-    )
+    assert registry.create("guide", "ritual:alpha=3,normalize=true").total == 1
     assert registry.create("guide", "cfg_image:gamma=2,without=black").branches[0].view == (
         "pictures"
     )

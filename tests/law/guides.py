@@ -185,7 +185,7 @@ class LookAhead(Probe):
 class Unheard(WhisperCD):
     """Its branches read other tables; the last two of four tokens are an end and a time."""
 
-    audio = False
+    requires_inputs = ()
 
     def __init__(self):
         super().__init__(alpha=1.0, beta=0.2, gate=0.3, doubt=0.0, snr=None)

@@ -151,11 +151,12 @@ def rounds(counter, family, draft, lengths, monkeypatch):
 
     def marking(sync):
         def marked(this, result, count):
+            before = work.count  # what makes the next proposal narrow belongs to its round
             state, cache = sync(this, result, count), this.runners[0].cache
             slots = cache.layers[0].keys.shape[2]
             spare = slots > cache.rows.visible
             sizes = result.proposal.size, state.proposal.size
-            marks.append(Mark(*sizes, slots, spare, work.count))
+            marks.append(Mark(*sizes, slots, spare, before))
             return state
 
         return marked
@@ -164,7 +165,7 @@ def rounds(counter, family, draft, lengths, monkeypatch):
         seams.SYNC.plant(patch, marking)
         run(family, draft, lengths)
     found = []
-    for a, b in itertools.pairwise(marks):
+    for a, b in itertools.pairwise(marks[1:]):  # the prompt is counted otherwise
         kind = (a.drafted, a.scored, b.drafted, b.slots > a.slots, b.spare)
         found.append((kind, b.count - a.count))
     return found

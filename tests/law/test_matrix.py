@@ -248,7 +248,7 @@ class Hot(Rejection):
 
 class Selfish(drafts.Bigram):
     def propose(self, ctx, budget):
-        if self.kind == "iid":
+        if self._kind == "iid":
             raise IncompatibleError("this does not fit")
         return super().propose(ctx, budget)
 

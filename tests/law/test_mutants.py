@@ -272,9 +272,9 @@ class SameSiblings(drafts.Siblings):
     def draw(self, ctx, law, position, width):
         if not self.distinct:
             return super().draw(ctx, law, position, 1).expand(-1, -1, width)
-        self.kind = "without_replacement"
+        self._kind = "without_replacement"
         drawn = super().draw(ctx, law, position, width)
-        self.kind = "iid"
+        self._kind = "iid"
         return drawn
 
 
