@@ -49,6 +49,7 @@ def test_the_file_is_read_as_it_was_written():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a busy machine takes several minutes for the largest
 @pytest.mark.parametrize("model", baseline.MODELS)
 def test_ids_are_those_of_the_baseline(model):
     found = baseline.differences(baseline.cases([model], half=True))
