@@ -108,8 +108,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def refuse_unknown(options: Iterable[str], known: Sequence[str]) -> None:
-    """Raises for the first keyword that is no option.
+def refuse_unknown(options: Iterable[str], known: Sequence[str], what: str = "option") -> None:
+    """Raises for the first keyword that is no option, or no other thing that ``what`` names.
 
     Raises:
         OptionError: It is none of ``known``.
@@ -117,7 +117,7 @@ def refuse_unknown(options: Iterable[str], known: Sequence[str]) -> None:
     for name in options:
         if name not in known:
             raise OptionError(
-                f"no option named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+                f"no {what} named {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
             )
 
 

@@ -36,7 +36,6 @@ from mmdecode.engine.contracts import (
     Drafter,
     Guide,
     Outcome,
-    Requirements,
 )
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
@@ -64,7 +63,6 @@ class Assistant(Drafter):
     summary = "a smaller model drafts a chain"
     source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
-    needs = Requirements()
     # its cache lacks what another draft proposed
     capabilities = DrafterCapabilities(graph_safe=True, composable=False)
 

@@ -44,7 +44,6 @@ class FirstOf(Drafter):
 
     summary = "a text at hand, such as the last window's, before another draft"
     source = "arXiv:2304.04487, Yang et al. 2023, in front of any draft"
-    kinds: tuple[Kind, ...] = ("deterministic",)
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first, self.second = first, second

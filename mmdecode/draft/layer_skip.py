@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.views import mark
 from mmdecode.errors import IncompatibleError, OptionError
@@ -47,7 +47,6 @@ class LayerSkip(Drafter):
     summary = "some of the model's own layers draft a chain"
     source = "Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024"
     kinds: tuple[Kind, ...] = Assistant.kinds
-    needs = Requirements()
     # its cache lacks what another draft proposed
     capabilities = DrafterCapabilities(graph_safe=True, composable=False)
 

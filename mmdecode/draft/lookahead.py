@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -42,8 +42,6 @@ class Lookahead(Drafter):
 
     summary = "n-grams of the model's own guesses for the positions ahead"
     source = "Lookahead Decoding, Fu et al. 2024"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Requirements()
     # the window is read off the scores of its own nodes
     capabilities = DrafterCapabilities(composable=False)
 

@@ -143,7 +143,6 @@ class Medusa(Drafter):
 
     summary = "extra heads on the model's own last hidden state draft a tree"
     source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
-    kinds: tuple[Kind, ...] = ("deterministic",)
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(

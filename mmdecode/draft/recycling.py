@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmdecode.draft.trees import Path, plan
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -48,8 +48,6 @@ class Recycling(Drafter):
 
     summary = "a tree of what the model held likely after the same tokens before"
     source = "Luo et al. 2024"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Requirements()
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(

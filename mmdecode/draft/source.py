@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmdecode.draft.lookup import suffix_matches
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import InputError, OptionError
 
@@ -54,8 +54,6 @@ class Source(Drafter):
 
     summary = "goes on as a source text does that the output mostly copies"
     source = "Sun et al. 2021 (aggressive decoding); Yang et al. 2023"
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Requirements()
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mmdecode.errors import OptionError, did_you_mean
+from mmdecode.errors import OptionError, refuse_unknown
 
 NEAR = 0.8
 """Names that are more alike than this are taken for misspelt, by difflib's ratio."""
@@ -26,12 +26,7 @@ class Capabilities:
             OptionError: It says which one was meant.
         """
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in given:
-            if name not in known:
-                raise OptionError(
-                    f"no capability named {name!r}{did_you_mean(name, known)}; known: "
-                    f"{', '.join(known)}"
-                )
+        refuse_unknown(given, known, "capability")
         return super().__new__(cls)
 
 

@@ -221,7 +221,7 @@ def _text_config(adapter: Adapter) -> Any:
     return choose(decoder=True) if choose is not None else None
 
 
-_BASES: dict[str, type] = {"draft": Drafter, "guide": Guide, "accept": AcceptanceRule}
+_BASES: dict[str, type[Part]] = {"draft": Drafter, "guide": Guide, "accept": AcceptanceRule}
 _MEMBERS = {
     "draft": ("propose",),
     "guide": ("neutral", "apply"),
@@ -249,7 +249,7 @@ def refuse_no_part(part: str, given: Any) -> None:
     elif not isinstance(given, base):
         why = f"its class {type(given).__name__} is no subclass of mmdecode.{base.__name__}"
     else:
-        return refuse_near_misses(vars(given), type(given)) if isinstance(given, Part) else None
+        return refuse_near_misses(vars(given), type(given))
     raise OptionError(
         f"{part}={given!r} is no {part} ({why}); give a name as 'mmdecode methods {part}' "
         "lists them, with options as name:key=value, or an object"
@@ -263,7 +263,7 @@ def refuse_looking(guide: Guide | None) -> None:
         IncompatibleError: It does.
     """
     if guide is not None and (guide.lookback or guide.lookahead):
-        where = [name for name in ("back", "ahead") if getattr(guide, f"look{name}")]
+        where = ["back"] * guide.lookback + ["ahead"] * guide.lookahead
         raise IncompatibleError.between(
             f"guide {type(guide).__name__}",
             "Decoder",

@@ -8,9 +8,9 @@ The host learns of a round by one transfer. It stays outside of what a CUDA grap
 next proposal is made before it, so that it tells the proposal's width as well.
 
 Read on: `contracts` (what the parts promise), `proposal` (trees of tokens), `branches` (one forward
-pass over root and nodes), `law` (the caller's processors at every node), `stop` (where a block is
-cut), `noise` (why a seed gives the same tokens with and without a draft). `mmdecode.decoder` makes
-the parts of a call from names and objects.
+pass over root and nodes), `target_logits` (the caller's processors at every node), `stop` (where a
+block is cut), `noise` (why a seed gives the same tokens with and without a draft).
+`mmdecode.decoder` makes the parts of a call from names and objects.
 """
 
 from __future__ import annotations

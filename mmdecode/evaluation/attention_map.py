@@ -91,7 +91,7 @@ class _Reading(Edited):
         self.layers: tuple[int, ...] = ()
         self.shares = Tensor()
 
-    def needs(self, adapter: Any) -> Requirements:  # type: ignore[override]
+    def needs(self, adapter: Any) -> Requirements:
         """The edited layers."""
         depth = adapter.num_layers
         self.layers = tuple(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import generated
@@ -55,9 +55,6 @@ class FirstWord(Guide, ABC):
         no: Ids of no; ``None``: by the tokenizer.
         tokenizer: ``None``: that of the questions, as an Answerer hands them over.
     """
-
-    needs = Requirements()
-    branches: Sequence[BranchSpec] = ()
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
 from mmdecode.engine.proposal import Proposal
 
 _BRANCH = "unconditional"
@@ -32,7 +32,6 @@ class CFG(Guide):
 
     summary = "classifier-free guidance: away from the unconditional branch"
     source = "Ho and Salimans 2022; for text, Sanchez et al. 2023"
-    needs = Requirements()
 
     def __init__(
         self,

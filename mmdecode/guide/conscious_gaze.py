@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers
@@ -52,7 +52,6 @@ class ConsciousGaze(Guide):
     summary = "more attention to the image where image and words act together"
     source = "Conscious Gaze 2025"
     requires_inputs = ("image",)
-    needs = Requirements()
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import layer_range
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, warn_without_images
@@ -65,7 +65,6 @@ class DAGCD(Guide):
     summary = "words of attended image tokens become more likely, the more in doubt"
     source = "Huang et al. 2025"
     requires_inputs = ("image",)
-    branches: Sequence[BranchSpec] = ()
 
     def __init__(
         self,

@@ -15,13 +15,13 @@ Source: Luo et al. 2025, arXiv:2503.08057, and its release (Siren-DFD): ``_get_f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -43,7 +43,6 @@ class DFD(Guide):
 
     summary = "a temperature for each token, low where layers disagree; for sampling"
     source = "Dynamic Focus Decoding 2025"
-    branches: Sequence[BranchSpec] = ()
 
     def __init__(
         self,

@@ -12,13 +12,13 @@ Source: Chuang et al. 2024, arXiv:2309.03883, equations 1 to 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -42,7 +42,6 @@ class DoLa(Guide):
 
     summary = "the last layer against the early one that differs most"
     source = "Chuang et al. 2024"
-    branches: Sequence[BranchSpec] = ()
 
     def __init__(
         self,

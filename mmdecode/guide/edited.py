@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from warnings import warn
 
 from torch import Tensor
 
-from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.contracts import (
     BranchOutput,
-    BranchSpec,
     Context,
     Guide,
-    Requirements,
-    StateEdit,
 )
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
@@ -26,11 +22,6 @@ class Edited(Guide):
     Attributes:
         images: Whether the guide is about images; then it warns where there are none.
     """
-
-    needs = Requirements()
-    branches: Sequence[BranchSpec] = ()
-    edits: Sequence[AttentionEdit | StateEdit] = ()
-    neutral: bool
 
     def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,12 +29,10 @@ from transformers.modeling_outputs import ModelOutput
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.contracts import (
     MAIN,
-    Adapter,
     BranchOutput,
     BranchSpec,
     Context,
     Guide,
-    Requirements,
 )
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
@@ -60,9 +58,6 @@ class Fusion(Guide, ABC):
     Raises:
         OptionError: A temperature is not above 0, or the branch has another name.
     """
-
-    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
-    neutral: bool
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -44,8 +44,6 @@ class Linear(Guide):
 
     Neutral: weight 1 for the main branch, 0 for all others, and ``beta`` 0; then nothing is run.
     """
-
-    needs = Requirements()
 
     def __init__(
         self,

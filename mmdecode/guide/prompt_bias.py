@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import warn_inactive
@@ -33,7 +33,6 @@ class PromptBias(Guide):
 
     summary = "control: the model is asked to answer yes (PBA)"
     source = "Yin et al. 2025"
-    needs = Requirements()
     requires_inputs = ("image",)
 
     def __init__(self, instruction: str = YES) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import Context, Drafter, Requirements
+from mmdecode.engine.contracts import Context, Drafter
 from mmdecode.engine.layout import Layout
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
 
 Completion = Literal["continued", "locally constrained", "laid over"]
@@ -174,8 +174,6 @@ class Given(Drafter):
     Lossless under every rule that takes what was not drawn; neutral where nothing is given.
     """
 
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Requirements()
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(self, most: int = 64) -> None:

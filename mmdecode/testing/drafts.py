@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Requirements
+from mmdecode.engine.contracts import BranchOutput, Context, Drafter
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 
@@ -16,8 +16,6 @@ class TestDrafter(Drafter):
     """A deterministic draft that proposes nothing; the others override `propose`."""
 
     __test__ = False  # it is no test
-    kinds: tuple[Kind, ...] = ("deterministic",)
-    needs = Requirements()
 
     def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
         """Notes which kind is wanted."""
