@@ -133,9 +133,9 @@ class Oracle(Drafter):
         self.rows = torch.where(draws.to(rows.device) < rate, rows, rows + 1)
         self.steps = torch.arange(length, device=rows.device)
 
-    def propose(self, ctx, budget):
+    def propose(self, call, budget):
         """The next tokens of the row."""
-        index = ctx.length[:, None] + self.steps
+        index = call.rows.length[:, None] + self.steps
         inside = index < self.rows.shape[1]
         tokens = self.rows.gather(1, index.clamp_max(self.rows.shape[1] - 1))
         return Proposal(tokens=tokens.masked_fill(~inside, -1), kind="deterministic")

@@ -25,6 +25,7 @@ from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branches import runners_of
+from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, needs_of
 from mmdecode.engine.loop import Run
 from mmdecode.engine.output import Listener, Recorder, Stream, output
@@ -205,42 +206,47 @@ class Decoder:
         adapter = mm_adapter or registry.adapter_for(model, mm_model)
         wanted = needs_of(guide, adapter)
         checks.refuse_guide(guide, wanted, adapter)
-        ctx = request.open_context(
+        asked = request.request_of(
             input_ids,
             config,
             model_kwargs,
             seed=seed,
-            mm_inputs=mm_inputs,
-            mm_request=mm_request,
+            inputs=mm_inputs,
+            names=mm_request,
             criteria=criteria,
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
         own = needs_of(self.draft, adapter)
-        ctx.window_mode = own.window_modes.get(kind)
-        ctx.drafter_invariant = rule.capabilities.drafter_invariant
-        ctx.fixed = self.compile
         needs = own.union(wanted)
-        checks.refuse_positions(adapter, ctx.prompt_length, ctx.limit)
-        checks.refuse_rows(streamer, ctx.batch)
-        recorder = Recorder(config, ctx.batch)
+        plan = Plan(
+            adapter=adapter,
+            kind=kind,
+            static_shapes=self.compile,
+            window_mode=own.window_modes.get(kind),
+            drafter_invariant=rule.capabilities.drafter_invariant,
+        )
+        rows = request.empty_rows(asked, request.pad_id(config))
+        call = Call(request=asked, plan=plan, rows=rows)
+        checks.refuse_positions(adapter, call.prompt_length, asked.max_new_tokens)
+        checks.refuse_rows(streamer, call.batch)
+        recorder = Recorder(config, call.batch)
         listeners: list[Listener] = [recorder] if recorder.rows else []
         if streamer is not None:
             listeners.append(Stream(streamer))
         trace = NoTrace()
         if self.trace is not None:
-            trace = Tracer(guide, ctx.batch)
+            trace = Tracer(guide, call.batch)
             listeners.append(trace)
             self.trace.extend(trace.rows)
         run = Run(
-            ctx=ctx,
-            draft=self.draft,
+            call=call,
+            drafter=self.draft,
             guide=guide,
             rule=rule,
-            kind=kind,
-            runners=runners_of(adapter, guide, needs, ctx, registry.adapter_for),
+            runners=runners_of(adapter, guide, needs, call, registry.adapter_for),
             processors=Processors(processors),
-            stopping=Stopping(criteria, ctx.ends, ctx.limit),
+            stopping=Stopping(criteria, asked.eos_token_ids, asked.max_new_tokens),
             stats=self.stats,
             listeners=listeners,
             trace=trace,
@@ -248,14 +254,11 @@ class Decoder:
         if greets:
             streamer.put(input_ids.cpu())
         edited = _looks_inside(guide, needs)
-        try:
-            with attention.switched(model) if edited else nullcontext():
-                longest = run.run()
-        finally:
-            self.draft.reset()
-        checks.warn_beyond_training(adapter, ctx.prompt_length + longest, ctx.prompt_length)
+        with attention.switched(model) if edited else nullcontext():
+            longest = run.run()
+        checks.warn_beyond_training(adapter, call.prompt_length + longest, call.prompt_length)
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
-        return output(ctx, config, recorder, longest, encoder_decoder)
+        return output(call, config, recorder, longest, encoder_decoder)
 
     def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
         """The rule of this call and the kind of proposal it gets."""

@@ -70,16 +70,16 @@ class Faulty(NoDraft):
     def __init__(self, bad, error, stage="begin"):
         self.bad, self.error, self.stage = bad, error, stage
 
-    def _raise(self, ctx, stage):
-        if stage == self.stage and self.bad(ctx):
+    def _raise(self, call, stage):
+        if stage == self.stage and self.bad(call):
             raise self.error()
 
-    def begin(self, ctx, prefill, kind):
-        self._raise(ctx, "begin")
+    def begin(self, call, prefill, kind):
+        self._raise(call, "begin")
 
-    def propose(self, ctx, budget):
-        self._raise(ctx, "propose")
-        return super().propose(ctx, budget)
+    def propose(self, call, budget):
+        self._raise(call, "propose")
+        return super().propose(call, budget)
 
-    def observe(self, ctx, proposal, scores, outcome):
-        self._raise(ctx, "observe")
+    def observe(self, call, proposal, scores, outcome):
+        self._raise(call, "observe")

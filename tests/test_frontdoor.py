@@ -162,8 +162,8 @@ class Listener(TestDrafter):
     def __init__(self):
         self.heard = []
 
-    def begin(self, ctx, prefill, kind):
-        self.heard.append(dict(ctx.mm_inputs))
+    def begin(self, call, prefill, kind):
+        self.heard.append(dict(call.request.inputs))
 
 
 FAMILY_CALLS = {

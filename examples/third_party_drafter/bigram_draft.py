@@ -15,11 +15,11 @@ class Bigram(Drafter):
     def __init__(self, length: int = 4):
         self.length = length
 
-    def begin(self, ctx, prefill, kind):
+    def begin(self, call, prefill, kind):
         vocab = prefill.logits.shape[-1]
         # one column more, for what is not to be learnt
-        self.successor = torch.full((ctx.batch, vocab + 1), -1, device=ctx.device)
-        self.learn(ctx.prompt_ids)
+        self.successor = torch.full((call.batch, vocab + 1), -1, device=call.device)
+        self.learn(call.request.prompt_ids)
 
     def learn(self, ids):
         token, following = ids[:, :-1], ids[:, 1:]
@@ -30,16 +30,16 @@ class Bigram(Drafter):
         last = torch.zeros_like(self.successor).scatter_reduce(1, token, place, "amax")
         self.successor = torch.where(last > 0, ids.gather(1, last), self.successor)
 
-    def propose(self, ctx, budget):
-        chain = [ctx.last(1)]
+    def propose(self, call, budget):
+        chain = [call.last(1)]
         for _ in range(min(self.length, budget)):
             token = chain[-1]
             following = self.successor.gather(1, token.clamp_min(0))
             chain.append(torch.where(token >= 0, following, -1))  # -1 is an unused node
         return Proposal(tokens=torch.cat(chain, 1)[:, 1:], kind="deterministic")
 
-    def observe(self, ctx, proposal, scores, outcome):
-        self.learn(ctx.last(outcome.path.shape[1] + 2))
+    def observe(self, call, proposal, scores, outcome):
+        self.learn(call.last(outcome.path.shape[1] + 2))
 
     def reorder(self, rows):
         self.successor = self.successor[rows]

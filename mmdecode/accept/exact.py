@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmdecode.accept.follow import best, follow, keyed
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import RuleCapabilities
-from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.target_logits import TargetLogits
 
@@ -32,11 +33,9 @@ class GreedyMatch(AcceptanceRule):
     modes = frozenset({"greedy"})
     capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        return follow(proposal, law, ctx, best)
+        return follow(proposal, law, call, best)
 
 
 class Coupled(AcceptanceRule):
@@ -57,11 +56,9 @@ class Coupled(AcceptanceRule):
     modes = frozenset({"sample"})
     capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        return follow(proposal, law, ctx, keyed(proposal, noise, ctx, Role.TARGET))
+        return follow(proposal, law, call, keyed(proposal, call, Role.TARGET))
 
 
 class Membership(AcceptanceRule):
@@ -80,10 +77,8 @@ class Membership(AcceptanceRule):
     kinds = _ANY
     modes = frozenset({"sample"})
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        choose = keyed(proposal, noise, ctx, Role.ACCEPT, trial=ctx.rounds)
-        outcome = follow(proposal, law, ctx, choose)
+        choose = keyed(proposal, call, Role.ACCEPT, trial=call.rows.rounds)
+        outcome = follow(proposal, law, call, choose)
         return replace(outcome, choices=None)  # made by noise that decides this round alone

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmdecode.engine.contracts import Context, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import TargetLogits
 
@@ -58,17 +59,15 @@ def best(scores: Tensor, depths: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def keyed(
-    proposal: Proposal, noise: Noise, ctx: Context, role: Role, trial: Tensor | None = None
-) -> Choose:
+def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = None) -> Choose:
     """The law's own choice in sampling: a Gumbel-max draw whose noise is keyed by position."""
 
     def choose(scores: Tensor, depths: Tensor) -> Tensor:
-        positions = ctx.length[:, None] + depths
+        positions = call.rows.length[:, None] + depths
         if depths.shape[1] > 1:  # nodes of one depth share their noise
             deepest = proposal.size if proposal.tree is None else proposal.tree.depth
-            positions = ctx.length[:, None] + torch.arange(deepest + 1, device=depths.device)
-        gumbel = noise.gumbel(positions, role, scores.shape[-1], trial=trial)
+            positions = call.rows.length[:, None] + torch.arange(deepest + 1, device=depths.device)
+        gumbel = call.request.noise.gumbel(positions, role, scores.shape[-1], trial=trial)
         if gumbel.shape[1] > 1:
             index = depths.expand(len(scores), -1)[..., None].expand(-1, -1, scores.shape[-1])
             gumbel = gumbel.gather(1, index)
@@ -77,31 +76,31 @@ def keyed(
     return choose
 
 
-def follow(proposal: Proposal, law: TargetLogits, ctx: Context, choose: Choose) -> Outcome:
+def follow(proposal: Proposal, law: TargetLogits, call: Call, choose: Choose) -> Outcome:
     """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
     if not law.vectorised:
-        return _follow_lazily(proposal, law, ctx, choose)
+        return _follow_lazily(proposal, law, call, choose)
     if not proposal.size:
-        chosen = choose(law.all(), ctx.length.new_zeros((1, 1)))
+        chosen = choose(law.all(), call.rows.length.new_zeros((1, 1)))
         return Outcome(
             path=proposal.tokens,
-            num_accepted=torch.zeros_like(ctx.length),
+            num_accepted=torch.zeros_like(call.rows.length),
             next_token=chosen[:, 0],
             choices=chosen,
         )
     parents, depths, _ = proposal.structure()
     choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
-    wanted = choices.gather(1, (parents + 1).expand(ctx.batch, -1))
+    wanted = choices.gather(1, (parents + 1).expand(call.batch, -1))
     path, count, end = deepest_path(proposal.tokens == wanted, proposal)
     decided = choices.gather(1, end[:, None])[:, 0]
     return Outcome(path=path, num_accepted=count, next_token=decided, choices=choices)
 
 
-def _follow_lazily(proposal: Proposal, law: TargetLogits, ctx: Context, choose: Choose) -> Outcome:
+def _follow_lazily(proposal: Proposal, law: TargetLogits, call: Call, choose: Choose) -> Outcome:
     parents, _, _ = proposal.structure()
-    parents = parents.expand(ctx.batch, -1)
-    node = torch.full_like(ctx.length, -1)  # the root
-    going = ctx.open.clone()
+    parents = parents.expand(call.batch, -1)
+    node = torch.full_like(call.rows.length, -1)  # the root
+    going = call.rows.active.clone()
     next_token, steps = torch.full_like(node, -1), []
     for depth in range(proposal.size + 1):
         scores = law.at(torch.where(going, node + 1, -1))
@@ -113,14 +112,14 @@ def _follow_lazily(proposal: Proposal, law: TargetLogits, ctx: Context, choose: 
             break
         node = torch.where(going, child.long().argmax(1), node)
         steps.append(torch.where(going, node, -1))
-    path = torch.stack(steps, 1) if steps else node.new_zeros((ctx.batch, 0))
+    path = torch.stack(steps, 1) if steps else node.new_zeros((call.batch, 0))
     return Outcome(path=path, num_accepted=(path >= 0).sum(1), next_token=next_token)
 
 
 def keep_likely(
     proposal: Proposal,
     law: TargetLogits,
-    ctx: Context,
+    call: Call,
     choose: Choose,
     test: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Outcome:
@@ -129,13 +128,13 @@ def keep_likely(
     Args:
         proposal: The tree.
         law: At its nodes; processors of unknown type run behind passing nodes alone.
-        ctx: The rows.
+        call: The rows.
         choose: Decides the token after the path.
         test: From the unnormalised log-law before each node ``(B, R, V)``, the node's token
             ``(B, R)`` and the depth of its parent ``(B, R)`` to whether it passes, ``(B, R)``.
     """
     parents, depths, ancestors = proposal.structure()
-    parents, depths = parents.expand(ctx.batch, -1), depths.expand(ctx.batch, -1)
+    parents, depths = parents.expand(call.batch, -1), depths.expand(call.batch, -1)
     tokens, used = proposal.tokens.clamp_min(0), proposal.tokens >= 0
 
     def judged(scores: Tensor, nodes: slice) -> tuple[Tensor, Tensor]:
@@ -153,7 +152,10 @@ def keep_likely(
         whole = ~(above & ~passes[:, None]).any(-1)
         total = (above * gain.clamp_min(-1e30)[:, None]).sum(-1)
     else:
-        reached, sums = [ctx.open], [torch.zeros_like(ctx.length).float()]  # the root first
+        reached, sums = (
+            [call.rows.active],
+            [torch.zeros_like(call.rows.length).float()],
+        )  # the root first
         for node in range(proposal.size):
             parent = parents[:, node, None] + 1
             below = torch.stack(reached, 1).gather(1, parent)[:, 0] & used[:, node]
@@ -169,5 +171,5 @@ def keep_likely(
         end = (order == rank.argmax(1, keepdim=True)) & whole
         whole = (ancestors[:, 1:, 1:] & end[..., None]).any(1)
     path, count, last = deepest_path(whole, proposal)
-    scores = law.at(torch.where(ctx.open, last, -1))[:, None]
+    scores = law.at(torch.where(call.rows.active, last, -1))[:, None]
     return Outcome(path=path, num_accepted=count, next_token=choose(scores, count[:, None])[:, 0])

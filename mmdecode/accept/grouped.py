@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mmdecode.accept.lantern import codebook_of, codes_at
 from mmdecode.accept.rejection import Asked, Relaxed
-from mmdecode.engine.contracts import Context, Outcome
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
@@ -53,17 +53,17 @@ class Grouped(Relaxed):
         self.size, self.gap, self.distance = size, gap, distance
         self.neutral = size == 1
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook, and ``distance`` is given.
         """
         if not self.neutral and self.distance is not None:
-            codebook_of(self, ctx.adapter)  # refuse in the first round, before anything is drafted
-        return super().__call__(proposal, law, noise, ctx)
+            codebook_of(
+                self, call.plan.adapter
+            )  # refuse in the first round, before anything is drafted
+        return super().__call__(proposal, law, call)
 
     def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """What the test divides: p and q of the token, or of its group."""

@@ -14,8 +14,9 @@ import math
 from torch import Tensor
 
 from mmdecode.accept.follow import best, keep_likely, keyed
-from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
@@ -41,11 +42,9 @@ class Judge(AcceptanceRule):
             raise OptionError(f"share must be in 0..1, got {share}; 1 is neutral")
         self.share = share
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        choose = keyed(proposal, noise, ctx, Role.TARGET) if ctx.do_sample else best
+        choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
 
         floor = math.log(self.share) if self.share else -math.inf
 
@@ -53,4 +52,4 @@ class Judge(AcceptanceRule):
             likely = scores.gather(2, tokens[..., None])[..., 0] > scores.amax(-1) + floor
             return likely | (tokens == choose(scores, depths))
 
-        return keep_likely(proposal, law, ctx, choose, test)
+        return keep_likely(proposal, law, call, choose, test)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.rejection import Asked, Relaxed
-from mmdecode.engine.contracts import Context, Outcome, model_name
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Outcome, model_name
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import IncompatibleError, OptionError
@@ -85,17 +85,15 @@ class LANTERN(Relaxed):
         self.k, self.neighbours = k, neighbours
         self.neutral = self.delta == 0 and self.lambda_ == 1
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
             IncompatibleError: The model has no codebook.
         """
         if not self.neutral:
-            self._table(ctx.adapter)  # refuse in the first round, before anything is drafted
-        return super().__call__(proposal, law, noise, ctx)
+            self._table(call.plan.adapter)  # refuse in the first round, before anything is drafted
+        return super().__call__(proposal, law, call)
 
     def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """What the test divides: the probability of x with what is lent to it, and q(x)."""

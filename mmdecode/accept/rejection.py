@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.engine.sampling import passes, residual
 from mmdecode.engine.target_logits import TargetLogits
@@ -50,35 +51,38 @@ class Rejection(AcceptanceRule):
         """What the test divides, both ``(...)``: keep where ``u * second < first``."""
         return at_token(asked.p, asked.token), at_token(asked.q, asked.token)
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
         walk = self._chain if proposal.is_chain and law.vectorised else self._tree
-        path, count, p = walk(proposal, law, noise, ctx)
-        gumbel = noise.gumbel(
-            (ctx.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=ctx.rounds
+        path, count, p = walk(proposal, law, call)
+        gumbel = call.request.noise.gumbel(
+            (call.rows.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=call.rows.rounds
         )
         next_token = (p.log() + gumbel[:, 0]).argmax(-1)
         return Outcome(path=path, num_accepted=count, next_token=next_token)
 
     def _chain(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+        self, proposal: Proposal, law: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All tests at once: path, its length, and the law of the token behind it."""
         rows = law.all().softmax(-1)  # (B, N + 1, V)
         size = proposal.size
-        order = torch.arange(size, device=ctx.device)
+        order = torch.arange(size, device=call.device)
         if not size:
-            return proposal.tokens, torch.zeros_like(ctx.length), rows[:, 0]
-        used = (proposal.tokens >= 0) & ctx.open[:, None]
+            return proposal.tokens, torch.zeros_like(call.rows.length), rows[:, 0]
+        used = (proposal.tokens >= 0) & call.rows.active[:, None]
         token, q = proposal.tokens.clamp_min(0), self._drawn_from(proposal)
         p = self.target(rows[:, :-1], q)
-        place = ctx.length[:, None] + order
+        place = call.rows.length[:, None] + order
         asked = Asked(
-            p=p, q=q, token=token, depth=order.expand_as(token), place=place, adapter=ctx.adapter
+            p=p,
+            q=q,
+            token=token,
+            depth=order.expand_as(token),
+            place=place,
+            adapter=call.plan.adapter,
         )
-        keep = used & passes(self._draws(noise, ctx, size), *self.odds(asked))
+        keep = used & passes(self._draws(call, size), *self.odds(asked))
         count = keep.long().cumprod(1).sum(1)
         stopped = pad(used, (0, 1)).gather(1, count[:, None])  # by a rejection
         last = count.clamp_max(size - 1)
@@ -87,20 +91,20 @@ class Rejection(AcceptanceRule):
         return path, count, torch.where(stopped, left, _at(rows, count))
 
     def _tree(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
+        self, proposal: Proposal, law: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Child after child; of unknown processors, those at kept nodes alone are run."""
         parents, depths, _ = proposal.structure()
-        tests = _tests(proposal.tree, proposal.size, ctx.device)
-        draws = self._draws(noise, ctx, len(tests))
-        p = law.at(torch.where(ctx.open, 0, -1)).softmax(-1)
-        node = torch.full_like(ctx.length, -1)  # where a row stands; -1 is the root
-        fresh = ctx.open  # whether no child of that node was tested yet
+        tests = _tests(proposal.tree, proposal.size, call.device)
+        draws = self._draws(call, len(tests))
+        p = law.at(torch.where(call.rows.active, 0, -1)).softmax(-1)
+        node = torch.full_like(call.rows.length, -1)  # where a row stands; -1 is the root
+        fresh = call.rows.active  # whether no child of that node was tested yet
         drawn = torch.zeros_like(p, dtype=torch.bool)  # its siblings that were
         steps = []
         for index, nodes in enumerate(tests):
             below = (parents[:, nodes] == node[:, None]) & (proposal.tokens[:, nodes] >= 0)
-            asked = below.any(1) & ctx.open
+            asked = below.any(1) & call.rows.active
             child = nodes[below.long().argmax(1)]
             token = proposal.tokens.gather(1, child[:, None])[:, 0].clamp_min(0)
             q = self._drawn_from(proposal, child)
@@ -108,10 +112,10 @@ class Rejection(AcceptanceRule):
                 q = q.masked_fill(drawn, 0)
                 q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
             p = torch.where((asked & fresh)[:, None], self.target(p, q), p)
-            depth = depths.expand(ctx.batch, -1).gather(1, child[:, None])[:, 0] - 1
-            place = ctx.length + depth
+            depth = depths.expand(call.batch, -1).gather(1, child[:, None])[:, 0] - 1
+            place = call.rows.length + depth
             odds = self.odds(
-                Asked(p=p, q=q, token=token, depth=depth, place=place, adapter=ctx.adapter)
+                Asked(p=p, q=q, token=token, depth=depth, place=place, adapter=call.plan.adapter)
             )
             keep = asked & passes(draws[:, index], *odds)
             stay = asked & ~keep
@@ -129,10 +133,10 @@ class Rejection(AcceptanceRule):
         return *_aligned(steps, proposal), p
 
     @staticmethod
-    def _draws(noise: Noise, ctx: Context, count: int) -> Tensor:
+    def _draws(call: Call, count: int) -> Tensor:
         """Gumbel draws, one a test, ``(B, count)``."""
-        positions = ctx.length[:, None] + torch.arange(count, device=ctx.device)
-        return noise.gumbel(positions, Role.ACCEPT, 1, trial=ctx.rounds)[..., 0]
+        positions = call.rows.length[:, None] + torch.arange(count, device=call.device)
+        return call.request.noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)[..., 0]
 
     @staticmethod
     def _drawn_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
@@ -157,15 +161,13 @@ class Relaxed(Rejection):
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
         if proposal.log_q is None:
             tokens = proposal.tokens.clamp_min(0)[..., None]
             certain = law.raw().new_full((*proposal.tokens.shape, law.raw().shape[-1]), -torch.inf)
             proposal = replace(proposal, log_q=certain.scatter_(2, tokens, 0.0))
-        return super().__call__(proposal, law, noise, ctx)
+        return super().__call__(proposal, law, call)
 
 
 @dataclass(frozen=True, kw_only=True)

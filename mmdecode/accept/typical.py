@@ -11,8 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from mmdecode.accept.follow import best, keep_likely, keyed
-from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
@@ -41,9 +42,7 @@ class Typical(AcceptanceRule):
             )
         self.epsilon, self.delta = epsilon, delta
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
 
         def test(scores: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
@@ -51,8 +50,8 @@ class Typical(AcceptanceRule):
             p = log_p.gather(2, tokens[..., None])[..., 0].exp()
             return p > threshold(log_p, self.epsilon, self.delta)
 
-        choose = keyed(proposal, noise, ctx, Role.TARGET) if ctx.do_sample else best
-        return keep_likely(proposal, law, ctx, choose, test)
+        choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
+        return keep_likely(proposal, law, call, choose, test)
 
 
 def threshold(log_p: Tensor, epsilon: float, delta: float) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
 
 Change = Callable[[Tensor, torch.Generator], Tensor]
@@ -42,12 +43,12 @@ class Heard(Protocol):
 
 
 def changed(
-    ctx: Context, spec: BranchSpec, encode: Callable[[Tensor], Tensor], source: Tensor
+    call: Call, spec: BranchSpec, encode: Callable[[Tensor], Tensor], source: Tensor
 ) -> Tensor:
     """What the encoder makes of each row's window under a view, ``(B, S, H)``.
 
     Args:
-        ctx: The call.
+        call: The call.
         spec: The branch, of view ``audio``.
         encode: The encoder, features ``(B, mels, frames)`` to states ``(B, S, H)``.
         source: What it made of the windows as they are, ``(B, S, H)``.
@@ -62,7 +63,7 @@ def changed(
             f"view 'audio' of branch {spec.name!r} needs 'change', a function that no string can "
             "name; build the part in Python with view_options={'change': ...}"
         )
-    given: Sequence[Heard] | None = ctx.mm_inputs.get("audio")
+    given: Sequence[Heard] | None = call.request.inputs.get("audio")
     asked = f"branch {spec.name!r} with view 'audio'"
     advice = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
@@ -73,11 +74,11 @@ def changed(
         raise IncompatibleError.between(
             asked, "a call of features", "the waveforms are not at hand", advice
         )
-    rows = [heard for heard in given for _ in range(ctx.batch // len(given))] if given else []
-    if len(rows) != ctx.batch:
+    rows = [heard for heard in given for _ in range(call.batch // len(given))] if given else []
+    if len(rows) != call.batch:
         raise IncompatibleError.between(
             asked,
-            f"{len(given)} waveforms for {ctx.batch} rows",
+            f"{len(given)} waveforms for {call.batch} rows",
             "each row needs its own; plain generate drops rows where it redoes others",
             advice,
         )
@@ -94,7 +95,7 @@ def changed(
     return encode(
         torch.stack(
             [
-                heard.features(change(heard.samples, ctx.noise.generator(row, "audio")))
+                heard.features(change(heard.samples, call.request.noise.generator(row, "audio")))
                 for row, heard in enumerate(rows)
             ]
         )

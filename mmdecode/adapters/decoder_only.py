@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
@@ -73,7 +74,7 @@ class DecoderOnlyAdapter:
         """What messages call the model: the class that the caller knows."""
         return type(self.model).__name__
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
         if spec.view is not None:
             raise IncompatibleError.between(
@@ -82,17 +83,19 @@ class DecoderOnlyAdapter:
                 *self.no_views,
             )
         if isinstance(spec.prompt, Tensor):
-            ids = spec.prompt.to(ctx.device)
-            ids = ids.expand(ctx.batch, -1) if len(ids) == 1 else ids
+            ids = spec.prompt.to(call.device)
+            ids = ids.expand(call.batch, -1) if len(ids) == 1 else ids
             mask = spec.prompt_mask
-            mask = torch.ones_like(ids) if mask is None else mask.to(ctx.device).expand_as(ids)
+            mask = torch.ones_like(ids) if mask is None else mask.to(call.device).expand_as(ids)
             return Prompt(ids=ids, mask=left_padded(mask))
         if spec.prompt == "last_token":
-            return Prompt(ids=ctx.prompt_ids[:, -1:], mask=ctx.prompt_mask[:, -1:])
-        embeds = ctx.model_inputs.get(_EMBEDS)
-        own = ctx.adapter is None or origin(ctx.adapter.model) is origin(self.model)
+            return Prompt(
+                ids=call.request.prompt_ids[:, -1:], mask=call.request.prompt_mask[:, -1:]
+            )
+        embeds = call.request.model_kwargs.get(_EMBEDS)
+        own = call.plan.adapter is None or origin(call.plan.adapter.model) is origin(self.model)
         inputs = {_EMBEDS: embeds} if own and embeds is not None else {}
-        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
+        return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Rows of all prompts, branch by branch, as wide as the widest."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from mmdecode._compat import attention_implementation
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.branches import ModelRunner
+from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_training
-from mmdecode.engine.contracts import MAIN, BranchSpec, Context, Prompt
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.contracts import MAIN, BranchSpec, Prompt
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
@@ -77,18 +77,18 @@ class DefaultAdapter(DecoderOnlyAdapter):
             and not getattr(config, "is_encoder_decoder", False)
         )
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The prompt; inputs that only this family knows are refused, not dropped."""
-        given = {name for name, value in ctx.model_inputs.items() if value is not None}
+        given = {name for name, value in call.request.model_kwargs.items() if value is not None}
         strange = sorted(given - PREPARED)
-        if strange and ctx.adapter is self:
+        if strange and call.plan.adapter is self:
             raise IncompatibleError.between(
                 f"input {', '.join(strange)}",
                 self.name,
                 "models without an adapter of their own are run from ids and mask",
                 "leave it out, or decode with plain generate",
             )
-        return super().prompt(ctx, spec)
+        return super().prompt(call, spec)
 
     def layers(self) -> Sequence[nn.Module]:
         """The one list of the model that is as long as it has layers."""
@@ -149,17 +149,17 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
     mask[1, :4] = False
     kept = torch.tensor([[0, 2], [1, -1]], device=device)
 
-    ctx = _context(prompts, mask)
+    call = _context(prompts, mask)
     branches = ModelRunner(adapter, [MAIN])
     drafted = Proposal(tokens=torch.stack(nodes, 1), kind="deterministic", tree=TREE)
-    found = [branches.prefill(ctx, {})["main"].logits]
+    found = [branches.prefill(call, {})["main"].logits]
     alone = ModelRunner(adapter, [MAIN]).prefill(_context(prompts[:1], mask[:1]), {})
-    _append(ctx, root)
-    found.append(branches.score(ctx, drafted, {})["main"].logits)
+    _append(call, root)
+    found.append(branches.score(call, drafted, {})["main"].logits)
     count = (kept >= 0).sum(1)
     branches.keep(kept, count + 1, chain=False)
-    _append(ctx, last, skip=count)
-    found.append(branches.score(ctx, Proposal.empty(2, ids.device), {})["main"].logits)
+    _append(call, last, skip=count)
+    found.append(branches.score(call, Proposal.empty(2, ids.device), {})["main"].logits)
 
     worst, where, noise, scale = 0.0, "the prompt", 0.0, 0.0
     for row in range(2):
@@ -209,22 +209,12 @@ def _plain(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0].float()
 
 
-def _append(ctx: Context, token: Tensor, skip: Tensor | int = 0) -> None:
+def _append(call: Call, token: Tensor, skip: Tensor | int = 0) -> None:
     """Commits ``token (B,)`` behind ``skip`` further tokens per row that scoring does not read."""
-    ctx.length = ctx.length + 1 + skip
-    ctx.ids.scatter_(1, ctx.end()[:, None] - 1, token[:, None])
-    ctx.longest = int(ctx.length.max())
+    call.rows.length = call.rows.length + 1 + skip
+    call.rows.ids.scatter_(1, call.end()[:, None] - 1, token[:, None])
+    call.rows.cur_len = int(call.rows.length.max())
 
 
-def _context(ids: Tensor, mask: Tensor) -> Context:
-    zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-    return Context(
-        prompt_ids=ids,
-        prompt_mask=mask,
-        ids=nn.functional.pad(ids, (0, 8)),
-        length=zeros,
-        open=zeros == 0,
-        rounds=zeros.clone(),
-        noise=Noise.of(0, range(len(ids)), ids.device),
-        limit=8,
-    )
+def _context(ids: Tensor, mask: Tensor) -> Call:
+    return Call.of(ids, mask, max_new_tokens=8)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ class EncoderDecoderAdapter:
         """Width of the encoder's states."""
         return int(self.model.config.d_model)
 
-    def source_mask(self, ctx: Context) -> Tensor | None:
+    def source_mask(self, call: Call) -> Tensor | None:
         """Which of the encoder's states are not padding, ``(B, S)``; ``None``: all of them."""
-        return ctx.model_inputs.get("attention_mask")
+        return call.request.model_kwargs.get("attention_mask")
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the source it came with."""
         name = type(self.model).__name__
         if spec.view is not None or isinstance(spec.prompt, Tensor):
@@ -62,10 +63,10 @@ class EncoderDecoderAdapter:
                 "an encoder-decoder has no views and takes no foreign prompts",
                 "use prompt='same' or prompt='last_token'",
             )
-        ids, mask = ctx.prompt_ids, ctx.prompt_mask
+        ids, mask = call.request.prompt_ids, call.request.prompt_mask
         if spec.prompt == "last_token":
             ids, mask = ids[:, -1:], mask[:, -1:]
-        source = ctx.model_inputs["encoder_outputs"][0]
+        source = call.request.model_kwargs["encoder_outputs"][0]
         width = self.source_width
         if source.shape[0] != len(ids) or source.shape[-1] != width:
             raise IncompatibleError(
@@ -74,7 +75,7 @@ class EncoderDecoderAdapter:
                 "encoder must have its width"
             )
         inputs = {"source": source}
-        read = self.source_mask(ctx) if self.source_is_padded else None
+        read = self.source_mask(call) if self.source_is_padded else None
         if read is not None:
             inputs["source_mask"] = read.bool()
         return Prompt(ids=ids, mask=mask, inputs=inputs)

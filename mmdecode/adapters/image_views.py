@@ -44,7 +44,8 @@ from torch.nn.functional import avg_pool2d, pad
 
 from mmdecode.adapters import pictures as painting
 from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Encoded:
     salience: Tensor | None = None
 
 
-def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Prompt:
+def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
     """The prompt of a branch that names a view.
 
     Raises:
@@ -92,11 +93,11 @@ def prompt(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Pr
             f"{', '.join(view for view in VIEWS if view not in by_name())}",
         )
     refuse_lacking(spec)
-    if view is not questions and not bool(adapter.image_mask(ctx.prompt_ids).any()):
+    if view is not questions and not bool(adapter.image_mask(call.request.prompt_ids).any()):
         # as in a batch where other rows have images; guides warn that they are inactive
         whole: Literal["last_token", "same"] = "last_token" if view is only_images else "same"
-        return adapter.prompt(ctx, BranchSpec(name=spec.name, prompt=whole))
-    return view(adapter, ctx, spec, **spec.view_options)
+        return adapter.prompt(call, BranchSpec(name=spec.name, prompt=whole))
+    return view(adapter, call, spec, **spec.view_options)
 
 
 def refuse_lacking(spec: BranchSpec) -> None:
@@ -125,14 +126,14 @@ def _functions(view: str) -> list[str]:
     return [option.name for option in options if option.default is option.empty]
 
 
-def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
+def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
     """Pixels of each row, empty for a row without images.
 
     Raises:
         IncompatibleError: They were encoded before the call began.
     """
-    given = {**ctx.model_inputs, **ctx.mm_inputs}
-    raw = {n: given[n].to(ctx.device) for n in adapter.raw_names if given.get(n) is not None}
+    given = {**call.request.model_kwargs, **call.request.inputs}
+    raw = {n: given[n].to(call.device) for n in adapter.raw_names if given.get(n) is not None}
     if not any(name in raw for name in PIXELS):
         name = adapter.name
         raise IncompatibleError.between(
@@ -142,8 +143,14 @@ def raw_images(adapter: VisionLanguageAdapter, ctx: Context) -> list[Raw]:
             "call mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
     # what generate prepared has the rows of num_return_sequences, what the caller gave has not
-    copies = ctx.copies if any(name in ctx.mm_inputs for name in PIXELS) else 1
-    return [own for own in adapter.split(raw, ctx.prompt_ids[::copies]) for _ in range(copies)]
+    copies = (
+        call.request.num_return_sequences
+        if any(name in call.request.inputs for name in PIXELS)
+        else 1
+    )
+    return [
+        own for own in adapter.split(raw, call.request.prompt_ids[::copies]) for _ in range(copies)
+    ]
 
 
 def joined(rows: Sequence[Raw]) -> Raw:
@@ -154,51 +161,51 @@ def joined(rows: Sequence[Raw]) -> Raw:
 
 def pixels(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
     """Each image's pixels changed; the layout stays."""
-    return adapter.whole(ctx, joined(_changed(adapter, ctx, change)))
+    return adapter.whole(call, joined(_changed(adapter, call, change)))
 
 
 def _changed(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> list[Raw]:
     """What each row has, with each image's pixels changed."""
     rows = []
-    for row, own in enumerate(raw_images(adapter, ctx)):
+    for row, own in enumerate(raw_images(adapter, call)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
         for ordinal, (name, place) in enumerate(adapter.images(own)):
-            draw = ctx.noise.generator(row, "pixels", ordinal)
+            draw = call.request.noise.generator(row, "pixels", ordinal)
             new[name][place] = adapter.image(change(own[name][place], draw).to(own[name]))
         rows.append(new)
     return rows
 
 
 def pictures(
-    adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec, change: painting.Change
+    adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: painting.Change
 ) -> Prompt:
     """Each image changed as a whole, before the processor or as if it had been."""
-    if ctx.mm_inputs.get("questions") is not None:
-        return questions(adapter, ctx, spec, functools.partial(_repainted, change))
+    if call.request.inputs.get("questions") is not None:
+        return questions(adapter, call, spec, functools.partial(_repainted, change))
 
-    marks = adapter.image_mask(ctx.prompt_ids)
+    marks = adapter.image_mask(call.request.prompt_ids)
     runs = (marks & ~pad(marks, (1, -1))).sum(1).tolist()
     rows = []
-    for row, own in enumerate(raw_images(adapter, ctx)):
+    for row, own in enumerate(raw_images(adapter, call)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
         places = adapter.images(own)
         if adapter.are_parts(len(places), runs[row]):
             painting.refuse_parts(adapter.model)
         for ordinal, (name, place) in enumerate(places):
-            seed = ctx.noise.generator(row, "pictures", ordinal).initial_seed()
+            seed = call.request.noise.generator(row, "pictures", ordinal).initial_seed()
             paint = functools.partial(painting.changed, change=change, seed=seed)
             new[name][place] = adapter.image(adapter.repaint(own, name, place, paint).to(own[name]))
         rows.append(new)
-    return adapter.whole(ctx, joined(rows))
+    return adapter.whole(call, joined(rows))
 
 
 def _repainted(change: painting.Change, question: Any, draw: torch.Generator) -> Any:
@@ -208,12 +215,12 @@ def _repainted(change: painting.Change, question: Any, draw: torch.Generator) ->
 
 def questions(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     change: Callable[[Any, torch.Generator], Any],
 ) -> Prompt:
     """Each row's question changed, and made into inputs again."""
-    asked = ctx.mm_inputs.get("questions")
+    asked = call.request.inputs.get("questions")
     if asked is None:
         raise IncompatibleError.between(
             "a guide that rewrites the question or its images",
@@ -221,83 +228,88 @@ def questions(
             "the text and the images as they were before the processor are not at hand",
             "use mmdecode.vlm.Answerer, or give mmdecode.generate mm_inputs={'questions': [...]}",
         )
-    rows = [question for question in asked for _ in range(ctx.batch // len(asked))]
+    rows = [question for question in asked for _ in range(call.batch // len(asked))]
     changed = [
-        change(question, ctx.noise.generator(row, "questions")) for row, question in enumerate(rows)
+        change(question, call.request.noise.generator(row, "questions"))
+        for row, question in enumerate(rows)
     ]
     built = {
-        name: value.to(ctx.device) if isinstance(value, Tensor) else value
+        name: value.to(call.device) if isinstance(value, Tensor) else value
         for name, value in rows[0].build(changed).items()
     }
     same = all(a.images is b.images for a, b in zip(rows, changed, strict=True))
-    return adapter.built(ctx, built, same)
+    return adapter.built(call, built, same)
 
 
-def no_image(adapter: VisionLanguageAdapter, ctx: Context, spec: BranchSpec) -> Prompt:
+def no_image(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
     """The prompt without its image tokens."""
-    return _kept(adapter, ctx, ctx.prompt_mask & ~adapter.image_mask(ctx.prompt_ids))
+    return _kept(
+        adapter, call, call.request.prompt_mask & ~adapter.image_mask(call.request.prompt_ids)
+    )
 
 
-def _kept(adapter: VisionLanguageAdapter, ctx: Context, keep: Tensor) -> Prompt:
+def _kept(adapter: VisionLanguageAdapter, call: Call, keep: Tensor) -> Prompt:
     """Columns ``keep (B, P)`` of the prompt, with what is given by token and nothing else."""
     order = _order(keep)
     inputs = {
         name: _gather(value, order)
-        for name, value in ctx.model_inputs.items()
+        for name, value in call.request.model_kwargs.items()
         if name in adapter.by_token and value is not None
     }
-    return Prompt(ids=ctx.prompt_ids.gather(1, order), mask=keep.gather(1, order), inputs=inputs)
+    return Prompt(
+        ids=call.request.prompt_ids.gather(1, order), mask=keep.gather(1, order), inputs=inputs
+    )
 
 
 def only_images(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> Prompt:
     """The prompt without its words; most marks around images go too."""
-    images = adapter.image_mask(ctx.prompt_ids)
+    images = adapter.image_mask(call.request.prompt_ids)
     first = images & ~pad(images, (1, -1))
     later = first & (first.cumsum(1) > 1)
-    keep = ctx.prompt_mask & (images | pad(later, (-1, 1)))
+    keep = call.request.prompt_mask & (images | pad(later, (-1, 1)))
     keep[:, -1] = True
-    left = _kept(adapter, ctx, keep)
-    raw = joined(_changed(adapter, ctx, change) if change else raw_images(adapter, ctx))
+    left = _kept(adapter, call, keep)
+    raw = joined(_changed(adapter, call, change) if change else raw_images(adapter, call))
     inputs = {**left.inputs, **raw, "input_ids": left.ids, "attention_mask": left.mask}
-    return adapter.built(ctx, inputs, same=change is None)
+    return adapter.built(call, inputs, same=change is None)
 
 
 def features(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
     """The image tokens of each row, changed at every depth at which the text model reads them."""
-    encoded = encode(adapter, joined(raw_images(adapter, ctx)))
-    counts = adapter.image_mask(ctx.prompt_ids).sum(1).tolist()
+    encoded = encode(adapter, joined(raw_images(adapter, call)))
+    counts = adapter.image_mask(call.request.prompt_ids).sum(1).tolist()
     levels = [level.split(counts) for level in (encoded.features, *encoded.deeper)]
     rows = []
     for row, own in enumerate(zip(*levels, strict=True)):
-        draw = ctx.noise.generator(row, "features")
+        draw = call.request.noise.generator(row, "features")
         rows.append([change(states, draw) if len(states) else states for states in own])
     new, *deeper = [torch.cat(level) for level in zip(*rows, strict=True)]
-    return of_features(adapter, ctx, ctx.prompt_mask, new, deeper)
+    return of_features(adapter, call, call.request.prompt_mask, new, deeper)
 
 
 def tokens(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     select: Callable[[Tensor, Tensor], Tensor],
     heads: Heads = "mean",
 ) -> Prompt:
     """Some image tokens of each row, at consecutive positions."""
-    encoded = encode(adapter, joined(raw_images(adapter, ctx)), salient=heads)
+    encoded = encode(adapter, joined(raw_images(adapter, call)), salient=heads)
     assert encoded.salience is not None, "asked for"
-    images = adapter.image_mask(ctx.prompt_ids)
+    images = adapter.image_mask(call.request.prompt_ids)
     first = 0
-    keep, order = ctx.prompt_mask & ~images, []
+    keep, order = call.request.prompt_mask & ~images, []
     for row, count in enumerate(images.sum(1).tolist()):
         if not count:
             continue
@@ -309,12 +321,12 @@ def tokens(
         first += count
     index = torch.cat(order)
     deeper = [level[index] for level in encoded.deeper]
-    return of_features(adapter, ctx, keep, encoded.features[index], deeper)
+    return of_features(adapter, call, keep, encoded.features[index], deeper)
 
 
 def tower(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
     layers: tuple[float, float] = (0.0, 1.0),
@@ -328,12 +340,12 @@ def tower(
         with reading(adapter, TowerPlan(sites=_numbered(sites), edit=change, layers=named)):
             return encode(adapter, own)
 
-    return _row_by_row(adapter, ctx, "tower", encoded)
+    return _row_by_row(adapter, call, "tower", encoded)
 
 
 def patches(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     spec: BranchSpec,
     change: Callable[[Tensor, Tensor, torch.Generator], Tensor],
 ) -> Prompt:
@@ -348,24 +360,24 @@ def patches(
         with reading(adapter, plan), adapter.patches(changed):
             return encode(adapter, own)
 
-    return _row_by_row(adapter, ctx, "patches", encoded)
+    return _row_by_row(adapter, call, "patches", encoded)
 
 
 def _row_by_row(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     name: str,
     encoded: Callable[[Raw, torch.Generator], Encoded],
 ) -> Prompt:
     """The caller's prompt with each row's images encoded alone, since draws are the row's."""
     parts = [
-        encoded(own, ctx.noise.generator(row, name))
-        for row, own in enumerate(raw_images(adapter, ctx))
+        encoded(own, call.request.noise.generator(row, name))
+        for row, own in enumerate(raw_images(adapter, call))
         if own
     ]
     merged = torch.cat([part.features for part in parts])
     deeper = [torch.cat(level) for level in zip(*(part.deeper for part in parts), strict=True)]
-    return of_features(adapter, ctx, ctx.prompt_mask, merged, deeper)
+    return of_features(adapter, call, call.request.prompt_mask, merged, deeper)
 
 
 def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = None) -> Encoded:
@@ -391,7 +403,7 @@ def salient_plan(adapter: VisionLanguageAdapter, heads: Heads = "mean") -> Tower
 
 def of_features(
     adapter: VisionLanguageAdapter,
-    ctx: Context,
+    call: Call,
     keep: Tensor,
     features: Tensor,
     deeper: Sequence[Tensor],
@@ -400,19 +412,19 @@ def of_features(
 
     Args:
         adapter: Of the model.
-        ctx: The call.
+        call: The call.
         keep: Columns of the prompt that stay, ``(B, P)``; as many image tokens as ``features``.
         features: ``(n, H)``.
         deeper: See `Encoded`.
     """
     order = _order(keep)
-    ids, mask = ctx.prompt_ids.gather(1, order), keep.gather(1, order)
+    ids, mask = call.request.prompt_ids.gather(1, order), keep.gather(1, order)
     images = adapter.image_mask(ids) & mask
     inputs: dict[str, Any] = {"inputs_embeds": embedded(adapter, ids, images, features)}
     if deeper:
         inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
-    kept_all = bool((keep == ctx.prompt_mask).all())
-    inputs |= adapter.places(ctx) if kept_all else {}
+    kept_all = bool((keep == call.request.prompt_mask).all())
+    inputs |= adapter.places(call) if kept_all else {}
     return Prompt(ids=ids, mask=mask, inputs=inputs, sees=adapter.sees(images, mask))
 
 

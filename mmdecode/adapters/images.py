@@ -1,7 +1,7 @@
 """Models that write image tokens in raster order: what their adapters share.
 
 In image mode the engine's context holds generated tokens alone and its prompt is empty: what an
-image is drawn of comes in `Context.model_inputs`, as an adapter's `condition` made it, and each
+image is drawn of comes in `Call.model_inputs`, as an adapter's `condition` made it, and each
 branch's prompt is built of that here. A branch with the view ``"unconditional"`` reads what stands
 for no condition. The law is over what can be generated, which need not be the vocabulary that a
 prompt is written in.
@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 from mmdecode import registry
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
-from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.request import left_padded
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
@@ -67,7 +68,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
 
     @abstractmethod
     def condition(self, **given: Any) -> dict[str, Any]:
-        """What images are drawn of, checked, as `Context.model_inputs`; rows first."""
+        """What images are drawn of, checked, as `Call.model_inputs`; rows first."""
 
     @abstractmethod
     def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
@@ -100,7 +101,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         with torch.no_grad():
             return self.pixels(codes).float().clamp(0, 1)
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """What an image is drawn of, or what stands for nothing.
 
         Raises:
@@ -114,7 +115,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
                 "the condition",
                 "use guide 'guidance'",
             )
-        return self.drawn_of(ctx.model_inputs, nothing=spec.view == UNCONDITIONAL)
+        return self.drawn_of(call.request.model_kwargs, nothing=spec.view == UNCONDITIONAL)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of generated tokens, ``(..., H)``."""
@@ -125,8 +126,8 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         alike = copy.copy(self)
         plain = self.prompt
 
-        def prompt(ctx: Context, spec: BranchSpec) -> Prompt:
-            asked = plain(ctx, spec)
+        def prompt(call: Call, spec: BranchSpec) -> Prompt:
+            asked = plain(call, spec)
             embeds = torch.cat([asked.inputs["inputs_embeds"], self.embed(tokens)], 1)
             ids = torch.cat([asked.ids, tokens], 1)
             mask = torch.cat([asked.mask, torch.ones_like(tokens, dtype=torch.bool)], 1)

@@ -23,7 +23,8 @@ from torch import Tensor
 from mmdecode.adapters import image_views
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.request import left_padded
 
@@ -62,25 +63,25 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         """The model around the language model."""
         return type(self._whole).__name__
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The embeddings that generate merged, or a view of the image or the question."""
         if spec.view == "tokens":
             image_views.refuse_lacking(spec)
-            return self._of_patches(ctx, **spec.view_options)
+            return self._of_patches(call, **spec.view_options)
         if spec.view is not None:
-            return image_views.prompt(self, ctx, spec)
-        return DecoderOnlyAdapter.prompt(self, ctx, spec)
+            return image_views.prompt(self, call, spec)
+        return DecoderOnlyAdapter.prompt(self, call, spec)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """All in one pass, by embeddings."""
         return DecoderOnlyAdapter.stack(self, prompts)
 
-    def whole(self, ctx: Context, images: Mapping[str, Any]) -> Prompt:
+    def whole(self, call: Call, images: Mapping[str, Any]) -> Prompt:
         """The caller's prompt with what the Q-Former says of other images."""
         features = image_views.encode(self, dict(images)).features
-        return image_views.of_features(self, ctx, ctx.prompt_mask, features, ())
+        return image_views.of_features(self, call, call.request.prompt_mask, features, ())
 
-    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+    def built(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
         """A prompt of a processor's output; the Q-Former reads the new question of any image."""
         raw = {name: inputs[name] for name in self.raw_names if name in inputs}
         ids = inputs["input_ids"]
@@ -100,13 +101,13 @@ class InstructBlipAdapter(VisionLanguageAdapter):
 
     def _of_patches(
         self,
-        ctx: Context,
+        call: Call,
         select: Callable[[Tensor, Tensor], Tensor],
         heads: image_views.Heads = "mean",
     ) -> Prompt:
         """The prompt of a Q-Former that reads some patches of each row, and no class token."""
         parts = []
-        for own in image_views.raw_images(self, ctx):
+        for own in image_views.raw_images(self, call):
             if not own:
                 continue
             plan = image_views.salient_plan(self, heads)
@@ -118,7 +119,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
 
             with image_views.reading(self, plan), self._read_by_qformer(chosen):
                 parts.append(image_views.encode(self, own).features)
-        return image_views.of_features(self, ctx, ctx.prompt_mask, torch.cat(parts), ())
+        return image_views.of_features(self, call, call.request.prompt_mask, torch.cat(parts), ())
 
     def _read_by_qformer(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Lets ``change(states (R, 1 + n, H)) -> states`` hold for what the Q-Former reads."""

@@ -25,7 +25,7 @@ from mmdecode.adapters.lean_step import (
     plain,
     split,
 )
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Call
 
 if TYPE_CHECKING:
     from transformers import MoonshineForConditionalGeneration
@@ -89,9 +89,9 @@ class MoonshineAdapter(LeanAdapter):
         """Width of the encoder's states."""
         return int(self.model.config.hidden_size)
 
-    def source_mask(self, ctx: Context) -> Tensor | None:
+    def source_mask(self, call: Call) -> Tensor | None:
         """As the encoder gives it, ``(B, S)``: the call's own attention mask is one of samples."""
-        return getattr(ctx.model_inputs["encoder_outputs"], "attention_mask", None)
+        return getattr(call.request.model_kwargs["encoder_outputs"], "attention_mask", None)
 
     @staticmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:

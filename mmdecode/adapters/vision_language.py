@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from mmdecode.adapters import image_views, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
-from mmdecode.engine.contracts import BranchSpec, Context, Mask, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
@@ -75,9 +76,9 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         self._marks = placeholders(model.config)
         self._takes = set(inspect.signature(self._whole.forward).parameters) - _ENGINE
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt with its images; its last token or a foreign prompt without."""
-        if ctx.model_inputs.get("inputs_embeds") is not None:
+        if call.request.model_kwargs.get("inputs_embeds") is not None:
             raise IncompatibleError.between(
                 "inputs_embeds",
                 self.name,
@@ -85,43 +86,45 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                 "leave inputs_embeds out",
             )
         if spec.view is not None:
-            return image_views.prompt(self, ctx, spec)
-        prompt = super().prompt(ctx, spec)
+            return image_views.prompt(self, call, spec)
+        prompt = super().prompt(call, spec)
         if isinstance(spec.prompt, str) and spec.prompt == "same":
-            return replace(prompt, inputs=self.model_inputs(ctx))
+            return replace(prompt, inputs=self.model_inputs(call))
         return prompt
 
-    def model_inputs(self, ctx: Context) -> dict[str, Any]:
+    def model_inputs(self, call: Call) -> dict[str, Any]:
         """What the whole model reads beside ids: image features or pixels, token types.
 
         Raises:
             IncompatibleError: The images were encoded for another model and no pixels are at hand.
         """
-        given = dict(ctx.model_inputs)
-        if ctx.adapter is not None and origin(ctx.adapter.model) is not origin(self.model):
+        given = dict(call.request.model_kwargs)
+        if call.plan.adapter is not None and origin(call.plan.adapter.model) is not origin(
+            self.model
+        ):
             encoded = given.pop(_ENCODED, None)
-            given |= ctx.mm_inputs
+            given |= call.request.inputs
             if encoded and "pixel_values" not in given:
                 raise IncompatibleError.between(
                     self.name,
-                    f"the images of {type(ctx.adapter.model).__name__}",
+                    f"the images of {type(call.plan.adapter.model).__name__}",
                     "generate has encoded them for that model, and a second model needs pixels",
                     "call mmdecode.generate, or generate inside mmdecode.attach(model)",
                 )
         return {k: v for k, v in given.items() if k in self._takes and not _absent(v)}
 
-    def whole(self, ctx: Context, images: Mapping[str, Any]) -> Prompt:
+    def whole(self, call: Call, images: Mapping[str, Any]) -> Prompt:
         """The caller's prompt with other images of the same layout."""
-        inputs = self.model_inputs(ctx)
+        inputs = self.model_inputs(call)
         for name in (_ENCODED, *self.raw_names):
             inputs.pop(name, None)
         inputs |= {name: value for name, value in images.items() if name in self._takes}
-        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask, inputs=inputs)
+        return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask, inputs=inputs)
 
-    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+    def built(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
         """A prompt of a processor's output; ``same``: its images are those of the call."""
         given = {k: v for k, v in inputs.items() if k in self._takes and not _absent(v)}
-        encoded = ctx.model_inputs.get(_ENCODED)
+        encoded = call.request.model_kwargs.get(_ENCODED)
         if same and not _absent(encoded):
             given = {k: v for k, v in given.items() if k not in self.raw_names}
             given[_ENCODED] = encoded
@@ -282,7 +285,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         names = (name for name, _ in self.tower().named_parameters())
         return any("class_embedding" in name or "cls_token" in name for name in names)
 
-    def places(self, ctx: Context) -> dict[str, Any]:
+    def places(self, call: Call) -> dict[str, Any]:
         """Inputs that keep the positions of the caller's prompt."""
         return {}
 
@@ -513,15 +516,15 @@ class QwenVLAdapter(VisionLanguageAdapter):
         "second_per_grid_ts",
     )
 
-    def model_inputs(self, ctx: Context) -> dict[str, Any]:
+    def model_inputs(self, call: Call) -> dict[str, Any]:
         """Beside the images, ``distances (B, 3, P)``: three positions minus that of the token."""
-        inputs = super().model_inputs(ctx)
+        inputs = super().model_inputs(call)
         inputs.pop("mm_token_type_ids", None)  # positions are given
-        return inputs | self.places(ctx) if inputs else inputs
+        return inputs | self.places(call) if inputs else inputs
 
-    def places(self, ctx: Context) -> dict[str, Any]:
+    def places(self, call: Call) -> dict[str, Any]:
         """Distances, from the positions that generate prepared."""
-        places = ctx.model_inputs.get("position_ids")
+        places = call.request.model_kwargs.get("position_ids")
         if places is None or places.ndim != 3:
             raise IncompatibleError.between(
                 self.name,
@@ -530,11 +533,11 @@ class QwenVLAdapter(VisionLanguageAdapter):
                 "model prepares",
                 "use it with a target of its own family",
             )
-        return {"distances": _distances(places[-3:], ctx.prompt_mask)}
+        return {"distances": _distances(places[-3:], call.request.prompt_mask)}
 
-    def built(self, ctx: Context, inputs: Mapping[str, Any], same: bool) -> Prompt:
+    def built(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
         """With positions of its own."""
-        prompt = super().built(ctx, inputs, same)
+        prompt = super().built(call, inputs, same)
         given = dict(prompt.inputs)
         kinds = given.pop("mm_token_type_ids", None)
         if not given:

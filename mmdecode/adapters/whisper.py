@@ -12,7 +12,8 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.adapters import audio_views
 from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.request import token_ids
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ class WhisperAdapter(LeanAdapter):
         """Where a transcript starts, in every prompt."""
         return int(self.model.generation_config.decoder_start_token_id)
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """As of any encoder-decoder; of view ``audio`` with the states of the changed recording."""
         if spec.view != "audio":
-            return super().prompt(ctx, spec)
-        clean = super().prompt(ctx, replace(spec, view=None, view_options={}))
-        states = audio_views.changed(ctx, spec, self._encode, clean.inputs["source"])
+            return super().prompt(call, spec)
+        clean = super().prompt(call, replace(spec, view=None, view_options={}))
+        states = audio_views.changed(call, spec, self._encode, clean.inputs["source"])
         return replace(clean, inputs={**clean.inputs, "source": states})
 
     def _encode(self, features: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.asr.audio import import_or_explain
 from mmdecode.asr.letters import CTCModel, Letters, letters_of
 from mmdecode.asr.words import Token, is_marks, opens, split_units
-from mmdecode.engine.contracts import Context
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import Processors, TargetLogits
 
@@ -376,18 +375,9 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
     device = logits.device
     prompt = torch.tensor([window.prompt], device=device)
     tokens = torch.tensor([window.tokens], device=device)
-    zero = torch.zeros(1, dtype=torch.long, device=device)
-    ctx = Context(
-        prompt_ids=prompt,
-        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
-        ids=torch.cat([prompt, tokens], 1),
-        length=zero,
-        open=torch.ones_like(zero, dtype=torch.bool),
-        rounds=zero,
-        noise=Noise.of(0, [0], device),
-        limit=len(window.tokens) + 1,
-    )
+    most = len(window.tokens) + 1
+    call = Call.of(prompt, generated=tokens, length=0, max_new_tokens=most)
     proposal = Proposal(tokens=tokens, kind="deterministic")
-    law = TargetLogits(logits[None], ctx, proposal, Processors(window.rules))
+    law = TargetLogits(logits[None], call, proposal, Processors(window.rules))
     scores = law.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
     return scores.softmax(-1).gather(1, tokens[0, :, None])[:, 0].tolist()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, BranchOutput, Context
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import MAIN, BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError
 from mmdecode.guide.fusion import ACOUSTIC
@@ -135,34 +135,29 @@ def _forced(
     answer = corrector.prompts.answer(one.reference)
     prompt = torch.tensor([corrector.prompts.prompt(one.hypotheses)], device=device)
     tokens = torch.tensor([answer], device=device)
-    zero = torch.zeros(1, dtype=torch.long, device=device)
     adapter = adapter_for(corrector.model)
-    ctx = Context(
-        prompt_ids=prompt,
-        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
-        ids=torch.cat([prompt, tokens], 1),
-        length=zero,
-        open=zero == 0,
-        rounds=zero,
-        noise=Noise.of(0, [0], device),
-        limit=len(answer) + 1,
-        adapter=adapter,
-        ends=tokens[0, -1:],
-        mm_inputs={"audio": [heard]},
-        model_inputs={"attention_mask": torch.ones_like(prompt)},
+    call = Call.of(
+        prompt,
+        generated=tokens,
+        length=0,
+        max_new_tokens=len(answer) + 1,
+        eos_token_ids=tokens[0, -1:],
+        inputs={"audio": [heard]},
+        model_kwargs={"attention_mask": torch.ones_like(prompt)},
+        plan=Plan(adapter=adapter),
     )
     [spec] = corrector.decoder.guide.branches
     assert spec.build is not None, "fusions build their branch"
-    scorers = [ModelRunner(adapter, [MAIN]), spec.build(ctx)]
+    scorers = [ModelRunner(adapter, [MAIN]), spec.build(call)]
     first: dict[str, BranchOutput] = {}
     for scorer in scorers:
-        first |= scorer.prefill(ctx, first)
+        first |= scorer.prefill(call, first)
     # the rest as a drafted chain behind the first token
-    ctx.length, ctx.longest = zero + 1, 1
+    call.rows.length, call.rows.cur_len = call.rows.length + 1, 1
     chain = Proposal(tokens=tokens[:, 1:-1], kind="deterministic")
     rest: dict[str, BranchOutput] = {}
     for scorer in scorers:
-        rest |= scorer.score(ctx, chain, rest)
+        rest |= scorer.score(call, chain, rest)
     parts = [first, rest] if len(answer) > 1 else [first]
 
     def joined(name: str, field: str) -> Any:

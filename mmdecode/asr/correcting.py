@@ -36,7 +36,8 @@ from mmdecode.runs.items import Failed, each
 if TYPE_CHECKING:
     from mmdecode.asr.long_form import Job, LongForm, Piece
     from mmdecode.asr.transcriber import Segment, Transcript
-    from mmdecode.engine.contracts import BranchSpec, Context
+    from mmdecode.engine.call import Call
+    from mmdecode.engine.contracts import BranchSpec
 
 By = Literal["audio", "language model", "both"]
 CARD = "card.json"
@@ -176,9 +177,9 @@ class FusedCorrection(ListCorrection):
         self._built: list[Any] = []
         corrector.decoder.guide = join(replace(spec, build=partial(self._build, spec)))
 
-    def _build(self, spec: BranchSpec, ctx: Context) -> Any:
+    def _build(self, spec: BranchSpec, call: Call) -> Any:
         assert spec.build is not None, "the branch is scored by rules of its own"
-        self._built = [spec.build(ctx)]
+        self._built = [spec.build(call)]
         return self._built[0]
 
     def __call__(

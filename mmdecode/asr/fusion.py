@@ -42,7 +42,8 @@ from torch import Tensor
 from mmdecode.asr.words import SPACES
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import OptionError
@@ -337,7 +338,7 @@ class AcousticScorer:
     comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
 
     Args:
-        ctx: Of the call.
+        call: Of the call.
         model: A recogniser that the engine has an adapter for.
         spelling: How it writes.
         prompt: Its decoder's first ids, which ask for a transcript without times.
@@ -353,7 +354,7 @@ class AcousticScorer:
 
     def __init__(
         self,
-        ctx: Context,
+        call: Call,
         model: Any,
         spelling: Spelling,
         prompt: Sequence[int],
@@ -363,32 +364,32 @@ class AcousticScorer:
     ) -> None:
         self.model, self.spelling, self.tokenizer, self.pieces = model, spelling, tokenizer, pieces
         self.count = candidates
-        self.ends = frozenset(ctx.ends.tolist())
+        self.ends = frozenset(call.request.eos_token_ids.tolist())
         self.branches = ModelRunner(adapter_for(model), [MAIN])
-        self.choices = Choices(ctx)
-        self._given, self.prompt = what_it_reads(ctx, model, prompt)
+        self.choices = Choices(call)
+        self._given, self.prompt = what_it_reads(call, model, prompt)
         self.listeners: list[Listener] = []
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+    def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Hears the audio, and answers for the first token."""
         inputs = encoded(self.model, self._given)
-        nothing = ctx.ids[:, :0]
-        logits = self.branches.prefill(own_view(ctx, self.prompt, nothing, inputs), {})[
+        nothing = call.rows.ids[:, :0]
+        logits = self.branches.prefill(own_view(call, self.prompt, nothing, inputs), {})[
             "main"
         ].logits
         first = logits[:, 0].log_softmax(-1).cpu().numpy()
         self.listeners = [Listener(self.spelling, law) for law in first]
-        found = self._answer(ctx, Proposal.empty(ctx.batch, ctx.device), earlier)
+        found = self._answer(call, Proposal.empty(call.batch, call.device), earlier)
         self.choices.keep_first()
         return found
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+        self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
         """Candidates behind root and nodes."""
-        for row, ids in enumerate(_generated(ctx)):
+        for row, ids in enumerate(_generated(call)):
             self.listeners[row].commit(self._decoded(ids))
-        return self._answer(ctx, proposal, earlier)
+        return self._answer(call, proposal, earlier)
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Notes who chose what; texts are cached when they are scored again."""
@@ -401,14 +402,14 @@ class AcousticScorer:
         self.choices.reorder(rows)
 
     def _answer(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+        self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
         logits = earlier["main"].logits
         best = logits.topk(min(self.count, logits.shape[-1])).indices
         likeliest = best.tolist()
-        open_rows = ctx.open.tolist()
+        open_rows = call.rows.active.tolist()
         asked: list[list[tuple[str, bool] | None]] = []
-        for row, paths in enumerate(_paths(ctx, proposal)):
+        for row, paths in enumerate(_paths(call, proposal)):
             texts = [
                 self._decoded(ids) if open_rows[row] and ids is not None else None for ids in paths
             ]
@@ -496,17 +497,17 @@ class AcousticScorer:
         cache.commit(torch.tensor([block.kept for block in blocks], device=device))
 
 
-def _generated(ctx: Context) -> list[list[int]]:
+def _generated(call: Call) -> list[list[int]]:
     """The ids that each row has generated."""
-    new = ctx.ids[:, ctx.prompt_length :].tolist()
-    return [ids[:length] for ids, length in zip(new, ctx.length.tolist(), strict=True)]
+    new = call.rows.ids[:, call.prompt_length :].tolist()
+    return [ids[:length] for ids, length in zip(new, call.rows.length.tolist(), strict=True)]
 
 
-def _paths(ctx: Context, proposal: Proposal) -> Iterator[list[list[int] | None]]:
+def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
     """By row, the generated ids up to the root and to each node, ``None`` for unused nodes."""
-    parents = proposal.structure()[0].expand(ctx.batch, -1).tolist()
+    parents = proposal.structure()[0].expand(call.batch, -1).tolist()
     tokens = proposal.tokens.tolist()
-    for row, committed in enumerate(_generated(ctx)):
+    for row, committed in enumerate(_generated(call)):
         paths: list[list[int] | None] = [committed]
         for token, parent in zip(tokens[row], parents[row], strict=True):
             above = paths[parent + 1]

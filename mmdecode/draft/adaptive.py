@@ -25,7 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from mmdecode import registry
-from mmdecode.engine.contracts import Adapter, BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Adapter, BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -120,14 +121,14 @@ class Adaptive(Drafter):
         inner = registry.create("draft", draft, model_id=model_id, target=target)
         return cls(inner, memory=memory)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Chooses the depth of this call."""
-        self._now, self._measured = None, self._of_size(len(ctx.length))
-        if self.sampled or ctx.drafter_invariant:
+        self._now, self._measured = None, self._of_size(len(call.rows.length))
+        if self.sampled or call.plan.drafter_invariant:
             self._now = self._choose()
         self._times, self._end = [time.perf_counter()], None
         if not self._off:
-            self.draft.begin(ctx, prefill, kind)
+            self.draft.begin(call, prefill, kind)
 
     def _of_size(self, rows: int) -> list[Depth]:
         """What was measured with so many rows, up to the next power of two."""
@@ -168,24 +169,24 @@ class Adaptive(Drafter):
 
         return max(self._measured, key=hope)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """What the draft proposes, without the levels below the depth."""
         if self._now is None or self._now.levels is None:
-            return self.draft.propose(ctx, budget)
+            return self.draft.propose(call, budget)
         if self._off:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         levels = min(budget, self._now.levels)
-        proposal = self.draft.propose(ctx, levels)  # a fixed tree may take no notice of the levels
+        proposal = self.draft.propose(call, levels)  # a fixed tree may take no notice of the levels
         return proposal.masked(proposal.structure()[1] <= levels)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Notes the time; the draft learns what it learns."""
         self._times.append(time.perf_counter())
-        self._end = (ctx.length, ctx.rounds)
+        self._end = (call.rows.length, call.rows.rounds)
         if not self._off:
-            self.draft.observe(ctx, proposal, scores, outcome)
+            self.draft.observe(call, proposal, scores, outcome)
 
     def reorder(self, rows: Tensor) -> None:
         """Moves the draft's rows."""

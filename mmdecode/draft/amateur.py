@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
 
 
 class Amateur(Assistant):
@@ -61,5 +62,5 @@ class Amateur(Assistant):
         """This draft with the target's warp; it has one branch, which is not guided."""
         return super().under(None, warp)
 
-    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
-        return ModelRunner(ctx.adapter, [self.spec])
+    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
+        return ModelRunner(call.plan.adapter, [self.spec])

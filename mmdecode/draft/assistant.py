@@ -27,16 +27,9 @@ from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
 from mmdecode.draft.own_law import DraftTarget, noise_of
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import (
-    MAIN,
-    BranchOutput,
-    BranchSpec,
-    Context,
-    Drafter,
-    Guide,
-    Outcome,
-)
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Drafter, Guide, Outcome
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, OptionError
@@ -108,22 +101,22 @@ class Assistant(Drafter):
         alike.law = DraftTarget(self.law.guide or guide, self.law.warp or warp)
         return alike
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Reads the prompt with the drafting model."""
         self._kind = kind
-        self._branch = self._opened(ctx, prefill)
-        self.law.begin(ctx, self._branch.prefill(ctx, {}))
+        self._branch = self._opened(call, prefill)
+        self.law.begin(call, self._branch.prefill(call, {}))
 
-    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
+    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
         """The branch that drafts, before it has read anything."""
         model = self.model
         if isinstance(model, str):
-            target = ctx.adapter.model
+            target = call.plan.adapter.model
             if type(target) not in self._loaded:
                 self._loaded[type(target)] = _loaded(model, target)
-            model = self._loaded[type(target)].to(device=ctx.device, dtype=target.dtype)
+            model = self._loaded[type(target)].to(device=call.device, dtype=target.dtype)
         # a model of image tokens knows what it takes to write the same images
-        adapter = getattr(ctx.adapter, "beside", registry.adapter_for)(model)
+        adapter = getattr(call.plan.adapter, "beside", registry.adapter_for)(model)
         if adapter.vocab != prefill.logits.shape[-1]:
             raise IncompatibleError.between(
                 f"assistant {type(model).__name__}",
@@ -134,31 +127,31 @@ class Assistant(Drafter):
             )
         text_only = self.text_only
         if text_only is None:
-            text_only = _sees(ctx.adapter) and not _sees(adapter)
-        main = _words(ctx) if text_only and _sees(ctx.adapter) else MAIN
+            text_only = _sees(call.plan.adapter) and not _sees(adapter)
+        main = _words(call) if text_only and _sees(call.plan.adapter) else MAIN
         return ModelRunner(adapter, [main, *self.law.specs[1:]])
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain per row."""
         length, branch = min(self.length, budget), self._branch
         assert branch is not None, "begin was not called"
         if length <= 0:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        going = self._going(ctx)
-        feed, offset = ctx.last(self._lag(ctx)), 0
+        going = self._going(call)
+        feed, offset = call.last(self._lag(call)), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
-        longest = min(ctx.longest + self.length + 1, ctx.limit)
+        longest = min(call.rows.cur_len + self.length + 1, call.request.max_new_tokens)
         visible = bucket(branch.width + longest + length)
         for step in range(length):
-            block = chain(feed.shape[1], ctx.device)
+            block = chain(feed.shape[1], call.device)
             feed = feed.repeat(len(branch.specs), 1)
             states, _ = branch.run(feed, *block, visible=visible, offset=offset)
             offset += feed.shape[1]
-            position = (ctx.length + step)[:, None]
-            logits = self.law(ctx, branch.adapter.head(states["last"][:, -1:]), position)
-            noise = noise_of(self._kind, ctx, position, logits.shape[-1])
+            position = (call.rows.length + step)[:, None]
+            logits = self.law(call, branch.adapter.head(states["last"][:, -1:]), position)
+            noise = noise_of(self._kind, call, position, logits.shape[-1])
             token = (logits if noise is None else logits + noise)[:, 0].argmax(-1)
             logits = logits[:, 0]
             laws.append(logits)
@@ -169,20 +162,20 @@ class Assistant(Drafter):
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
 
-    def _going(self, ctx: Context) -> Going:
+    def _going(self, call: Call) -> Going:
         """Which rows go on in a round."""
-        return Going(self.risk, ctx)
+        return Going(self.risk, call)
 
-    def _lag(self, ctx: Context) -> int:
+    def _lag(self, call: Call) -> int:
         """Tokens to read again, of those there are: without a prompt of ids, one at first."""
-        return min(2, ctx.prompt_length + ctx.longest + 1)
+        return min(2, call.prompt_length + call.rows.cur_len + 1)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Moves the write position behind the last but one committed token."""
         assert self._branch is not None
-        start = self._branch.width + ctx.length - self._lag(ctx)
+        start = self._branch.width + call.rows.length - self._lag(call)
         self._branch.cache.set_start(start.repeat(len(self._branch.specs)))
 
     def reorder(self, rows: Tensor) -> None:
@@ -205,16 +198,16 @@ class Going:
 
     Args:
         risk: As of `Assistant`.
-        ctx: Of the call.
+        call: Of the call.
 
     Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
     product of acceptance probabilities exceeds a threshold. Differs: these are not predicted by a
     trained head but taken from the law that each token was drawn from.
     """
 
-    def __init__(self, risk: float, ctx: Context) -> None:
-        self.risk, self.looks = risk, ctx.device.type == "cpu" and not ctx.fixed
-        self.kept = ctx.open.float()  # that no token so far is rejected
+    def __init__(self, risk: float, call: Call) -> None:
+        self.risk, self.looks = risk, call.device.type == "cpu" and not call.plan.static_shapes
+        self.kept = call.rows.active.float()  # that no token so far is rejected
 
     def submitted(self, token: Tensor) -> Tensor:
         """A token ``(B,)``, -1 in rows that have stopped."""
@@ -237,16 +230,16 @@ def _sees(adapter: Any) -> bool:
     return "image" in adapter.inputs
 
 
-def _words(ctx: Context) -> BranchSpec:
+def _words(call: Call) -> BranchSpec:
     """The prompt without its image tokens.
 
     The last token stays whatever it is, since the first round reads it again.
     """
-    keep = ctx.prompt_mask & ~ctx.adapter.image_mask(ctx.prompt_ids)
+    keep = call.request.prompt_mask & ~call.plan.adapter.image_mask(call.request.prompt_ids)
     keep[:, -1] = True
     width = int(keep.sum(1).amax())
     order = keep.long().argsort(dim=1, stable=True)[:, -width:]
-    ids, mask = ctx.prompt_ids.gather(1, order), keep.gather(1, order)
+    ids, mask = call.request.prompt_ids.gather(1, order), keep.gather(1, order)
     return BranchSpec(name="main", prompt=ids, prompt_mask=mask)
 
 

@@ -23,13 +23,13 @@ from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
 from mmdecode.draft.own_law import DraftTarget
 from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import (
     MAIN,
     Adapter,
     BranchOutput,
     BranchSpec,
-    Context,
     Drafter,
     Guide,
     Outcome,
@@ -186,13 +186,13 @@ class FeatureDraft(Drafter):
         alike.law = DraftTarget(guide, warp)
         return alike
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Reads all prompt rows but the last, whose next token is yet to be decided."""
-        refuse_foreign(self.drafter, ctx.adapter, prefill)
+        refuse_foreign(self.drafter, call.plan.adapter, prefill)
         self._kind = kind
         self._place(prefill.hidden["last"])
-        self.law.begin(ctx, {"main": prefill, **prefill.beside})
-        rows = prompt_rows(self._running, ctx, prefill, self.law.specs)
+        self.law.begin(call, {"main": prefill, **prefill.beside})
+        rows = prompt_rows(self._running, call, prefill, self.law.specs)
         rows = replace(rows, features=self._running.fuse(rows.features))
         assert rows.kept is not None and rows.images is not None
         shift = rows.kept.sum(1)  # tokens before the last one
@@ -203,18 +203,18 @@ class FeatureDraft(Drafter):
         self._carried = None if rows.carried is None else rows.carried[:, -1:]
         self._width = width = rows.embeds.shape[1]
         self._base = shift - width
-        distances = _distances(self._running, ctx)
+        distances = _distances(self._running, call)
         self._distances = None if distances is None else self._each(distances)
-        tree = self.depth * self.top_k if ctx.fixed else 0
+        tree = self.depth * self.top_k if call.plan.static_shapes else 0
         self._cache = RaggedCache(
-            self._running.cache_layers, len(shift), ctx.device, ctx.reserved(width) + tree
+            self._running.cache_layers, len(shift), call.device, call.reserved(width) + tree
         )
         if width:
             states = rows.embeds
             mask = block_mask(
                 self._cache.start,
                 self._pads,
-                *chain(width, ctx.device),
+                *chain(width, call.device),
                 bucket(width),
                 states.dtype,
             )
@@ -235,9 +235,9 @@ class FeatureDraft(Drafter):
         self._cache.open(visible, offset)
         return self._running(rows, mask, self._cache)
 
-    def _positions(self, ctx: Context, slots: Tensor) -> Tensor:
+    def _positions(self, call: Call, slots: Tensor) -> Tensor:
         """Of slots ``(B, Q)``, behind the prompt."""
-        positions = turned(self._running, ctx.adapter, slots + self._base[:, None])
+        positions = turned(self._running, call.plan.adapter, slots + self._base[:, None])
         return positions if self._distances is None else positions + self._distances
 
     def _each(self, values: Tensor) -> Tensor:
@@ -246,13 +246,13 @@ class FeatureDraft(Drafter):
         return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Reads the committed tokens: the states along the accepted path, each with what follows.
 
         Rows behind the path's end are read too, and written over in the next round.
         """
-        levels = _levels(self._running, ctx.adapter)
+        levels = _levels(self._running, call.plan.adapter)
         said = [{"main": scores, **scores.beside}[spec.name] for spec in self.law.specs]
         features = torch.cat(
             [torch.cat([branch.hidden[level] for level in levels], -1) for branch in said]
@@ -263,37 +263,37 @@ class FeatureDraft(Drafter):
             along = torch.nn.functional.pad(path + 1, (1, 0))  # root first
             features = gathered(features, self._each(along))
         width = features.shape[1]
-        order = torch.arange(width, device=ctx.device)
+        order = torch.arange(width, device=call.device)
         accepted = outcome.num_accepted[:, None]
         after = torch.nn.functional.pad(tokens, (0, 1))
         after = torch.where(order < accepted, after, outcome.next_token[:, None]).clamp_min(0)
         start = self._cache.start
         rows = Rows(
-            embeds=self._running.embed(self._each(after), ctx.adapter),
+            embeds=self._running.embed(self._each(after), call.plan.adapter),
             features=self._running.fuse(features),
-            positions=self._positions(ctx, start[:, None] + order),
+            positions=self._positions(call, start[:, None] + order),
             carried=self._carried,
         )
-        visible = bucket(self._width + ctx.longest + width)
-        block = chain(width, ctx.device)
+        visible = bucket(self._width + call.rows.cur_len + width)
+        block = chain(width, call.device)
         mask = block_mask(start, self._pads, *block, visible, rows.embeds.dtype)
         states = self._run(rows, mask, visible)
         self._state = gathered(states, self._each(accepted))
-        self._cache.set_start(self._width + self._each(ctx.length))
+        self._cache.set_start(self._width + self._each(call.rows.length))
         # the longest row after this block, before it is cut
-        self._reach = self._width + min(ctx.longest + width, ctx.limit)
+        self._reach = self._width + min(call.rows.cur_len + width, call.request.max_new_tokens)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The likeliest paths below the last token."""
         levels = min(self.depth, budget)
         if levels <= 0:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         shape = replace(self._shape, levels=levels)
         own = self._running.target_ids()
-        return grown_proposal(ctx, self._kind, self.law, shape, *self._reader(ctx, levels), own)
+        return grown_proposal(call, self._kind, self.law, shape, *self._reader(call, levels), own)
 
     def _reader(
-        self, ctx: Context, levels: int
+        self, call: Call, levels: int
     ) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
         """Logits after the root, and what reads the nodes of a level, as `grow` wants them.
 
@@ -302,7 +302,7 @@ class FeatureDraft(Drafter):
         assert self._state is not None, "observe was not called"
         drafter, own = self._running, self._running.target_ids()
         states, sees = self._state, None
-        logits = drafter.logits(states, ctx.adapter)
+        logits = drafter.logits(states, call.plan.adapter)
         visible = bucket(self._reach + (levels - 1) * min(self.top_k, logits.shape[-1]))
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
@@ -312,14 +312,14 @@ class FeatureDraft(Drafter):
             slots = (self._cache.start + level)[:, None].expand(-1, top_k)
             ids = tokens if own is None else own[tokens]
             rows = Rows(
-                embeds=drafter.embed(ids, ctx.adapter),
+                embeds=drafter.embed(ids, call.plan.adapter),
                 features=gathered(states, above),
-                positions=self._positions(ctx, slots),
+                positions=self._positions(call, slots),
                 carried=self._carried,
             )
             mask = tree_mask(self._cache.start, self._pads, sees, visible, rows.embeds.dtype)
             states = self._run(rows, mask, visible, offset=level * top_k)
-            return drafter.logits(states, ctx.adapter)
+            return drafter.logits(states, call.plan.adapter)
 
         return logits, step
 
@@ -367,7 +367,7 @@ def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
 
 def prompt_rows(
     drafter: FeatureDrafter,
-    ctx: Context,
+    call: Call,
     prefill: BranchOutput,
     specs: Sequence[BranchSpec] = (MAIN,),
 ) -> Rows:
@@ -375,7 +375,7 @@ def prompt_rows(
 
     Args:
         drafter: Whose rows they are.
-        ctx: The call.
+        call: The call.
         prefill: With the states of the whole prompt, as `feature_needs` asks for them.
         specs: Branches whose prompts are read, the main one first; their rows follow each other.
 
@@ -384,21 +384,21 @@ def prompt_rows(
         a row for the first token, P of them, the first feature 0 and positions those of embeddings.
     """
     said = {"main": prefill, **prefill.beside}
-    parts = [_branch_rows(drafter, ctx, said[spec.name].prompt_hidden, spec) for spec in specs]
+    parts = [_branch_rows(drafter, call, said[spec.name].prompt_hidden, spec) for spec in specs]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
 
 
-def _prompt(ctx: Context, spec: BranchSpec) -> Prompt:
+def _prompt(call: Call, spec: BranchSpec) -> Prompt:
     """What a branch has read: a guide may have put another in its place, see `BranchSpec`."""
-    running = {} if ctx.branch is None else {one.name: one for one in ctx.branch.specs}
-    return ctx.adapter.prompt(ctx, running.get(spec.name, spec))
+    running = {} if call.plan.main is None else {one.name: one for one in call.plan.main.specs}
+    return call.plan.adapter.prompt(call, running.get(spec.name, spec))
 
 
 def _branch_rows(
-    drafter: FeatureDrafter, ctx: Context, hidden: Mapping[int | str, Tensor], spec: BranchSpec
+    drafter: FeatureDrafter, call: Call, hidden: Mapping[int | str, Tensor], spec: BranchSpec
 ) -> Rows:
-    adapter = ctx.adapter
-    prompt = _prompt(ctx, spec)
+    adapter = call.plan.adapter
+    prompt = _prompt(call, spec)
     # a prompt that shares its pass with a wider one was padded there
     hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
@@ -477,9 +477,9 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
     return levels
 
 
-def _distances(drafter: FeatureDrafter, ctx: Context) -> Tensor | None:
+def _distances(drafter: FeatureDrafter, call: Call) -> Tensor | None:
     """Behind the prompt: from a token's number to its three positions, ``(B, 3, 1)``."""
-    distances = _prompt(ctx, MAIN).inputs.get("distances")
+    distances = _prompt(call, MAIN).inputs.get("distances")
     if drafter.rotary.sections is None or distances is None:
         return None
     return distances[..., -1:]

@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 
 from mmdecode import registry
 from mmdecode.draft.source import Source
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import (
     Adapter,
     BranchOutput,
-    Context,
     Drafter,
     Outcome,
     Requirements,
@@ -76,14 +76,14 @@ class FirstOf(Drafter):
         """What either wants."""
         return needs_of(self.first, adapter).union(needs_of(self.second, adapter))
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Begins both."""
-        self.first.begin(ctx, prefill, kind)
-        self.second.begin(ctx, prefill, kind)
+        self.first.begin(call, prefill, kind)
+        self.second.begin(call, prefill, kind)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """One proposal; its rows have shapes of their own where the parts differ in shape."""
-        first, second = self.first.propose(ctx, budget), self.second.propose(ctx, budget)
+        first, second = self.first.propose(call, budget), self.second.propose(call, budget)
         if not first.size or not second.size:
             return first if first.size else second
         width = max(first.size, second.size)
@@ -91,7 +91,7 @@ class FirstOf(Drafter):
 
         def joined(one: Tensor, other: Tensor) -> Tensor:
             one, other = (
-                pad(part.expand(ctx.batch, -1), (0, width - part.shape[1]), value=-1)
+                pad(part.expand(call.batch, -1), (0, width - part.shape[1]), value=-1)
                 for part in (one, other)
             )
             return torch.where(mine, one, other)
@@ -103,11 +103,11 @@ class FirstOf(Drafter):
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Both learn from every round, whoever drafted it."""
-        self.first.observe(ctx, proposal, scores, outcome)
-        self.second.observe(ctx, proposal, scores, outcome)
+        self.first.observe(call, proposal, scores, outcome)
+        self.second.observe(call, proposal, scores, outcome)
 
     def reorder(self, rows: Tensor) -> None:
         """Moves the rows of both."""

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.growing import extended, gathered, tree_mask
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Call
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.models.flash import Flash as Model
 
@@ -35,7 +35,7 @@ class Flash(FeatureDraft):
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
     def _reader(
-        self, ctx: Context, levels: int
+        self, call: Call, levels: int
     ) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
         assert self._state is not None, "observe was not called"
         drafter = self._running
@@ -43,7 +43,7 @@ class Flash(FeatureDraft):
         width, steps = drafter.width, drafter.steps
         made, sees = self._state, None  # of each node of the frontier, (B, k, steps * H)
         unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass
-        logits = drafter.logits(made[..., :width], ctx.adapter)
+        logits = drafter.logits(made[..., :width], call.plan.adapter)
         visible = bucket(self._reach + (levels - 1) * min(self.top_k, logits.shape[-1]))
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
@@ -55,18 +55,18 @@ class Flash(FeatureDraft):
             slots = (self._cache.start + level)[:, None].expand(-1, top_k)
             unread.append((tokens, states[:, :, place], slots, sees))
             if place < steps - 1:
-                return drafter.logits(states[:, :, place + 1], ctx.adapter)
+                return drafter.logits(states[:, :, place + 1], call.plan.adapter)
             parts = list(zip(*unread, strict=True))
             unread.clear()
             rows = Rows(
-                embeds=drafter.embed(torch.cat(parts[0], 1), ctx.adapter),
+                embeds=drafter.embed(torch.cat(parts[0], 1), call.plan.adapter),
                 features=torch.cat(parts[1], 1),
-                positions=self._positions(ctx, torch.cat(parts[2], 1)),
+                positions=self._positions(call, torch.cat(parts[2], 1)),
             )
             seen = torch.cat([pad(own, (0, sees.shape[2] - own.shape[2])) for own in parts[3]], 1)
             mask = tree_mask(self._cache.start, self._pads, seen, visible, rows.embeds.dtype)
             first = (level - place) * top_k
             made = self._run(rows, mask, visible, offset=first)[:, -top_k:]
-            return drafter.logits(made[..., :width], ctx.adapter)
+            return drafter.logits(made[..., :width], call.plan.adapter)
 
         return logits, step

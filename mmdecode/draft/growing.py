@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.own_law import DraftTarget, noise_of
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -60,18 +60,18 @@ class Worth:
     Args:
         gain: Of expected tokens by a level that is not the last; the level that fails is kept.
         nodes: That a tree keeps.
-        ctx: Of the call.
+        call: Of the call.
 
     Source: Wang et al. 2025 (OPT-Tree), arXiv:2406.17276, section 3. Differs from its code, which
     leaves the level it has just grown out of the sum.
     """
 
-    def __init__(self, gain: float, nodes: int, ctx: Context) -> None:
+    def __init__(self, gain: float, nodes: int, call: Call) -> None:
         self.gain, self.nodes = gain, nodes
-        self.looks = ctx.device.type == "cpu" and not ctx.fixed
-        self.going = ctx.open[:, None]
-        self._best = torch.zeros(ctx.batch, 0, device=ctx.device)
-        self._expected = torch.zeros(ctx.batch, 1, device=ctx.device)
+        self.looks = call.device.type == "cpu" and not call.plan.static_shapes
+        self.going = call.rows.active[:, None]
+        self._best = torch.zeros(call.batch, 0, device=call.device)
+        self._expected = torch.zeros(call.batch, 1, device=call.device)
 
     def shown(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores of a level, ``(B, n)``, unused in rows that have ended."""
@@ -171,7 +171,7 @@ def grow(
 
 
 def grown_proposal(
-    ctx: Context,
+    call: Call,
     kind: Kind,
     law: DraftTarget,
     shape: Shape,
@@ -182,7 +182,7 @@ def grown_proposal(
     """A tree of a law: its likeliest nodes, or all that was drawn.
 
     Args:
-        ctx: Of the call.
+        call: Of the call.
         kind: Of the proposal.
         law: Made of logits.
         shape: Of the tree.
@@ -190,13 +190,13 @@ def grown_proposal(
         step: As of `grow`, to logits of all branches.
         own: The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same.
     """
-    vocab, top_k = ctx.adapter.vocab, min(shape.top_k, root.shape[-1])
+    vocab, top_k = call.plan.adapter.vocab, min(shape.top_k, root.shape[-1])
     nodes = max(shape.nodes, shape.levels) if top_k == 1 else shape.nodes
     laws: list[Tensor] = []  # of the nodes of each level
 
     def law_of(level: int, logits: Tensor) -> Tensor:
-        position = (ctx.length + level)[:, None]
-        laws.append(law(ctx, logits, position, own))
+        position = (call.rows.length + level)[:, None]
+        laws.append(law(call, logits, position, own))
         return laws[-1]
 
     grown = grow(
@@ -204,8 +204,8 @@ def grown_proposal(
         lambda level, tokens, above: law_of(level + 1, step(level, tokens, above)),
         shape.levels,
         top_k,
-        lambda level: noise_of(kind, ctx, (ctx.length + level)[:, None], vocab, own),
-        None if shape.gain is None else Worth(shape.gain, nodes, ctx),
+        lambda level: noise_of(kind, call, (call.rows.length + level)[:, None], vocab, own),
+        None if shape.gain is None else Worth(shape.gain, nodes, call),
     )
     log_q = None
     if kind in ("iid", "without_replacement"):

@@ -19,8 +19,9 @@ from torch import Tensor
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.growing import Shape, gathered, grown_proposal
 from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 from mmdecode.models.hydra import HydraHeads
@@ -102,20 +103,20 @@ class Hydra(Drafter):
         path = path or shipped([HydraHeads.kind], model_id)
         return cls.from_pretrained(path, depth, top_k, nodes, gain)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Moves the heads to the states."""
-        refuse_foreign(self.heads, ctx.adapter, prefill)
+        refuse_foreign(self.heads, call.plan.adapter, prefill)
         self._kind = kind
         self._running = placed(self.heads, self._running, prefill.hidden["last"])
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The likeliest paths below the last token."""
         levels = min(self.depth, budget)
         if levels <= 0:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         assert self._state is not None, "observe was not called"
-        heads, adapter = self._running, ctx.adapter
-        embeds = heads.embed(ctx.last(1), adapter)
+        heads, adapter = self._running, call.plan.adapter
+        embeds = heads.embed(call.last(1), adapter)
         read = torch.cat([self._state, embeds.to(self._state.dtype)], -1)
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
@@ -126,10 +127,10 @@ class Hydra(Drafter):
 
         root = heads.logits(0, read, adapter)
         shape = replace(self._shape, levels=levels)
-        return grown_proposal(ctx, self._kind, DraftTarget(), shape, root, step)
+        return grown_proposal(call, self._kind, DraftTarget(), shape, root, step)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Keeps the state at the end of the accepted path."""
         hidden = scores.hidden["last"]

@@ -21,15 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.call import Call, WindowMode
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import (
-    BranchOutput,
-    Context,
-    Drafter,
-    Outcome,
-    Requirements,
-    WindowMode,
-)
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
@@ -102,57 +96,59 @@ class Jacobi(Drafter):
         self.needs = Requirements(window_modes=modes)
         self.reset()
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Makes room for guesses by place, and for their laws where something reads these.
 
         Raises:
             OptionError: The window is larger than the image.
         """
         self._kind = kind
-        layout = self._layout = getattr(ctx.adapter, "layout", None)
+        layout = self._layout = getattr(call.plan.adapter, "layout", None)
         if layout is not None and self.window > layout.length:
             raise OptionError(
                 f"a window of {self.window} tokens is larger than the image, which has "
                 f"{layout.length}: give a window of at most {layout.length}"
             )
         vocab = prefill.logits.shape[-1]
-        self._ids = torch.arange(vocab, device=ctx.device)
+        self._ids = torch.arange(vocab, device=call.device)
         if layout is not None:
-            self._ids = layout.ids.to(ctx.device)
-        self._uniform = torch.full((vocab,), -torch.inf, device=ctx.device)
+            self._ids = layout.ids.to(call.device)
+        self._uniform = torch.full((vocab,), -torch.inf, device=call.device)
         self._uniform[self._ids] = 0.0
-        self._known = torch.zeros_like(ctx.length)  # first place of each row without a guess
-        size = ctx.limit + self.window
-        self._guesses = torch.zeros((ctx.batch, size), dtype=torch.long, device=ctx.device)
+        self._known = torch.zeros_like(call.rows.length)  # first place of each row without a guess
+        size = call.request.max_new_tokens + self.window
+        self._guesses = torch.zeros((call.batch, size), dtype=torch.long, device=call.device)
         drawn = kind in ("iid", "without_replacement")
         if drawn or self._tree is not None or self.start.endswith("_law"):
             # the window, and as far back as neighbours lie: a ring, by place modulo its size
             back = layout.stride if layout is not None and self.start == "above_law" else 1
-            self._laws = self._uniform.repeat(ctx.batch, self.window + back, 1)
+            self._laws = self._uniform.repeat(call.batch, self.window + back, 1)
         self._depths, self._ranks = (
-            torch.tensor(part, device=ctx.device)
+            torch.tensor(part, device=call.device)
             for part in ([len(path) - 1 for path in self._paths], [p[-1] for p in self._paths])
         )
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Notes what is left of the window, and the law each guess was drawn from."""
         window = outcome.window
         assert window is not None, "the loop refills it"
-        places = ctx.length[:, None] + torch.arange(window.tokens.shape[1], device=ctx.device)
+        places = call.rows.length[:, None] + torch.arange(
+            window.tokens.shape[1], device=call.device
+        )
         self._guesses.scatter_(1, places, window.tokens.clamp_min(0))
         if self._laws is not None:
             logits = window.logits
             self._laws.scatter_(1, self._ring(places).expand_as(logits), logits)
-        self._known.copy_(ctx.length + (window.tokens >= 0).sum(1))
+        self._known.copy_(call.rows.length + (window.tokens >= 0).sum(1))
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """What is left of the window, then fresh guesses."""
         if self.window == 1:
-            return Proposal.empty(ctx.batch, ctx.device)
-        places = ctx.length[:, None] + torch.arange(self.window - 1, device=ctx.device)
-        fresh, start = self._begun(ctx, places)
+            return Proposal.empty(call.batch, call.device)
+        places = call.rows.length[:, None] + torch.arange(self.window - 1, device=call.device)
+        fresh, start = self._begun(call, places)
         missing = places >= self._known[:, None]
         tokens = torch.where(missing, fresh, self._guesses.gather(1, places))
         if self._layout is not None and self._layout.has_forced:
@@ -169,7 +165,7 @@ class Jacobi(Drafter):
             return Proposal(
                 tokens=tokens, kind=self._kind, log_q=laws if self._kind == "iid" else None
             )
-        return self._with_siblings(ctx, places, tokens, laws)
+        return self._with_siblings(call, places, tokens, laws)
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""
@@ -188,21 +184,23 @@ class Jacobi(Drafter):
         assert self._laws is not None
         return (places % self._laws.shape[1])[..., None]
 
-    def _begun(self, ctx: Context, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _begun(self, call: Call, places: Tensor) -> tuple[Tensor, Tensor]:
         """Guesses at ``places (B, N)`` by nothing but their neighbours, and their log-laws."""
         law = self._uniform.expand(*places.shape, -1)
         source = self._source(places)
         if source is None:
-            return self._draw(ctx, places, law), law
+            return self._draw(call, places, law), law
         found, source = (source >= 0)[..., None], source.clamp_min(0)
         if self.start.endswith("_law"):
             assert self._laws is not None
             index = self._ring(source).expand_as(law)
             law = torch.where(found, self._laws.gather(1, index), law)
-            return self._draw(ctx, places, law), law
-        told = ctx.ids.gather(1, source + ctx.prompt_length)
-        told = torch.where(source < ctx.length[:, None], told, self._guesses.gather(1, source))
-        tokens = torch.where(found[..., 0], told, self._draw(ctx, places, law))
+            return self._draw(call, places, law), law
+        told = call.rows.ids.gather(1, source + call.prompt_length)
+        told = torch.where(
+            source < call.rows.length[:, None], told, self._guesses.gather(1, source)
+        )
+        tokens = torch.where(found[..., 0], told, self._draw(call, places, law))
         return tokens, torch.where(found, one_hot(told, law), law)
 
     def _source(self, places: Tensor) -> Tensor | None:
@@ -218,28 +216,30 @@ class Jacobi(Drafter):
         nearest = torch.minimum(layout.left(places), end - 1)
         return torch.where(nearest >= places - places % layout.stride, nearest, -1)
 
-    def _draw(self, ctx: Context, places: Tensor, law: Tensor) -> Tensor:
+    def _draw(self, call: Call, places: Tensor, law: Tensor) -> Tensor:
         """A token from each ``law (B, N, V)``, by noise that suits the kind of proposal."""
-        trial = None if self.continuation == "shared" else ctx.rounds
+        trial = None if self.continuation == "shared" else call.rows.rounds
         if not self.start.endswith("_law"):  # uniform, where coupling would gain next to nothing
-            unit = ctx.noise.uniform(places, Role.DRAFT, trial=trial)
+            unit = call.request.noise.uniform(places, Role.DRAFT, trial=trial)
             return self._ids[(unit * len(self._ids)).long()]
-        if not ctx.do_sample:
+        if not call.request.do_sample:
             return law.argmax(-1)
         if self._kind == "coupled":
-            return (law + ctx.noise.gumbel(places, Role.TARGET, law.shape[-1])).argmax(-1)
-        return (law + ctx.noise.gumbel(places, Role.DRAFT, law.shape[-1], trial=trial)).argmax(-1)
+            return (law + call.request.noise.gumbel(places, Role.TARGET, law.shape[-1])).argmax(-1)
+        return (
+            law + call.request.noise.gumbel(places, Role.DRAFT, law.shape[-1], trial=trial)
+        ).argmax(-1)
 
-    def _with_siblings(
-        self, ctx: Context, places: Tensor, tokens: Tensor, laws: Tensor
-    ) -> Proposal:
+    def _with_siblings(self, call: Call, places: Tensor, tokens: Tensor, laws: Tensor) -> Proposal:
         """The chain with further draws from the laws of its first places, without replacement."""
         assert self._tree is not None
         front = laws[:, : self.levels]
-        if ctx.do_sample:
+        if call.request.do_sample:
             coupled = self._kind == "coupled"
-            role, trial = (Role.TARGET, None) if coupled else (Role.DRAFT, ctx.rounds)
-            noise = ctx.noise.gumbel(places[:, : self.levels], role, laws.shape[-1], trial=trial)
+            role, trial = (Role.TARGET, None) if coupled else (Role.DRAFT, call.rows.rounds)
+            noise = call.request.noise.gumbel(
+                places[:, : self.levels], role, laws.shape[-1], trial=trial
+            )
             front = front + noise
         first = tokens[:, : self.levels, None]
         more = front.scatter(2, first, -torch.inf).topk(self.siblings - 1, -1)
@@ -248,7 +248,7 @@ class Jacobi(Drafter):
         choices = pad(choices, (0, 0, 0, tokens.shape[1] - self.levels), value=-1)
         choices[:, self.levels :, 0] = tokens[:, self.levels :]
         nodes = choices[:, self._depths, self._ranks]
-        _, _, ancestors = self._tree.tensors(ctx.device)
+        _, _, ancestors = self._tree.tensors(call.device)
         lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # behind a sibling that is none
         return Proposal(
             tokens=nodes.masked_fill(lost, -1),

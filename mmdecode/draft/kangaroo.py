@@ -21,7 +21,8 @@ from mmdecode.draft.assistant import Assistant, Going
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchOutput, Context, Requirements, model_name
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Requirements, model_name
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
@@ -82,13 +83,13 @@ class Kangaroo(LayerSkip):
         path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, sure=sure)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Makes the view, and lets it read the prompt."""
-        refuse_foreign(self.drafter, ctx.adapter, prefill)
+        refuse_foreign(self.drafter, call.plan.adapter, prefill)
         self._running = placed(self.drafter, self._running, prefill.hidden["last"])
-        view = self._view(ctx.adapter)
+        view = self._view(call.plan.adapter)
         self._inner = _Sure(view, self.length, self.sure, self._running.exit_layer + 1)
-        self._inner.begin(ctx, prefill, kind)
+        self._inner.begin(call, prefill, kind)
 
     def _view(self, adapter: Any) -> Any:
         """The model's first layers with the adapter behind them."""
@@ -135,20 +136,20 @@ class _Sure(Assistant):
         super().__init__(model, length)
         self.sure, self.layers = sure, layers
 
-    def _opened(self, ctx: Context, prefill: BranchOutput) -> ModelRunner:
-        branch = super()._opened(ctx, prefill)
+    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
+        branch = super()._opened(call, prefill)
         branch.adapter.num_layers = self.layers
         return branch
 
-    def _going(self, ctx: Context) -> Going:
-        return _GoingSure(self.sure, ctx)
+    def _going(self, call: Call) -> Going:
+        return _GoingSure(self.sure, call)
 
 
 class _GoingSure(Going):
     """Ends a row behind a token of a law whose likeliest has less than ``sure`` probability."""
 
-    def __init__(self, sure: float, ctx: Context) -> None:
-        super().__init__(0.0 if sure else 1.0, ctx)
+    def __init__(self, sure: float, call: Call) -> None:
+        super().__init__(0.0 if sure else 1.0, call)
         self.sure = sure
 
     def chance(self, law: Tensor, token: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from mmdecode import registry
 from mmdecode.draft.layer_skip import shallow, without_hooks
 from mmdecode.draft.mirror import CacheCopyDrafter
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import BranchOutput, Context, model_name
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, model_name
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
@@ -77,29 +78,29 @@ class LayerSearch(CacheCopyDrafter):
         """From a string: ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, risk)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Copies what the model keeps of the prompt; nothing is skipped before the first search."""
-        if len(ctx.adapter.windows) > 1:
+        if len(call.plan.adapter.windows) > 1:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
-                model_name(ctx.adapter),
+                model_name(call.plan.adapter),
                 "its layers differ in what they see, by their place in the model",
                 "use layer_skip with exit_layer, which keeps every layer in its place",
             )
-        super().begin(ctx, prefill, kind)
-        self._whole, self._calls = ctx.adapter, 0
+        super().begin(call, prefill, kind)
+        self._whole, self._calls = call.plan.adapter, 0
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain per row, behind a search where one is due."""
         assert self._branch is not None, "begin was not called"
         if min(self.length, budget) > 0:
             if self._calls % self.every == 0 and self.share:
-                self._search(ctx)
+                self._search(call)
             self._calls += 1
             self._branch.use(self._view(self.skipped))
-        return super().propose(ctx, budget)
+        return super().propose(call, budget)
 
-    def _search(self, ctx: Context) -> None:
+    def _search(self, call: Call) -> None:
         """Sets `skipped`, and leaves the cache as it was before the write position."""
         raise NotImplementedError
 
@@ -158,42 +159,42 @@ class Swift(LayerSearch):
         self._units: list[Unit] = []
         self._found = False
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Keeps the best set so far, where the model is laid out as the last one."""
-        super().begin(ctx, prefill, kind)
-        units = units_of(ctx.adapter)
+        super().begin(call, prefill, kind)
+        units = units_of(call.plan.adapter)
         if units != self._units:
             self._units, self._found = units, False
             count = round(self.share * len(units))
             # evenly spread, until something better is known
             self.skipped = frozenset(units[i * len(units) // count] for i in range(count))
 
-    def _search(self, ctx: Context) -> None:
-        count, window = len(self.skipped), min(self.window, ctx.longest)
+    def _search(self, call: Call) -> None:
+        count, window = len(self.skipped), min(self.window, call.rows.cur_len)
         if self._found or not 0 < count < len(self._units) or window < 1:
             return
         candidate = frozenset(self._dice.sample(self._units, count))
-        best, new = (self._matches(ctx, skip, window) for skip in (self.skipped, candidate))
+        best, new = (self._matches(call, skip, window) for skip in (self.skipped, candidate))
         shares = torch.stack([best, new]).tolist()
         if shares[1] > shares[0]:
             self.skipped = candidate
         self._found = max(shares) >= ENOUGH
 
-    def _matches(self, ctx: Context, skip: frozenset[Unit], window: int) -> Tensor:
+    def _matches(self, call: Call, skip: frozenset[Unit], window: int) -> Tensor:
         """The share of the last tokens that the model without ``skip`` would have drafted."""
         branch = self._branch
         assert branch is not None
         start = branch.cache.start.clone()
-        tokens = ctx.last(window + 1)
+        tokens = call.last(window + 1)
         branch.use(self._view(skip))
         branch.cache.set_start((start - window).clamp_min(0))
-        visible = bucket(branch.width + ctx.longest + window)
-        states, _ = branch.run(tokens[:, :-1], *chain(window, ctx.device), visible=visible)
+        visible = bucket(branch.width + call.rows.cur_len + window)
+        states, _ = branch.run(tokens[:, :-1], *chain(window, call.device), visible=visible)
         drafted = branch.adapter.head(states["last"]).argmax(-1)
-        back = torch.arange(window, 0, -1, device=ctx.device)
+        back = torch.arange(window, 0, -1, device=call.device)
         # what stands before the first generated token was never drafted, nor read as ids alone
-        written = (back < ctx.length[:, None]) & ctx.open[:, None]
-        self._copy(ctx, branch.cache.start - branch.width, window)
+        written = (back < call.rows.length[:, None]) & call.rows.active[:, None]
+        self._copy(call, branch.cache.start - branch.width, window)
         branch.cache.set_start(start)
         right = (drafted == tokens[:, 1:]) & written
         return right.sum() / written.sum().clamp_min(1)
@@ -218,12 +219,12 @@ class Clasp(LayerSearch):
     summary = "the model without the layers that the last tokens could spare drafts a chain"
     source = "CLaSp, Chen et al. 2025"
 
-    def _search(self, ctx: Context) -> None:
+    def _search(self, call: Call) -> None:
         branch = self._branch
         assert branch is not None
         layers = list(self._whole.layers())
         count = min(round(self.share * len(layers)), len(layers) - 1)
-        programme = Programme(count, ctx.open | ~ctx.open.any())
+        programme = Programme(count, call.rows.active | ~call.rows.active.any())
         width = count + 1
         branch.use(self._whole)
         with ExitStack() as hooks:
@@ -231,10 +232,10 @@ class Clasp(LayerSearch):
                 hook = of_this_thread(programme.after)
                 hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
             branch.run(
-                ctx.last(1).expand(-1, width),
-                torch.zeros(1, width, dtype=torch.long, device=ctx.device),
-                torch.eye(width, dtype=torch.bool, device=ctx.device)[None],
-                visible=bucket(branch.width + ctx.longest + self.length + 1 + width),
+                call.last(1).expand(-1, width),
+                torch.zeros(1, width, dtype=torch.long, device=call.device),
+                torch.eye(width, dtype=torch.bool, device=call.device)[None],
+                visible=bucket(branch.width + call.rows.cur_len + self.length + 1 + width),
             )
         self.skipped = frozenset((layer, "layer") for layer in programme.skipped())
 

@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.views import mark
 from mmdecode.errors import IncompatibleError, OptionError
@@ -74,9 +75,9 @@ class LayerSkip(Drafter):
             raise OptionError(f"skip={skip!r} lists no layers; write skip=3/5/7") from error
         return cls(exit_layer, layers, length)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Makes the view, and lets it read the prompt."""
-        adapter = ctx.adapter
+        adapter = call.plan.adapter
         count = len(adapter.layers())
         if self.exit_layer is not None:
             keep = list(range(self.exit_layer))
@@ -97,19 +98,19 @@ class LayerSkip(Drafter):
                 f"exit_layer may be 1..{count}, skip may hold 0..{count - 1} but not all of them"
             )
         self._inner = Assistant(shallow(adapter, keep), self.length)
-        self._inner.begin(ctx, prefill, kind)
+        self._inner.begin(call, prefill, kind)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain per row."""
         assert self._inner is not None, "begin was not called"
-        return self._inner.propose(ctx, budget)
+        return self._inner.propose(call, budget)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Moves the view's write position."""
         assert self._inner is not None
-        self._inner.observe(ctx, proposal, scores, outcome)
+        self._inner.observe(call, proposal, scores, outcome)
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""

@@ -19,8 +19,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -56,21 +57,23 @@ class Lookahead(Drafter):
         self._pool: Tensor | None = None  # (B, POOL, N), -1 where nothing is known
         self._next = 0  # where the next n-grams go
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """The first guesses; nothing is known yet."""
         vocab = prefill.logits.shape[-1]
         best = prefill.logits[:, -1].topk(min(self.window, vocab)).indices
-        self._rows = [best[:, torch.arange(self.window, device=ctx.device) % max(best.shape[1], 1)]]
-        self._pool = torch.full((ctx.batch, POOL, self.ngram), -1, device=ctx.device)
+        self._rows = [
+            best[:, torch.arange(self.window, device=call.device) % max(best.shape[1], 1)]
+        ]
+        self._pool = torch.full((call.batch, POOL, self.ngram), -1, device=call.device)
         self._next = 0
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """N-grams that begin with the root, newest first, then the window."""
         if budget <= 0 or not self.window:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         assert self._pool is not None, "begin was not called"
-        age = (self._next - 1 - torch.arange(POOL, device=ctx.device)) % POOL
-        fits = self._pool[:, :, 0] == ctx.last(1)
+        age = (self._next - 1 - torch.arange(POOL, device=call.device)) % POOL
+        fits = self._pool[:, :, 0] == call.last(1)
         best = torch.where(fits, POOL - age, 0).topk(self.guesses, dim=1)
         place = best.indices[..., None].expand(-1, -1, self.ngram - 1)
         known = self._pool[:, :, 1:].gather(1, place)
@@ -80,7 +83,7 @@ class Lookahead(Drafter):
         return Proposal(tokens=tokens, kind="deterministic", tree=tree)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Guesses anew behind every column, and notes the n-grams of full ones."""
         assert self._pool is not None
@@ -96,7 +99,7 @@ class Lookahead(Drafter):
         grams = torch.stack(self._rows, 2)  # (B, W, N)
         again = (self._pool[:, :, None] == grams[:, None]).all(-1).any(2)
         self._pool.masked_fill_(again[..., None], -1)  # each is known once
-        places = (self._next + torch.arange(self.window, device=ctx.device)) % POOL
+        places = (self._next + torch.arange(self.window, device=call.device)) % POOL
         self._pool[:, places] = grams
         self._next = (self._next + self.window) % POOL
         del self._rows[0]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter
+from mmdecode.engine.contracts import BranchOutput, Drafter
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -41,27 +42,27 @@ class PromptLookup(Drafter):
         self.length, self.ngram = length, ngram
         self._vocab = 0
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Notes how many tokens there are: a prompt may hold ids that are never generated."""
         self._vocab = prefill.logits.shape[-1]
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain per row, or nothing where nothing matches."""
         length = min(self.length, budget)
         if length <= 0:
-            return Proposal.empty(ctx.batch, ctx.device)
-        ids, end = ctx.ids, ctx.end()[:, None]
-        columns = torch.arange(ids.shape[1], device=ctx.device)
+            return Proposal.empty(call.batch, call.device)
+        ids, end = call.rows.ids, call.end()[:, None]
+        columns = torch.arange(ids.shape[1], device=call.device)
         real = torch.nn.functional.pad(
-            ctx.prompt_mask, (0, ids.shape[1] - ctx.prompt_length), value=True
+            call.request.prompt_mask, (0, ids.shape[1] - call.prompt_length), value=True
         )
         real = real & (ids < self._vocab)
-        longest = suffix_matches(ids, real, ctx.last(self.ngram))
+        longest = suffix_matches(ids, real, call.last(self.ngram))
         usable = (columns < end) & (longest > 0)
         rank = torch.where(usable, longest * ids.shape[1] + columns, -1)
         best = rank.argmax(1, keepdim=True)
         found = rank.gather(1, best) >= 0
-        source = best + torch.arange(length, device=ctx.device)
+        source = best + torch.arange(length, device=call.device)
         inside = source.clamp_max(ids.shape[1] - 1)
         drafted = found & (source < end) & real.gather(1, inside)
         drafted = drafted.long().cumprod(1).bool()  # nothing behind an id that is never generated

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired, read_weights
 from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import MAIN, BranchOutput, Context, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import MAIN, BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import (
@@ -283,13 +284,13 @@ class Medusa(Drafter):
 
         write_folder(Path(folder), fill, overwrite)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Moves the heads to the rows; runs the block over all prompt rows but the last."""
         hidden = prefill.hidden["last"]
         if hidden.shape[-1] != self.heads.weight.shape[-1]:
             raise IncompatibleError.between(
                 "draft Medusa",
-                type(ctx.adapter.model).__name__,
+                type(call.plan.adapter.model).__name__,
                 f"the heads expect states of width {self.heads.weight.shape[-1]}, the model has "
                 f"{hidden.shape[-1]}",
                 "use heads that were trained for this model",
@@ -297,12 +298,12 @@ class Medusa(Drafter):
         self._place(hidden)
         if self.block is None:
             return
-        width = ctx.prompt_length
-        self._cache = RaggedCache(1, ctx.batch, ctx.device, ctx.reserved(width))
-        self._pads = width - ctx.prompt_mask.sum(1)
-        self._past = ctx.adapter.open(self._cache, ctx.adapter.prompt(ctx, MAIN))
+        width = call.prompt_length
+        self._cache = RaggedCache(1, call.batch, call.device, call.reserved(width))
+        self._pads = width - call.request.prompt_mask.sum(1)
+        self._past = call.plan.adapter.open(self._cache, call.plan.adapter.prompt(call, MAIN))
         if width > 1:
-            self._run_block(ctx, prefill.prompt_hidden["last"][:, :-1], bucket(width))
+            self._run_block(call, prefill.prompt_hidden["last"][:, :-1], bucket(width))
             self._cache.set_start(torch.full_like(self._pads, width - 1))
 
     def _place(self, like: Tensor) -> None:
@@ -314,11 +315,11 @@ class Medusa(Drafter):
         block = copy.deepcopy(self.block).to(like) if self.block is not None else None
         self._running = (heads, block)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The tree of the heads' ranks."""
         assert self._state is not None, "observe was not called"
-        shape = self._shape(ctx)
-        logits = self._running[0].logits(self._state, ctx.adapter)  # (K, B, V)
+        shape = self._shape(call)
+        logits = self._running[0].logits(self._state, call.plan.adapter)  # (K, B, V)
         if shape.top == 1:
             tokens = logits[: len(shape.tree)].argmax(-1)  # (N, B): a chain has a head per node
         else:
@@ -326,20 +327,20 @@ class Medusa(Drafter):
             tokens = top[shape.levels, :, shape.ranks]
         return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
 
-    def _shape(self, ctx: Context) -> _Shape:
+    def _shape(self, call: Call) -> _Shape:
         nodes = len(self.paths)
         if self.nodes is not None:
             nodes = min(nodes, self.nodes)
-        elif self.cpu_nodes is not None and ctx.device.type == "cpu":
-            few = ctx.batch < MANY_ROWS
+        elif self.cpu_nodes is not None and call.device.type == "cpu":
+            few = call.batch < MANY_ROWS
             nodes = min(nodes, self.cpu_nodes if few else -(-self.cpu_nodes // 2))
-        key = (nodes, ctx.device)
+        key = (nodes, call.device)
         if key not in self._shapes:
-            self._shapes[key] = _Shape.of(self.paths[:nodes], ctx.device)
+            self._shapes[key] = _Shape.of(self.paths[:nodes], call.device)
         return self._shapes[key]
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Keeps the state at the end of the accepted path."""
         hidden = scores.hidden["last"]
@@ -349,16 +350,16 @@ class Medusa(Drafter):
         if self.block is None:
             self._state = _rows(hidden, last)[:, 0]
             return
-        visible = bucket(ctx.prompt_length + ctx.longest + hidden.shape[1])
-        states = self._run_block(ctx, hidden, visible)
-        self._cache.set_start(ctx.end() - 1)  # all but the root
+        visible = bucket(call.prompt_length + call.rows.cur_len + hidden.shape[1])
+        states = self._run_block(call, hidden, visible)
+        self._cache.set_start(call.end() - 1)  # all but the root
         self._state = _rows(states, last)[:, 0]
 
-    def _run_block(self, ctx: Context, hidden: Tensor, visible: int) -> Tensor:
+    def _run_block(self, call: Call, hidden: Tensor, visible: int) -> Tensor:
         block = chain(hidden.shape[1], hidden.device)
         mask = block_mask(self._cache.start, self._pads, *block, visible, hidden.dtype)
         self._cache.open(visible)
-        return ctx.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
+        return call.plan.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""

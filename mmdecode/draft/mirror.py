@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.cache import bucket
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, Outcome, model_name
+from mmdecode.engine.contracts import BranchOutput, Guide, Outcome, model_name
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 
@@ -49,27 +50,27 @@ class CacheCopyDrafter(Assistant):
         """This draft with the target's warp; it has one branch, which is not guided."""
         return super().under(None, warp)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Copies what the model keeps of the prompt."""
-        if ctx.branch is None:
+        if call.plan.main is None:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
                 "the guide",
                 "the guide scores the main branch itself, and shows no keys and values",
                 "use a draft that has a cache of its own: layer_skip, amateur or assistant",
             )
-        if not hasattr(ctx.adapter, "attention_sites"):
+        if not hasattr(call.plan.adapter, "attention_sites"):
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
-                model_name(ctx.adapter),
-                f"{type(ctx.adapter).__name__} does not show the inside of its model",
+                model_name(call.plan.adapter),
+                f"{type(call.plan.adapter).__name__} does not show the inside of its model",
                 "use layer_skip or assistant, or a decoder-only or vision-language model",
             )
-        self._kind, self._main = kind, ctx.branch
+        self._kind, self._main = kind, call.plan.main
         self._rows = self._main.rows_of("main")
         self._prompt = self._main.cache.start[self._rows].clone()
         self._branch = self._main.fork("main")
-        slots, kept = self._chosen(ctx, prefill)
+        slots, kept = self._chosen(call, prefill)
         width = slots[0].shape[2]
         self._branch.cache.copy(self._main.cache, self._rows, slots, bucket(width))
         self._branch.cache.set_start(torch.full_like(kept, width))
@@ -77,7 +78,7 @@ class CacheCopyDrafter(Assistant):
         self._branch.width, self._branch.pads = width, width - kept
         self._branch.left_out = tokens - kept
 
-    def _chosen(self, ctx: Context, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
+    def _chosen(self, call: Call, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
         """Slots of the prompt by layer, ``(B, heads or 1, n)``, and how many count, from the right.
 
         Here all of them.
@@ -85,27 +86,27 @@ class CacheCopyDrafter(Assistant):
         pads = self._main.pads[self._rows]
         width = self._main.width
         # a narrower prompt that was joined with a wider one lies at the left
-        columns = torch.arange(width, device=ctx.device) - width + self._prompt[:, None]
+        columns = torch.arange(width, device=call.device) - width + self._prompt[:, None]
         slots = columns.clamp_min(0)[:, None]
         return [slots] * len(self._main.cache.layers), self._prompt - pads
 
-    def _lag(self, ctx: Context) -> int:
+    def _lag(self, call: Call) -> int:
         return 1  # all but the root is there
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Copies what was committed; what else was copied is overwritten before it is read."""
         assert self._branch is not None
-        self._copy(ctx, self._branch.cache.start - self._branch.width, proposal.size + 1)
-        super().observe(ctx, proposal, scores, outcome)
+        self._copy(call, self._branch.cache.start - self._branch.width, proposal.size + 1)
+        super().observe(call, proposal, scores, outcome)
 
-    def _copy(self, ctx: Context, first: Tensor, count: int) -> None:
+    def _copy(self, call: Call, first: Tensor, count: int) -> None:
         """Copies ``count`` generated tokens from ``first (B,)`` on, behind the write position."""
         assert self._branch is not None
-        order = torch.arange(count, device=ctx.device)
+        order = torch.arange(count, device=call.device)
         slots = ((self._prompt + first)[:, None] + order).clamp_min(0)
-        visible = bucket(self._branch.width + ctx.longest + count)
+        visible = bucket(self._branch.width + call.rows.cur_len + count)
         layers = self._main.cache.layers
         self._branch.cache.copy(
             self._main.cache, self._rows, [slots[:, None]] * len(layers), visible

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import Context, Drafter
-from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
 
 
 class NoDraft(Drafter):
@@ -12,6 +12,6 @@ class NoDraft(Drafter):
 
     capabilities = DrafterCapabilities(graph_safe=True)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
-        """The empty proposal."""
-        return Proposal.empty(ctx.batch, ctx.device)
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """A session that drafts nothing."""
+        return DraftSession(call)

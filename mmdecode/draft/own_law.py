@@ -8,12 +8,13 @@ a method ``under``; what a draft says otherwise is no less exact, but further fr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, inf
 
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 
@@ -36,31 +37,31 @@ class DraftTarget:
         """The branches that a draft needs states of, in row order."""
         return [MAIN, *(self.guide.branches if self.guide else ())]
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """Lets the guide see what was said of the prompt."""
         if self.guide is not None:
-            self._constants = self.guide.begin(ctx, prefill)
+            self._constants = self.guide.begin(call, prefill)
 
     def __call__(
-        self, ctx: Context, logits: Tensor, position: Tensor, own: Tensor | None = None
+        self, call: Call, logits: Tensor, position: Tensor, own: Tensor | None = None
     ) -> Tensor:
         """Unnormalised log-law ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
 
         Args:
-            ctx: The call.
+            call: The call.
             logits: Of all branches, ``(M * B, k, D)``.
             position: Of the token that the law is about.
             own: The target's id of each of the draft's, ``(D,)``; ``None``: the same.
         """
         logits = logits.float()
         if self.guide is not None:
-            parts = zip(self.specs, logits.split(ctx.batch), strict=True)
+            parts = zip(self.specs, logits.split(call.batch), strict=True)
             scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
-            ahead = replace(ctx, length=position[:, 0])
-            nothing = Proposal.empty(ctx.batch, ctx.device)
+            ahead = call.at(position[:, 0])
+            nothing = Proposal.empty(call.batch, call.device)
             logits = self.guide.apply(self._constants, ahead, nothing, scores)
-        layout = getattr(ctx.adapter, "layout", None)
-        vocab = logits.shape[-1] if own is None else ctx.adapter.vocab
+        layout = getattr(call.plan.adapter, "layout", None)
+        vocab = logits.shape[-1] if own is None else call.plan.adapter.vocab
         if layout is not None and layout.binds(vocab):
             allowed = layout.allowed(position, vocab)
             allowed = allowed if own is None else allowed[..., own]
@@ -69,7 +70,7 @@ class DraftTarget:
 
 
 def noise_of(
-    kind: Kind, ctx: Context, position: Tensor, vocab: int, own: Tensor | None = None
+    kind: Kind, call: Call, position: Tensor, vocab: int, own: Tensor | None = None
 ) -> Tensor | None:
     """Gumbel noise ``(B, Q, D)`` whose sum with log q chooses tokens at ``position (B, Q)``.
 
@@ -78,6 +79,6 @@ def noise_of(
     """
     if kind == "deterministic":
         return None
-    role, trial = (Role.TARGET, None) if kind == "coupled" else (Role.DRAFT, ctx.rounds)
-    gumbel = ctx.noise.gumbel(position, role, vocab, trial=trial)
+    role, trial = (Role.TARGET, None) if kind == "coupled" else (Role.DRAFT, call.rows.rounds)
+    gumbel = call.request.noise.gumbel(position, role, vocab, trial=trial)
     return gumbel if own is None else gumbel[..., own]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.trees import Path, plan
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter, Outcome
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
 
@@ -72,30 +73,30 @@ class Recycling(Drafter):
         self._table: Tensor | None = None
         self._root: Tensor | None = None
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """An empty table per row, or the one that was kept."""
         vocab = prefill.logits.shape[-1]
-        root = ctx.length.new_full((ctx.batch, 1), -1)
-        if ctx.prompt_length:
-            root = ctx.prompt_ids[:, -1:]
+        root = call.rows.length.new_full((call.batch, 1), -1)
+        if call.prompt_length:
+            root = call.request.prompt_ids[:, -1:]
         self._root = root.masked_fill(root >= vocab, -1)  # an id that is read, never generated
         if self.keep and self._table is not None and self._table.shape[1] == vocab + 1:
-            self._table = self._table.to(ctx.device)
+            self._table = self._table.to(call.device)
             return
         # entry V is scratch: what must not be written goes there
-        shape = (1 if self.keep else ctx.batch, vocab + 1, min(self.ranks, vocab))
-        self._table = torch.full(shape, -1, dtype=torch.int32, device=ctx.device)
+        shape = (1 if self.keep else call.batch, vocab + 1, min(self.ranks, vocab))
+        self._table = torch.full(shape, -1, dtype=torch.int32, device=call.device)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The tree below the last token, as far as its candidates are known."""
         assert self._table is not None and self._root is not None, "begin was not called"
-        self._root.copy_(ctx.last(1))
+        self._root.copy_(call.last(1))
         if budget <= 0 or not len(self.tree):
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         table, ranks = self._table, self._table.shape[2]
-        row = torch.arange(ctx.batch, device=ctx.device) % len(table)
+        row = torch.arange(call.batch, device=call.device) % len(table)
         level, levels = self._root, []
-        for index in _levels(self.tree, tuple(self._ranks), ranks, ctx.device):
+        for index in _levels(self.tree, tuple(self._ranks), ranks, call.device):
             known = table[row[:, None], level].long()  # (B, n, k); -1 reads the scratch entry
             known = known.masked_fill(level[..., None] < 0, -1).flatten(1)
             known = torch.nn.functional.pad(known, (0, 1), value=-1)  # for ranks beyond V
@@ -104,7 +105,7 @@ class Recycling(Drafter):
         return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
 
     def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
     ) -> None:
         """Writes the best candidates of every scored node behind its token."""
         assert self._table is not None and self._root is not None

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.lookup import suffix_matches
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter
+from mmdecode.engine.contracts import BranchOutput, Drafter
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import InputError, OptionError
 
@@ -79,9 +80,9 @@ class Source(Drafter):
         """From a string; the source comes with the call."""
         return cls(length, ngram, least=least)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Lines up the texts of the rows, -1 behind their ends."""
-        given: Any = self.ids if self.ids is not None else ctx.mm_inputs.get("source_ids")
+        given: Any = self.ids if self.ids is not None else call.request.inputs.get("source_ids")
         if given is None:
             raise InputError(
                 "draft Source has no source text; pass mm_inputs={'source_ids': [ids per row]} "
@@ -94,9 +95,9 @@ class Source(Drafter):
                 f"source ids are {given!r}; expected one sequence of ids per row, or a single one "
                 "for all: write ids=[[1, 2, 3]]"
             ) from error
-        if not rows or ctx.batch % len(rows):
+        if not rows or call.batch % len(rows):
             raise InputError(
-                f"{len(rows)} source texts for {ctx.batch} rows; give one per row, or one for all"
+                f"{len(rows)} source texts for {call.batch} rows; give one per row, or one for all"
             )
         vocab = prefill.logits.shape[-1]
         texts = [text for row in rows for text in row]
@@ -112,12 +113,12 @@ class Source(Drafter):
             for row in rows
         ]
         source = torch.tensor(padded, dtype=torch.long)
-        self._source = source.repeat_interleave(ctx.batch // len(rows), 0).to(ctx.device)
-        self._expected = ctx.length.new_zeros(self._source.shape[:2])
+        self._source = source.repeat_interleave(call.batch // len(rows), 0).to(call.device)
+        self._expected = call.rows.length.new_zeros(self._source.shape[:2])
         self._agreed = torch.zeros_like(self._expected)
-        self._seen = torch.zeros_like(ctx.length)
+        self._seen = torch.zeros_like(call.rows.length)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain per row, or nothing where its texts are at their ends."""
         source, expected = self._source, self._expected
         agreed, seen = self._agreed, self._seen
@@ -127,16 +128,18 @@ class Source(Drafter):
         # a column per token, and one behind the last: there the text is at its end
         ids = torch.nn.functional.pad(source, (0, 1), value=-1)
         width = ids.shape[2]
-        order = torch.arange(self.ngram, device=ctx.device)
-        own = order >= self.ngram - ctx.length[:, None]  # the prompt's tokens are not looked up
-        tail = ctx.last(self.ngram).masked_fill(~own, -2).repeat_interleave(ids.shape[1], 0)
+        order = torch.arange(self.ngram, device=call.device)
+        own = (
+            order >= self.ngram - call.rows.length[:, None]
+        )  # the prompt's tokens are not looked up
+        tail = call.last(self.ngram).masked_fill(~own, -2).repeat_interleave(ids.shape[1], 0)
         longest = suffix_matches(ids.flatten(0, 1), ids.flatten(0, 1) >= 0, tail).view_as(ids)
-        new = (ctx.length - seen)[:, None]
+        new = (call.rows.length - seen)[:, None]
         standing = expected + new
-        place = torch.arange(width, device=ctx.device)
+        place = torch.arange(width, device=call.device)
         distance = (place - standing[..., None]).abs()
         if self.least:
-            enough = ctx.length.clamp_max(self.least)[:, None, None]
+            enough = call.rows.length.clamp_max(self.least)[:, None, None]
             usable = (longest > 0) & (longest >= enough)
         else:
             # a single token occurs in many places: it counts only close by
@@ -148,12 +151,12 @@ class Source(Drafter):
         matched = longest.gather(2, best)[..., 0].where(found, 0)
         expected.copy_(torch.where(found, best[..., 0], standing))
         agreed.add_(new * (matched >= new.clamp_max(self.ngram)))
-        seen.copy_(ctx.length)
+        seen.copy_(call.rows.length)
         if length <= 0:
-            return Proposal.empty(ctx.batch, ctx.device)
+            return Proposal.empty(call.batch, call.device)
         standings = (matched * _MANY + agreed).masked_fill(~found, -1)
         text = standings.argmax(1, keepdim=True)
-        columns = best.gather(1, text[..., None])[..., 0] + torch.arange(length, device=ctx.device)
+        columns = best.gather(1, text[..., None])[..., 0] + torch.arange(length, device=call.device)
         chosen = ids.gather(1, text[..., None].expand(-1, -1, width))[:, 0]
         tokens = chosen.gather(1, columns.clamp_max(width - 1))
         return Proposal(tokens=tokens.masked_fill(~found.gather(1, text), -1), kind="deterministic")

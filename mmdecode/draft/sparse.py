@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.mirror import CacheCopyDrafter
-from mmdecode.engine.contracts import BranchOutput, Context, Requirements, model_name
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Requirements, model_name
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 
@@ -58,21 +59,21 @@ class Sparse(CacheCopyDrafter):
         """From a string: ``sparse:cells=256``."""
         return cls(cells, length, risk)
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Chooses the image tokens, and copies what the model keeps of them."""
-        if any(window is not None for window in ctx.adapter.windows.values()):
+        if any(window is not None for window in call.plan.adapter.windows.values()):
             raise IncompatibleError.between(
                 "draft Sparse",
-                model_name(ctx.adapter),
+                model_name(call.plan.adapter),
                 "some of its layers see a window of tokens, which is counted in slots",
                 "use layer_skip or amateur",
             )
-        super().begin(ctx, prefill, kind)
+        super().begin(call, prefill, kind)
 
-    def _chosen(self, ctx: Context, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
+    def _chosen(self, call: Call, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
         images = prefill.images
         assert images is not None, "asked for by text_attention"
-        columns = torch.arange(images.shape[1], device=ctx.device)
+        columns = torch.arange(images.shape[1], device=call.device)
         real = columns >= self._main.pads[self._rows][:, None]
         images = images & real
         kept = (real & ~images).sum(1) + images.sum(1).clamp_max(self.cells)

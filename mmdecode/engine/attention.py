@@ -69,7 +69,7 @@ class AttentionEdit:
         scores: Changes scaled scores before the mask is added and before the softmax, float32
             ``(R, H, Q, K)``.
         weights: Changes the softmax's result, the same shape.
-        strength: ``(ctx, scores of earlier stages) -> (B, N + 1)``, or ``(B, 1)``, handed on as
+        strength: ``(call, scores of earlier stages) -> (B, N + 1)``, or ``(B, 1)``, handed on as
             `Site.strength`; 0 leaves a query as it is, bit for bit within the layer.
     """
 
@@ -92,7 +92,7 @@ def layer_range(fractions: tuple[float, float], depth: int) -> range:
 
 
 @dataclass(kw_only=True)
-class Plan:
+class AttentionPlan:
     """What one pass edits and reads.
 
     Attributes:
@@ -235,11 +235,11 @@ class TowerPlan:
         self.weights.setdefault(layer, []).append(weights)
 
 
-_plan: ContextVar[Plan | TowerPlan | None] = ContextVar("mmdecode_plan", default=None)
+_plan: ContextVar[AttentionPlan | TowerPlan | None] = ContextVar("mmdecode_plan", default=None)
 
 
 @contextmanager
-def planned(plan: Plan | TowerPlan | None) -> Iterator[None]:
+def planned(plan: AttentionPlan | TowerPlan | None) -> Iterator[None]:
     """Lets a plan hold for the passes within."""
     token = _plan.set(plan)
     try:
@@ -282,12 +282,12 @@ def attend(
     stock = stock_attention(getattr(module, "config", None))
 
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(plan, Plan) and layer is not None and plan.texts is not None:
+    if isinstance(plan, AttentionPlan) and layer is not None and plan.texts is not None:
         seen = _seen(module, query, key, attention_mask, is_causal)
         plan.means[layer] = mean_weights(query, key, seen, scale, softcap, plan.texts)
 
     def in_the_open(
-        last: int, plan: Plan | TowerPlan | None, layer: int | None
+        last: int, plan: AttentionPlan | TowerPlan | None, layer: int | None
     ) -> tuple[Tensor, Tensor]:
         seen = _seen(module, query, key, attention_mask, is_causal)[..., -last:, :]
         return _in_the_open(query[:, :, -last:], key, value, seen, scale, softcap, plan, layer)
@@ -321,7 +321,7 @@ def _in_the_open(
     seen: Tensor,
     scale: float,
     softcap: float | None,
-    plan: Plan | TowerPlan | None,
+    plan: AttentionPlan | TowerPlan | None,
     layer: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by its scores and weights, edited and read as planned; shapes as of `attend`."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine import capture
-from mmdecode.engine.attention import AttentionEdit, Plan, layer_range, planned
+from mmdecode.engine.attention import AttentionEdit, AttentionPlan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
+from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_closed, refuse_memory
 from mmdecode.engine.contracts import (
     MAIN,
@@ -27,7 +28,6 @@ from mmdecode.engine.contracts import (
     BranchOutput,
     BranchRunner,
     BranchSpec,
-    Context,
     Guide,
     Mask,
     Prompt,
@@ -81,18 +81,18 @@ class ModelRunner:
         modules = adapter.attention_sites() if looks else ()
         self._sites = {id(module): layer for layer, module in enumerate(modules)}
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+    def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the prompts of all branches; row 0 is their last position."""
-        prompts = self.adapter.stack([self.adapter.prompt(ctx, spec) for spec in self.specs])
+        prompts = self.adapter.stack([self.adapter.prompt(call, spec) for spec in self.specs])
         for prompt in prompts:
             refuse_memory(self.adapter, prompt)
-        if ctx.fixed and not capture.available(ctx.device):
+        if call.plan.static_shapes and not capture.available(call.device):
             self._forward = self._compiled()
         read: list[tuple[RaggedCache, Any, Tensor, Tensor | None]] = []
         result: dict[str, BranchOutput] = {}
         first = 0
         self.width = max(prompt.ids.shape[1] for prompt in prompts)
-        reserved = ctx.reserved(self.width)
+        reserved = call.reserved(self.width)
         for prompt in prompts:
             rows, width = prompt.ids.shape
             device = prompt.ids.device
@@ -101,8 +101,8 @@ class ModelRunner:
             self.cache = RaggedCache(self.adapter.num_layers, rows, device, alone)
             self.pads = width - prompt.mask.sum(1)
             self._past = self.adapter.open(self.cache, prompt)
-            here = self.specs[first : first + rows // ctx.batch]
-            self._read_edits(ctx, earlier, prompt)
+            here = self.specs[first : first + rows // call.batch]
+            self._read_edits(call, earlier, prompt)
             depths, _ = chain(width, device)
             masked = not self.adapter.masks_itself(prompt)
             states, weights = self.run(
@@ -130,12 +130,12 @@ class ModelRunner:
         return result
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+        self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
         """Root and nodes behind the committed slots."""
         _, depths, tree = proposal.structure()
         ancestors = None if proposal.is_chain else tree
-        tokens = torch.cat([ctx.last(1), proposal.tokens], 1)
+        tokens = torch.cat([call.last(1), proposal.tokens], 1)
         repeat = len(self.specs)
         if repeat > 1:
             tokens = tokens.repeat(repeat, 1)
@@ -144,8 +144,8 @@ class ModelRunner:
                 ancestors = None if ancestors is None else ancestors.repeat(repeat, 1, 1)
         depths = torch.nn.functional.pad(depths, (1, 0))
         # the longest row holds its prompt and all its tokens but the root
-        visible = bucket(self.width + ctx.longest - 1 + tokens.shape[1])
-        self._read_edits(ctx, earlier, None)
+        visible = bucket(self.width + call.rows.cur_len - 1 + tokens.shape[1])
+        self._read_edits(call, earlier, None)
         states, weights = self.run(tokens, depths, ancestors, visible=visible)
         read = {layer: value[..., : self.width] for layer, value in weights.items()}
         return self._split(self.specs, states, read, {})
@@ -209,17 +209,17 @@ class ModelRunner:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _read_edits(
-        self, ctx: Context, earlier: Mapping[str, BranchOutput], prompt: Prompt | None
+        self, call: Call, earlier: Mapping[str, BranchOutput], prompt: Prompt | None
     ) -> None:
         """What edits depend on in the pass to come."""
         attention = [edit for edit in self.edits if isinstance(edit, AttentionEdit)]
         if not (attention or self.needs.attention or self.needs.text_attention):
             return
-        self._noise = ctx.noise
+        self._noise = call.request.noise
         if prompt is not None:
             self._images = self.adapter.image_mask(prompt.ids) & prompt.mask
         self._strengths = {
-            index: edit.strength(ctx, earlier)
+            index: edit.strength(call, earlier)
             for index, edit in enumerate(attention)
             if edit.strength is not None and (prompt is not None or edit.rows != "last_prompt")
         }
@@ -231,7 +231,7 @@ class ModelRunner:
         positions: Tensor,
         visible: int,
         is_prompt: bool,
-    ) -> Plan | None:
+    ) -> AttentionPlan | None:
         """Lets edits and readings hold for a pass; what is read lies in the plan."""
         averages = is_prompt and self.needs.text_attention
         if not (self.edits or self.needs.attention or averages):
@@ -263,7 +263,7 @@ class ModelRunner:
             law[:, :-1] = False
         first = positions[:, :1]
         slots = torch.arange(visible, device=positions.device)
-        plan = Plan(
+        plan = AttentionPlan(
             sites=self._sites,
             depth=self.adapter.num_layers,
             edits=attention,
@@ -416,7 +416,7 @@ def runners_of(
     adapter: Adapter,
     guide: Guide | None,
     needs: Requirements,
-    ctx: Context,
+    call: Call,
     adapter_for: Callable[[Any], Adapter],
 ) -> list[BranchRunner]:
     """What runs the branches of a call, by stage.
@@ -427,7 +427,7 @@ def runners_of(
         adapter: Of the called model.
         guide: It names the branches other than the main one.
         needs: What the parts want of the called model's passes.
-        ctx: The rows.
+        call: The rows.
         adapter_for: Finds the adapter of another model.
 
     Raises:
@@ -437,7 +437,7 @@ def runners_of(
     built: list[BranchRunner] = []
     for spec in guide.branches if guide else ():
         if spec.build is not None:
-            built.append(spec.build(ctx))
+            built.append(spec.build(call))
         else:
             groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
     edits = guide.edits if guide else ()

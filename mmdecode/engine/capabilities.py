@@ -38,11 +38,14 @@ class DrafterCapabilities(Capabilities):
         graph_safe: In every round ``observe`` and ``propose`` run the same operations on the same
             tensors, state changed in place: a captured round may be replayed.
         composable: It can follow rounds that another drafter proposed.
+        follows_target: It reads `mmdecode.engine.call.Plan.draft_target`: its tokens follow the
+            guided and warped distribution.
         hint: What to use where no rule takes what it proposes.
     """
 
     graph_safe: bool = False
     composable: bool = True
+    follows_target: bool = False
     hint: str = "another draft"
 
 

@@ -3,8 +3,8 @@
 At small batch a step is bound by its launches, not by its arithmetic. A round has a fixed shape:
 its nodes, and the cache slots that attention sees. On CUDA, for each shape the first round is run
 as usual, the second is captured, and from then on only the proposal is copied in and the graph
-replayed. So everything that a round keeps for the next must stay where it is: `Context`, caches and
-drafts change their tensors in place (`Context.fixed`). A graph lives for one call.
+replayed. So everything that a round keeps for the next must stay where it is: `Call`, caches and
+drafts change their tensors in place (`Call.fixed`). A graph lives for one call.
 
 On other devices the model's forward pass is compiled by torch for each shape it meets, which takes
 10 to 40 seconds a shape on a CPU and lasts as long as the process.
@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import Adapter, Context, Mask
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Adapter, Mask
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.views import origin
 
@@ -68,9 +69,9 @@ def step(run: Run) -> Callable[[Proposal], RoundResult]:
         return run.round
     reason = host_work(run)
     if reason is None:
-        return Replayed(run.round, run.ctx)
+        return Replayed(run.round, run.call)
     warn(f"of each round the scoring alone is captured: {reason}", stacklevel=2)
-    score = Replayed(run.score, run.ctx)
+    score = Replayed(run.score, run.call)
     return lambda proposal: run.finish_round(proposal, score(proposal))
 
 
@@ -82,8 +83,8 @@ def host_work(run: Run) -> str | None:
         return "a stopping criterion is run on the host"
     if run.listeners:
         return "scores, a stream or a trace were asked for"
-    if not run.draft.capabilities.graph_safe:
-        return f"draft {type(run.draft).__name__} does not say that its rounds are alike"
+    if not run.drafter.capabilities.graph_safe:
+        return f"draft {type(run.drafter).__name__} does not say that its rounds are alike"
     return None
 
 
@@ -101,11 +102,11 @@ class Replayed(Generic[T]):
 
     Args:
         function: What is captured. Its results are overwritten by the next replay of that shape.
-        ctx: The call; its ``longest`` tells which slots attention sees.
+        call: The call; its ``longest`` tells which slots attention sees.
     """
 
-    def __init__(self, function: Callable[[Proposal], T], ctx: Context) -> None:
-        self.function, self.ctx = function, ctx
+    def __init__(self, function: Callable[[Proposal], T], call: Call) -> None:
+        self.function, self.call = function, call
         self.graphs: dict[Hashable, Graph[T] | None] = {}
         self.longest = 0
         self.pool: Any = None  # shared: one graph runs at a time
@@ -113,8 +114,12 @@ class Replayed(Generic[T]):
 
     def __call__(self, proposal: Proposal) -> T:
         """As the function, for the same proposal."""
-        if self.longest != self.ctx.longest:  # rows only grow: the old graphs are done with
-            self.graphs, self.longest, self.pool = {}, self.ctx.longest, None  # it went with them
+        if self.longest != self.call.rows.cur_len:  # rows only grow: the old graphs are done with
+            self.graphs, self.longest, self.pool = (
+                {},
+                self.call.rows.cur_len,
+                None,
+            )  # it went with them
         key = (proposal.size, proposal.tree)
         if self.broken or key not in self.graphs:
             self.graphs[key] = None  # the first round warms up what capturing must not meet cold
@@ -136,7 +141,7 @@ class Replayed(Generic[T]):
     def _capture(self, proposal: Proposal) -> Graph[T]:
         inputs = proposal.map(torch.clone)
         output, replay, self.pool = record(
-            lambda: self.function(inputs), self.ctx.device, self.pool
+            lambda: self.function(inputs), self.call.device, self.pool
         )
         return Graph(inputs, output, replay)
 

@@ -223,7 +223,7 @@ def _text_config(adapter: Adapter) -> Any:
 
 _BASES: dict[str, type[Part]] = {"draft": Drafter, "guide": Guide, "accept": AcceptanceRule}
 _MEMBERS = {
-    "draft": ("propose",),
+    "draft": ("begin",),
     "guide": ("neutral", "apply"),
     "accept": ("guarantee", "kinds", "modes", "__call__"),
 }

@@ -17,98 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.call import Call, WindowMode
 from mmdecode.engine.capabilities import DrafterCapabilities, Part, RuleCapabilities
-from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Kind, Proposal
 
 if TYPE_CHECKING:
     from mmdecode.engine.attention import AttentionEdit
     from mmdecode.engine.target_logits import TargetLogits
-
-WindowMode = Literal["redraw", "adaptive", "coupled", "shared"]
-"""How the rest of a window is refilled after the first rejection, from the distribution along its
-chain: sampled again; each token tested on its own and kept or replaced by a sample from its
-residual; sampled with the noise that will decide the positions; sampled with noise of the
-positions' own that decides nothing, the same in every round."""
-
-
-@dataclass(kw_only=True)
-class Context:
-    """The rows of one call, as every part may read them; only the loop writes.
-
-    Attributes:
-        prompt_ids: ``(B, P)``.
-        prompt_mask: True where the prompt is not padding, ``(B, P)``; padding is on the left.
-        ids: Prompt, then generated ids, then padding, ``(B, P + capacity)``.
-        length: Generated tokens per row, ``(B,)``; the last of them is the root.
-        open: Rows that go on, ``(B,)``.
-        rounds: Rounds each row has been through, ``(B,)``.
-        noise: Keyed noise of the rows.
-        ends: Ids of which any ends a row, ``(n,)``.
-        mm_inputs: Raw inputs by name (pixels, audio, texts) as the caller gave them, before rows
-            were copied: one entry per row, or, of pixels, per image, of which a row may have any
-            number.
-        model_inputs: What ``generate`` prepared for the model.
-        limit: Most tokens any row may generate.
-        do_sample: Whether the caller samples.
-        window_mode: How a rejected chain is refilled, see `Requirements`; ``None``: it is not.
-        drafter_invariant: See `mmdecode.engine.capabilities.RuleCapabilities`.
-        adapter: Of the main model: what drafts and guides ask about it.
-        branch: The `BranchRunner` that holds the main branch, for drafters that copy its keys and
-            values; ``None`` before the prompt was read.
-        longest: Generated tokens of the longest row at the last transfer; a host number. Where
-            rounds are captured it is rounded up, so that shapes which follow from it change rarely.
-        copies: Rows that came of one, one after the other, by ``num_return_sequences``.
-        fixed: Whether rounds are captured: tensors stay where they are, storage is reserved.
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    ids: Tensor
-    length: Tensor
-    open: Tensor
-    rounds: Tensor
-    noise: Noise
-    limit: int
-    do_sample: bool = False
-    window_mode: WindowMode | None = None
-    drafter_invariant: bool = False
-    adapter: Any = None
-    branch: Any = None
-    longest: int = 0
-    copies: int = 1
-    fixed: bool = False
-    ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    mm_inputs: Mapping[str, Any] = field(default_factory=dict)
-    model_inputs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        """Number of rows, B."""
-        return self.ids.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the ids live."""
-        return self.ids.device
-
-    @property
-    def prompt_length(self) -> int:
-        """Columns of the prompt, padding included."""
-        return self.prompt_ids.shape[1]
-
-    def end(self) -> Tensor:
-        """Columns of `ids` in use per row, ``(B,)``."""
-        return self.length + self.prompt_length
-
-    def reserved(self, width: int) -> int:
-        """Slots to reserve behind a prompt of ``width`` tokens; 0 where storage may grow."""
-        return width + self.ids.shape[1] - self.prompt_length if self.fixed else 0
-
-    def last(self, count: int) -> Tensor:
-        """The last ``count`` ids of each row, ``(B, count)``; clamped at the left edge."""
-        columns = self.end()[:, None] - count + torch.arange(count, device=self.device)
-        return self.ids.gather(1, columns.clamp_min(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +121,14 @@ class Outcome:
     choices: Tensor | None = None
     window: DraftWindow | None = None
 
+    def tokens(self, proposal: Proposal) -> Tensor:
+        """Those of the path and the one after it, ``(B, D + 1)``."""
+        if not self.path.shape[1]:
+            return self.next_token[:, None]
+        along = pad(proposal.tokens.gather(1, self.path.clamp_min(0)), (0, 1))
+        order = torch.arange(along.shape[1], device=along.device)
+        return torch.where(order < self.num_accepted[:, None], along, self.next_token[:, None])
+
     def of_active(self, active: Tensor) -> Outcome:
         """The same with nothing kept and nothing decided in rows that are not ``active (B,)``."""
         return replace(
@@ -216,36 +139,88 @@ class Outcome:
         )
 
 
-class Drafter(Part):
-    """Base of what proposes tokens. It owns its cache and never reads acceptance noise.
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What a round committed, after the stop rules cut it.
 
     Attributes:
-        kinds: What it can propose; `begin` is told which.
+        path: Accepted nodes from the root down, ``(B, D)``, -1 padded.
+        tokens: Their tokens and the one that was decided after them, ``(B, D + 1)``.
+        num_accepted: Nodes on the path, ``(B,)``; 0 in inactive rows.
+        num_drafted: Nodes that were proposed, ``(B,)``.
+        count: Tokens that were kept, ``(B,)``: one more than that, fewer where the row ended, 0 in
+            rows that had ended before.
+        ended: Rows that ended with it, ``(B,)``.
+        window: What a Jacobi drafter goes on with, where one asks.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    num_accepted: Tensor
+    num_drafted: Tensor
+    count: Tensor
+    ended: Tensor
+    window: DraftWindow | None = None
+
+    @property
+    def next_token(self) -> Tensor:
+        """The token after the path, ``(B,)``; -1 in inactive rows."""
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
+
+    def counts(self) -> Tensor:
+        """Of `mmdecode.engine.stats.Stats.scored`, ``(B, 4)``."""
+        took_part = (self.count > 0).long()
+        return torch.stack([took_part, self.num_drafted, self.num_accepted, self.count], 1)
+
+
+class DraftSession:
+    """Base of one call of a `Drafter`: its caches and states, and what it does in every round.
+
+    As it stands, it drafts nothing.
+
+    Args:
+        call: The call it serves; the loop moves its rows.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def propose(self, budget: int) -> Proposal:
+        """Up to ``budget`` levels of tokens after the root; may be empty."""
+        return Proposal.empty(self.call.batch, self.call.device)
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Called after every commit, round 0 included, with the main branch's output."""
+
+    def close(self) -> None:
+        """Called once when the call ends, whether or not it failed."""
+
+
+class Drafter(Part):
+    """Base of what proposes tokens: configuration and weights, which outlive calls.
+
+    What a call leaves in memory belongs to its `DraftSession`, so that one drafter serves several
+    calls at a time; what a drafter keeps from call to call it guards by a lock. It owns its caches
+    and never reads the noise that accepts.
+
+    Attributes:
+        kinds: What it can propose; the plan of a call says which.
         capabilities: What it can do; of one that is made of others, set when it is made.
-        needs: What it wants of the passes; a method where that depends on the model's depth.
     """
 
     kinds: tuple[Kind, ...] = ("deterministic",)
     capabilities: DrafterCapabilities = DrafterCapabilities()
     needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
-        """Called once per call, after the prompt was read and before round 0 is decided."""
-
-    def propose(self, ctx: Context, budget: int) -> Proposal:
-        """Up to ``budget`` levels of tokens after the root; may be empty."""
-        raise NotImplementedError
-
-    def observe(
-        self, ctx: Context, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Called after every commit, round 0 included, with the main branch's scores."""
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``, in that order."""
+    def observe(self, *given: Any) -> None:
+        """As of before."""
 
     def reset(self) -> None:
-        """Forgets the call."""
+        """As of before."""
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a call, after the prompt was read and its first token was decided."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +249,7 @@ class BranchSpec:
     model: Any = None
     stage: int = 1
     replaces: str | None = None
-    build: Callable[[Context], BranchRunner] | None = None
+    build: Callable[[Call], BranchRunner] | None = None
 
 
 MAIN = BranchSpec(name="main")
@@ -346,7 +321,7 @@ class Adapter(Protocol):
     """Tokens a layer sees, by layer type, itself included; ``None``: all. With several types a mask
     is a dict by type."""
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The whole prompt of a branch."""
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -403,11 +378,11 @@ class BranchRunner(Protocol):
 
     stage: int
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+    def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the whole prompt."""
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+        self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
         """Scores root and nodes, behind what was kept."""
 
@@ -445,17 +420,17 @@ class Guide(Part):
     lookahead: bool = False
     neutral: bool
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Any:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Any:
         """Per-row constants, computed once."""
 
     def apply(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """Unnormalised log-probabilities at root and nodes, ``(B, N + 1, V)``."""
         raise NotImplementedError
 
     def combine(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor | None:
         """`apply` without the plausibility cut, for a trace; ``None``: it has none."""
         return None
@@ -469,7 +444,7 @@ class Guide(Part):
         return None
 
     def totals(
-        self, constants: Any, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> float | Tensor | None:
         """S, for a trace, ``(B, N + 1)`` where positions differ; ``None``: there are no weights."""
         return self.total
@@ -508,8 +483,6 @@ class AcceptanceRule(Part):
     modes: frozenset[str]
     capabilities: RuleCapabilities = RuleCapabilities()
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """The path, and the token after it."""
         raise NotImplementedError

@@ -24,21 +24,44 @@ from torch import Tensor
 
 from mmdecode.engine import capture, checks, window
 from mmdecode.engine.branches import main_output, main_runner, without_replaced
+from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import (
     AcceptanceRule,
+    Block,
     BranchOutput,
     BranchRunner,
-    Context,
     Drafter,
+    DraftSession,
     Guide,
     Outcome,
 )
 from mmdecode.engine.output import Committed, Listener, TargetScores
-from mmdecode.engine.proposal import MAX_NODES, Kind, Proposal
+from mmdecode.engine.proposal import MAX_NODES, Proposal
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.engine.trace import NoTrace
+
+
+class Bridge(DraftSession):
+    """A drafter of before."""
+
+    def __init__(self, call: Call, drafter: Any, main: BranchOutput) -> None:
+        super().__init__(call)
+        self.drafter = drafter
+        drafter.begin(call, main, call.plan.kind)
+
+    def propose(self, budget: int) -> Proposal:
+        """As of before."""
+        return self.drafter.propose(self.call, budget)
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """As of before."""
+        self.drafter.observe(self.call, proposal, scores, block)
+
+    def close(self) -> None:
+        """As of before."""
+        self.drafter.reset()
 
 
 class RoundResult(NamedTuple):
@@ -68,161 +91,186 @@ class Run:
     """One call: its parts, and what they move.
 
     Attributes:
-        ctx: The rows.
-        draft: Proposes tokens.
+        call: What every part is handed.
+        drafter: Opens the session that proposes tokens.
         guide: Makes the target distribution; ``None``: it is the model's.
         rule: Decides how much of a proposal is kept.
-        kind: Of the proposals, as agreed between the drafter and the rule.
         runners: Of the branches, by stage.
         processors: The caller's logits processors and warpers.
         stopping: The caller's stop rules.
         stats: Counters.
         listeners: They are shown every committed block.
         trace: Asked for details of every scoring pass.
+        session: The drafter's, of this call; ``None`` before its first token was decided.
         constants: The guide's, of this call.
         shortest: Tokens of the shortest active row at the last transfer; a host number.
     """
 
-    ctx: Context
-    draft: Drafter
+    call: Call
+    drafter: Drafter
     guide: Guide | None
     rule: AcceptanceRule
-    kind: Kind
     runners: list[BranchRunner]
     processors: Processors
     stopping: Stopping
     stats: Stats
     listeners: Sequence[Listener] = ()
     trace: NoTrace = field(default_factory=NoTrace)
+    session: DraftSession | None = None
     constants: Any = None
     shortest: int = 0
 
     def run(self) -> int:
         """Decodes every row to its end; returns the tokens of the longest."""
-        state = self.sync(self.prefill(), self.stats.prefilled)
-        step = self.step()
-        while state.active:
-            state = self.sync(step(state.proposal), self.stats.scored)
+        try:
+            state = self.sync(self.prefill(), self.stats.prefilled)
+            step = self.step()
+            while state.active:
+                state = self.sync(step(state.proposal), self.stats.scored)
+        finally:
+            if self.session is not None:
+                self.session.close()
         return state.cur_len
 
     def round(self, proposal: Proposal) -> RoundResult:
         """Scores root and nodes, and finishes the round."""
         return self.finish_round(proposal, self.score(proposal))
 
-    def finish_round(
-        self, proposal: Proposal, target: TargetScores, first: bool = False
-    ) -> RoundResult:
+    def finish_round(self, proposal: Proposal, scores: TargetScores) -> RoundResult:
         """Accepts a path, commits what the stop rules leave of it, and drafts again."""
-        ctx = self.ctx
-        law = TargetLogits(target.logits, ctx, proposal, self.processors)
-        outcome = self.rule(proposal, law, ctx.noise, ctx).of_active(ctx.open)
-        if ctx.window_mode is not None:
-            left = window.continued(outcome, proposal, law, ctx.noise, ctx)
-            outcome = replace(outcome, window=left)
-        counts = self.commit(proposal, target, law, outcome, first)
-        self.draft.observe(ctx, proposal, target.main, outcome)
-        following = self.propose()
-        return RoundResult(following, counts, self.sync_vector(following))
+        target = TargetLogits(scores.logits, self.call, proposal, self.processors)
+        outcome = self.accept(proposal, target)
+        block = self.commit(proposal, scores, target, outcome)
+        if self.session is None:
+            self.session = self.begin(scores.main)
+        self.session.observe(proposal, scores.main, block)
+        return self.propose(block)
 
     def prefill(self) -> RoundResult:
         """Round 0: the prompt's last position decides, nothing was drafted."""
-        ctx = self.ctx
+        call = self.call
         scores: dict[str, BranchOutput] = {}
         for runner in self.runners:
-            scores |= runner.prefill(ctx, scores)
+            scores |= runner.prefill(call, scores)
         if self.guide:
-            self.constants = self.guide.begin(ctx, scores)
+            self.constants = self.guide.begin(call, scores)
             self.runners = without_replaced(self.runners, self.guide, scores)
-        ctx.branch = main_runner(self.runners)
-        nothing = Proposal.empty(ctx.batch, ctx.device)
-        target = self.guided(nothing, scores)
-        self.draft.begin(ctx, target.main, self.kind)
+        self.call = replace(call, plan=replace(call.plan, main=main_runner(self.runners)))
         self.stats.calls += 1
-        return self.finish_round(nothing, target, first=True)
+        nothing = Proposal.empty(call.batch, call.device)
+        return self.finish_round(nothing, self.guided(nothing, scores))
+
+    def begin(self, main: BranchOutput) -> DraftSession:
+        """The drafter's session; where nothing is left to draft, one that drafts nothing."""
+        left = self.call.request.max_new_tokens > 1 and not self.seen_to_end()
+        if not left:
+            return DraftSession(self.call)
+        if hasattr(self.drafter, "propose"):
+            return Bridge(self.call, self.drafter, main)
+        return self.drafter.begin(self.call, main)
 
     def step(self) -> Callable[[Proposal], RoundResult]:
         """A round, or what replays captured ones."""
-        ctx = self.ctx
-        return capture.step(self) if ctx.fixed and capture.available(ctx.device) else self.round
+        captured = self.call.plan.static_shapes and capture.available(self.call.device)
+        return capture.step(self) if captured else self.round
 
     def score(self, proposal: Proposal) -> TargetScores:
         """Runs the branches over root and nodes, stage by stage, and the guide on their outputs."""
         scores: dict[str, BranchOutput] = {}
         for runner in self.runners:
-            scores |= runner.score(self.ctx, proposal, scores)
+            scores |= runner.score(self.call, proposal, scores)
         return self.guided(proposal, scores)
 
     def guided(self, proposal: Proposal, scores: Mapping[str, BranchOutput]) -> TargetScores:
         """The main branch's outputs, and what the guide makes of all."""
         logits = scores["main"].logits
         if self.guide:
-            logits = self.guide.apply(self.constants, self.ctx, proposal, scores)
-        details = self.trace.details(self.constants, self.ctx, proposal, scores, logits)
+            logits = self.guide.apply(self.constants, self.call, proposal, scores)
+        details = self.trace.details(self.constants, self.call, proposal, scores, logits)
         return TargetScores(main_output(scores), logits, details)
 
+    def accept(self, proposal: Proposal, target: TargetLogits) -> Outcome:
+        """The path that the rule keeps and the token after it; of a Jacobi window, its rest."""
+        call = self.call
+        outcome = self.rule(proposal, target, call).of_active(call.rows.active)
+        if call.plan.window_mode is None:
+            return outcome
+        return replace(outcome, window=window.continued(outcome, proposal, target, call))
+
     def commit(
-        self,
-        proposal: Proposal,
-        target: TargetScores,
-        law: TargetLogits,
-        outcome: Outcome,
-        first: bool,
-    ) -> Tensor:
-        """Cuts the block where a row ends, writes it, and moves caches; returns `Stats` counts."""
-        ctx = self.ctx
-        path, accepted = outcome.path, outcome.num_accepted
-        order = torch.arange(path.shape[1] + 1, device=ctx.device)
-        block = outcome.next_token[:, None]
-        if path.shape[1]:
-            tokens = torch.nn.functional.pad(proposal.tokens.gather(1, path.clamp_min(0)), (0, 1))
-            block = torch.where(order < accepted[:, None], tokens, block)
-        count = torch.where(ctx.open, accepted + 1, 0)
-        count, ended = self.stopping.cut(ctx, block, count)
+        self, proposal: Proposal, scores: TargetScores, target: TargetLogits, outcome: Outcome
+    ) -> Block:
+        """Cuts the block where a row ends, writes it, and moves the branches' caches."""
+        rows, first = self.call.rows, self.session is None
+        tokens = outcome.tokens(proposal)
+        count = torch.where(rows.active, outcome.num_accepted + 1, 0)
+        count, ended = self.stopping.cut(self.call, tokens, count)
+        block = Block(
+            path=outcome.path,
+            tokens=tokens,
+            num_accepted=outcome.num_accepted,
+            num_drafted=(proposal.tokens >= 0).sum(1),
+            count=count,
+            ended=ended,
+            window=outcome.window,
+        )
         for listener in self.listeners:
-            listener.add(Committed(proposal, target, law, outcome, block, count, first))
-        columns = ctx.end()[:, None] + order
-        kept = order < count[:, None]
-        ctx.ids.scatter_(1, columns, torch.where(kept, block, ctx.ids.gather(1, columns)))
+            listener.add(Committed(proposal, scores, target, block, first))
+        order = torch.arange(tokens.shape[1], device=self.call.device)
+        columns = self.call.end()[:, None] + order
+        kept = torch.where(order < count[:, None], tokens, rows.ids.gather(1, columns))
+        rows.ids.scatter_(1, columns, kept)
         if not first:
             for runner in self.runners:
-                runner.keep(path, count, proposal.is_chain)
-        drafted = (proposal.tokens >= 0).sum(1)
-        counts = torch.stack([ctx.open.long(), drafted, accepted, count], 1)
+                runner.keep(outcome.path, count, proposal.is_chain)
         # in place: a captured round finds its tensors where they were
-        ctx.length += count
-        ctx.rounds += ctx.open
-        ctx.open &= ~ended
-        return counts
+        rows.length += count
+        rows.rounds += rows.active
+        rows.active &= ~ended
+        return block
 
-    def propose(self) -> Proposal:
+    def propose(self, block: Block) -> RoundResult:
         """The drafter's next proposal, without nodes that could not be committed."""
-        ctx = self.ctx
-        # levels of tokens that could still be committed in some row
-        budget = MAX_NODES if ctx.fixed else min(ctx.limit - self.shortest - 1, MAX_NODES)
-        proposal = self.draft.propose(ctx, budget)
-        if not proposal.size:
-            return proposal
-        checks.refuse_proposal(proposal, self.kind, self.draft, self.rule)
-        _, depths, _ = proposal.structure()
-        room = (ctx.limit - ctx.length)[:, None]  # for a node and the token after it
-        return proposal.masked((depths < room) & ctx.open[:, None] & (proposal.tokens >= 0))
+        call, rows = self.call, self.call.rows
+        most = call.request.max_new_tokens
+        # levels of tokens that could still be committed: each active row has grown by one at least
+        budget = MAX_NODES if call.plan.static_shapes else most - self.shortest - 2
+        proposal = Proposal.empty(call.batch, call.device)
+        if budget > 0 and not self.seen_to_end():
+            assert self.session is not None, "opened in round 0"
+            proposal = self.session.propose(min(budget, MAX_NODES))
+        if proposal.size:
+            checks.refuse_proposal(proposal, call.plan.kind, self.drafter, self.rule)
+            _, depths, _ = proposal.structure()
+            room = (most - rows.length)[:, None]  # for a node and the token after it
+            used = (depths < room) & rows.active[:, None] & (proposal.tokens >= 0)
+            proposal = proposal.masked(used)
+        return RoundResult(proposal, block.counts(), self.sync_vector(proposal))
+
+    def seen_to_end(self) -> bool:
+        """Whether no row is active, as far as the host can see without a transfer."""
+        call = self.call
+        if call.plan.static_shapes or call.device.type != "cpu":
+            return False
+        return not bool(call.rows.active.any())
 
     def sync_vector(self, proposal: Proposal) -> Tensor:
         """Active rows, length of the longest and of the shortest active one, nodes in use."""
-        ctx = self.ctx
-        order = torch.arange(1, proposal.size + 1, device=ctx.device)
-        width = (
-            (order * (proposal.tokens >= 0)).amax() if proposal.size else ctx.length.new_zeros(())
-        )
-        shortest = torch.where(ctx.open, ctx.length, ctx.limit).amin()
-        return torch.stack([ctx.open.sum(), ctx.length.amax(), shortest, width])
+        rows = self.call.rows
+        order = torch.arange(1, proposal.size + 1, device=self.call.device)
+        used = proposal.tokens >= 0
+        width = (order * used).amax() if proposal.size else rows.length.new_zeros(())
+        shortest = torch.where(rows.active, rows.length, self.call.request.max_new_tokens).amin()
+        return torch.stack([rows.active.sum(), rows.length.amax(), shortest, width])
 
     def sync(self, result: RoundResult, count: Callable[[Tensor], None]) -> HostState:
         """The one transfer of a round; ``count`` takes its counts."""
         count(result.counts)
         active, longest, self.shortest, width = result.sync_vector.tolist()
-        ctx = self.ctx
-        ctx.longest = min(capture.coarse(longest), ctx.limit) if ctx.fixed else longest
+        call, seen = self.call, longest
+        if call.plan.static_shapes:
+            seen = min(capture.coarse(longest), call.request.max_new_tokens)
+        call.rows.cur_len = seen
         proposal = result.proposal
         return HostState(active, longest, proposal.narrow(width_bucket(width, proposal.size)))
 

@@ -13,7 +13,8 @@ from transformers.generation import (
     GenerateEncoderDecoderOutput,
 )
 
-from mmdecode.engine.contracts import BranchOutput, Context, Outcome
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Block, BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import pad_id
 from mmdecode.engine.target_logits import TargetLogits, rows_along
@@ -41,25 +42,21 @@ class Committed:
         proposal: What was drafted.
         target: What was scored.
         law: The target distribution under the caller's processors.
-        outcome: What the rule decided.
-        tokens: Accepted tokens and the next one, ``(B, D + 1)``.
-        count: How many of them each row keeps, ``(B,)``.
+        block: What was kept.
         first: Whether this is round 0, after the prompt was read.
     """
 
     proposal: Proposal
     target: TargetScores
     law: TargetLogits
-    outcome: Outcome
-    tokens: Tensor
-    count: Tensor
+    block: Block
     first: bool
 
 
 class Listener(Protocol):
     """What is shown every committed block: a recorder, a stream, a trace."""
 
-    def add(self, block: Committed) -> None:
+    def add(self, round: Committed) -> None:
         """One round."""
 
 
@@ -73,8 +70,9 @@ class Stream:
     def __init__(self, streamer: Any) -> None:
         self.streamer = streamer
 
-    def add(self, block: Committed) -> None:
+    def add(self, round: Committed) -> None:
         """The tokens that are kept."""
+        block = round.block
         self.streamer.put(block.tokens[0, : int(block.count[0])].cpu())
 
 
@@ -92,16 +90,16 @@ class Recorder:
             name: [[] for _ in range(batch)] for name, asked in wanted.items() if asked
         }
 
-    def add(self, block: Committed) -> None:
+    def add(self, round: Committed) -> None:
         """Those of the tokens that are kept."""
-        path = block.outcome.path
+        path = round.block.path
         for name, rows in self.rows.items():
             along = (
-                block.law.along(path)
+                round.law.along(path)
                 if name == "scores"
-                else rows_along(block.target.main.logits, path)
+                else rows_along(round.target.main.logits, path)
             )
-            for row, kept in enumerate(block.count.tolist()):
+            for row, kept in enumerate(round.block.count.tolist()):
                 rows[row].extend(along[row, :kept].clone())  # let the rejected rows go
 
     def tuple_of(self, name: str) -> tuple[Tensor, ...] | None:
@@ -117,12 +115,12 @@ class Recorder:
 
 
 def output(
-    ctx: Context, config: GenerationConfig, recorder: Recorder, longest: int, encoder_decoder: bool
+    call: Call, config: GenerationConfig, recorder: Recorder, longest: int, encoder_decoder: bool
 ) -> Any:
     """Ids ``(B, P + longest)``, or the output class of transformers with what was recorded."""
-    sequences = ctx.ids[:, : ctx.prompt_length + longest]
-    columns = torch.arange(sequences.shape[1], device=ctx.device)
-    sequences = sequences.masked_fill(columns >= ctx.end()[:, None], pad_id(config))
+    sequences = call.rows.ids[:, : call.prompt_length + longest]
+    columns = torch.arange(sequences.shape[1], device=call.device)
+    sequences = sequences.masked_fill(columns >= call.end()[:, None], pad_id(config))
     if not config.return_dict_in_generate:
         return sequences
     cls: Any = GenerateEncoderDecoderOutput if encoder_decoder else GenerateDecoderOnlyOutput

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -16,7 +17,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Request, Rows
 from mmdecode.engine.noise import Noise, request_key
 from mmdecode.engine.proposal import MAX_NODES
 from mmdecode.errors import IncompatibleError, OptionError
@@ -66,57 +67,73 @@ def end_ids(
     return torch.tensor(ends, dtype=torch.long, device=device)
 
 
-def open_context(
+def request_of(
     input_ids: Tensor,
     config: GenerationConfig,
-    inputs: Mapping[str, Any],
+    model_kwargs: Mapping[str, Any],
     *,
     seed: int,
-    mm_inputs: Mapping[str, Any] | None,
-    mm_request: Any,
+    inputs: Mapping[str, Any] | None,
+    names: Any,
     criteria: StoppingCriteriaList,
     named: bool,
     adapter: Any,
-) -> Context:
-    """The rows of a call before their first token.
+) -> Request:
+    """What a call of ``generate`` asks for.
 
-    ``named``: whether anything draws noise by row. Columns after the last are scratch for blocks.
+    Args:
+        input_ids: Prompt, ``(B, P)``.
+        config: The call's.
+        model_kwargs: What ``generate`` prepared for the model.
+        seed: Of the keyed noise.
+        inputs: Raw inputs by name.
+        names: The caller's names of the rows; ``None``: their content.
+        criteria: The caller's stopping criteria.
+        named: Whether anything draws noise by row.
+        adapter: Of the model.
+
+    Raises:
+        OptionError: There is no room for a token, or names do not fit the rows.
+        IncompatibleError: A prompt is padded on the right.
     """
-    batch, width = input_ids.shape
+    width = input_ids.shape[1]
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-    limit = min([int(config.max_length), *lengths]) - width
-    if limit < 1:
+    most = min([int(config.max_length), *lengths]) - width
+    if most < 1:
         raise OptionError(
             f"max_length={config.max_length} leaves no room behind a prompt of {width} tokens; "
             "raise max_length or set max_new_tokens"
         )
-    mask = inputs.get("decoder_attention_mask")
-    if mask is None and "encoder_outputs" not in inputs:
-        mask = inputs.get("attention_mask")
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is None and "encoder_outputs" not in model_kwargs:
+        mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else left_padded(mask)
-    ids = input_ids.new_full((batch, width + limit + MAX_NODES + 1), pad_id(config))
-    ids[:, :width] = input_ids
-    zeros = torch.zeros(batch, dtype=torch.long, device=input_ids.device)
-    do_sample = bool(config.do_sample)
-    mm_inputs = dict(mm_inputs or {})
-    keys = [0] * batch
+    inputs = dict(inputs or {})
+    keys = [0] * len(input_ids)
     if named:
-        keys = _requests(input_ids, mask, config, mm_inputs, mm_request, adapter)
-    return Context(
+        keys = _requests(input_ids, mask, config, inputs, names, adapter)
+    return Request(
         prompt_ids=input_ids,
         prompt_mask=mask.bool(),
-        ids=ids,
-        length=zeros,
-        open=torch.ones_like(zeros, dtype=torch.bool),
-        rounds=zeros.clone(),
+        max_new_tokens=most,
+        eos_token_ids=end_ids(criteria, config, input_ids.device),
         noise=Noise.of(seed, keys, input_ids.device),
-        limit=limit,
-        do_sample=do_sample,
-        adapter=adapter,
-        copies=int(config.num_return_sequences or 1),
-        ends=end_ids(criteria, config, input_ids.device),
-        mm_inputs=mm_inputs,
-        model_inputs=inputs,
+        do_sample=bool(config.do_sample),
+        num_return_sequences=int(config.num_return_sequences or 1),
+        inputs=inputs,
+        model_kwargs=model_kwargs,
+    )
+
+
+def empty_rows(request: Request, fill: int) -> Rows:
+    """The rows before their first token; columns after the last one are scratch for blocks."""
+    ids = request.prompt_ids
+    zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+    return Rows(
+        ids=pad(ids, (0, request.max_new_tokens + MAX_NODES + 1), value=fill),
+        length=zeros,
+        active=torch.ones_like(zeros, dtype=torch.bool),
+        rounds=zeros.clone(),
     )
 
 
@@ -137,8 +154,8 @@ def left_padded(mask: Tensor) -> Tensor:
 
 def pad_id(config: GenerationConfig) -> int:
     """The id that stands after a row's end: of padding, else the first that ends rows."""
-    pad = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
-    return pad[0] if pad else 0
+    ids = token_ids(config.pad_token_id) or token_ids(config.eos_token_id)
+    return ids[0] if ids else 0
 
 
 _CONTENT = ("input_features", "input_values")

@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Call
 
 
 class Stopping:
@@ -35,11 +35,11 @@ class Stopping:
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = [c for c in criteria if type(c) not in known]
 
-    def cut(self, ctx: Context, block: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def cut(self, call: Call, block: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """How much of each row's block is kept, and which rows end with it.
 
         Args:
-            ctx: The rows, before the block is committed.
+            call: The rows, before the block is committed.
             block: Accepted tokens and the next one, ``(B, D + 1)``.
             count: Tokens in the block, ``(B,)``; 0 for closed rows.
 
@@ -48,22 +48,24 @@ class Stopping:
         """
         order = torch.arange(1, block.shape[1] + 1, device=block.device)
         stop = (block[..., None] == self.ends).any(-1)
-        stop |= (ctx.length[:, None] + order) >= self.limit
+        stop |= (call.rows.length[:, None] + order) >= self.limit
         if self.others:
-            stop |= self._ask(ctx, block, count)
+            stop |= self._ask(call, block, count)
         first = torch.where(stop, order, block.shape[1] + 1).amin(1)
         ended = first <= count
         if self.per_call:
-            late = _verdict(self.per_call, ctx.ids)
-            ended = ended | (late & ctx.open)
+            late = _verdict(self.per_call, call.rows.ids)
+            ended = ended | (late & call.rows.active)
         return torch.minimum(count, first), ended
 
-    def _ask(self, ctx: Context, block: Tensor, count: Tensor) -> Tensor:
+    def _ask(self, call: Call, block: Tensor, count: Tensor) -> Tensor:
         stop = torch.zeros_like(block, dtype=torch.bool)
-        ends, counts = ctx.end().tolist(), count.tolist()
+        ends, counts = call.end().tolist(), count.tolist()
         sizes = sorted({e + i + 1 for e, n in zip(ends, counts, strict=True) for i in range(n)})
         for size in sizes:
-            ids = torch.nn.functional.pad(ctx.ids, (0, max(0, size - ctx.ids.shape[1])))[:, :size]
+            ids = torch.nn.functional.pad(
+                call.rows.ids, (0, max(0, size - call.rows.ids.shape[1]))
+            )[:, :size]
             ids = ids.clone()
             for b, (end, n) in enumerate(zip(ends, counts, strict=True)):
                 if n:

@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from mmdecode._compat import detects_timestamps_from_logprob
-from mmdecode.engine.contracts import Context
+from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 
 _PREFIX_FREE = {
@@ -47,8 +47,8 @@ class Nodes:
         ancestors: ``(B or 1, N + 1, N + 1)``, self included.
     """
 
-    def __init__(self, ctx: Context, proposal: Proposal) -> None:
-        self.ctx, self._drafted = ctx, proposal.tokens
+    def __init__(self, call: Call, proposal: Proposal) -> None:
+        self.call, self._drafted = call, proposal.tokens
         parents, depths, self.ancestors = proposal.structure()
         self.parents = parents + 1
         self.depths = torch.nn.functional.pad(depths, (1, 0))
@@ -56,16 +56,16 @@ class Nodes:
     @cached_property
     def tokens(self) -> Tensor:
         """The token each row is the law after, ``(B, N + 1)``; row 0 is the root."""
-        return torch.cat([self.ctx.last(1), self._drafted], 1)
+        return torch.cat([self.call.last(1), self._drafted], 1)
 
     @cached_property
     def prefix_length(self) -> Tensor:
         """Tokens before the one a row decides, prompt and padding included, ``(B, N + 1)``."""
-        return self.ctx.length[:, None] + self.depths + self.ctx.prompt_length
+        return self.call.rows.length[:, None] + self.depths + self.call.prompt_length
 
     def previous(self) -> Tensor:
         """The token before `tokens`, ``(B, N + 1)``."""
-        before_root = self.ctx.last(2)[:, :1]
+        before_root = self.call.last(2)[:, :1]
         if self.tokens.shape[1] == 1:
             return before_root
         above = self.tokens.gather(1, self.parents.expand(self.tokens.shape[0], -1))
@@ -73,9 +73,9 @@ class Nodes:
 
     def last_committed(self, first: int, begin: int) -> Tensor:
         """The last id from ``first`` on in the columns from ``begin`` on, ``(B,)``; else -1."""
-        ids = self.ctx.ids[:, begin:]
+        ids = self.call.rows.ids[:, begin:]
         order = self.vocabulary(ids.shape[1])
-        end = self.ctx.length[:, None] + (self.ctx.prompt_length - begin)
+        end = self.call.rows.length[:, None] + (self.call.prompt_length - begin)
         last = torch.where((ids >= first) & (order < end), order, -1).amax(1)
         found = ids.gather(1, last.clamp_min(0)[:, None])[:, 0]
         return torch.where(last >= 0, found, -1)
@@ -138,7 +138,7 @@ def _suppress_at_begin(processor: lp.SuppressTokensAtBeginLogitsProcessor) -> Ve
     mask = _Mask(processor.begin_suppress_tokens)
 
     def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        if nodes.ctx.longest and processor.begin_index <= nodes.ctx.prompt_length:
+        if nodes.call.rows.cur_len and processor.begin_index <= nodes.call.prompt_length:
             return scores  # every row is past its first token
         at_begin = nodes.prefix_length == processor.begin_index
         return scores.masked_fill(at_begin[..., None] & mask.like(scores), -torch.inf)
@@ -252,7 +252,7 @@ class TargetLogits:
 
     Args:
         logits: What the guide made of the branches, float32 ``(B, N + 1, V)``.
-        ctx: The rows.
+        call: The rows.
         proposal: The nodes.
         processors: The caller's.
 
@@ -261,10 +261,10 @@ class TargetLogits:
     """
 
     def __init__(
-        self, logits: Tensor, ctx: Context, proposal: Proposal, processors: Processors
+        self, logits: Tensor, call: Call, proposal: Proposal, processors: Processors
     ) -> None:
-        self._raw, self._ctx, self._proposal, self._processors = logits, ctx, proposal, processors
-        self.nodes = Nodes(ctx, proposal)
+        self._raw, self._call, self._proposal, self._processors = logits, call, proposal, processors
+        self.nodes = Nodes(call, proposal)
         self.vectorised = processors.vectorised
         self._all: Tensor | None = None
         self._memo: dict[tuple[int, int], Tensor] = {}
@@ -299,14 +299,14 @@ class TargetLogits:
             return rows_along(self.all(), path)
         rows = torch.nn.functional.pad(path + 1, (1, 0))
         rows = torch.where(torch.nn.functional.pad(path, (1, 0)) < 0, -1, rows)
-        rows[:, 0] = torch.where(self._ctx.open, 0, -1)
+        rows[:, 0] = torch.where(self._call.rows.active, 0, -1)
         return torch.stack([self.at(column) for column in rows.unbind(1)], 1)
 
     def _run_lazily(self, keys: list[tuple[int, int]]) -> None:
         if not keys:
             return
-        ctx, width = self._ctx, self._ctx.prompt_length
-        length = ctx.length.tolist()
+        call, width = self._call, self._call.prompt_length
+        length = call.rows.length.tolist()
         ancestors, depths = self.nodes.ancestors, self.nodes.depths
         by_length: dict[int, list[tuple[int, int]]] = {}
         for b, row in keys:
@@ -319,7 +319,9 @@ class TargetLogits:
                 for b, row in group:
                     seen.setdefault(b, row)
                 group = [(b, row) for b, row in group if seen[b] != row]
-                ids = torch.nn.functional.pad(ctx.ids, (0, max(0, size - ctx.ids.shape[1])))
+                ids = torch.nn.functional.pad(
+                    call.rows.ids, (0, max(0, size - call.rows.ids.shape[1]))
+                )
                 ids = ids[:, :size].clone()
                 scores = self._raw[:, 0].clone()
                 for b, row in seen.items():

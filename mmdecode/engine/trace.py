@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, plain_main
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, plain_main
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import rows_along
 
@@ -82,7 +83,7 @@ class NoTrace:
     def details(
         self,
         constants: Any,
-        ctx: Context,
+        call: Call,
         proposal: Proposal,
         scores: Mapping[str, BranchOutput],
         logits: Tensor,
@@ -109,7 +110,7 @@ class Tracer(NoTrace):
     def details(
         self,
         constants: Any,
-        ctx: Context,
+        call: Call,
         proposal: Proposal,
         scores: Mapping[str, BranchOutput],
         logits: Tensor,
@@ -120,14 +121,14 @@ class Tracer(NoTrace):
         }
         if self.guide is None:
             return Details(branches | {"guided": logits}, None)
-        uncut = self.guide.combine(constants, ctx, proposal, scores)
-        total = self.guide.totals(constants, ctx, proposal, scores)
+        uncut = self.guide.combine(constants, call, proposal, scores)
+        total = self.guide.totals(constants, call, proposal, scores)
         return Details(branches | {"guided": logits if uncut is None else uncut}, total)
 
-    def add(self, block: Committed) -> None:
+    def add(self, round: Committed) -> None:
         """One round of every row that kept a token in it."""
-        proposal, outcome, target = block.proposal, block.outcome, block.target
-        steps = self._steps(block) if self.guide else {}
+        proposal, block, target = round.proposal, round.block, round.target
+        steps = self._steps(round) if self.guide else {}
         parents = proposal.structure()[0].expand(len(block.count), -1)
         for row, kept in enumerate(block.count.tolist()):
             if not kept:
@@ -137,15 +138,15 @@ class Tracer(NoTrace):
                 if parent == node and int(proposal.tokens[row, child]) >= 0:
                     chain.append(int(proposal.tokens[row, child]))
                     node = child
-            accepted = int(outcome.num_accepted[row])
-            end = int(outcome.path[row, accepted - 1]) if accepted else -1
+            accepted = int(block.num_accepted[row])
+            end = int(block.path[row, accepted - 1]) if accepted else -1
             below = (parents[row] == end) & (proposal.tokens[row] >= 0)
-            opening = target.details.branches if block.first else None
+            opening = target.details.branches if round.first else None
             self.rows[row].append(
                 Round(
                     drafted=tuple(chain),
                     accepted=tuple(block.tokens[row, :accepted].tolist()),
-                    decided=int(outcome.next_token[row]),
+                    decided=int(block.next_token[row]),
                     bonus=not bool(below.any()),
                     kept=kept,
                     steps=steps.get(row, ()),
@@ -153,11 +154,11 @@ class Tracer(NoTrace):
                 )
             )
 
-    def _steps(self, block: Committed) -> dict[int, tuple[Step, ...]]:
+    def _steps(self, round: Committed) -> dict[int, tuple[Step, ...]]:
         """By row, what the guide made of the tokens that it keeps."""
-        path, (branches, total) = block.outcome.path, block.target.details
-        guided = rows_along(block.target.logits, path)
-        main = rows_along(block.target.main.logits, path)
+        path, (branches, total) = round.block.path, round.target.details
+        guided = rows_along(round.target.logits, path)
+        main = rows_along(round.target.main.logits, path)
         survivors = (guided > -float("inf")).sum(-1).tolist()
         changed = (guided.argmax(-1) != main.argmax(-1)).tolist()
         known = plain_main(self.guide)
@@ -182,5 +183,5 @@ class Tracer(NoTrace):
                 )
                 for i in range(kept)
             )
-            for row, kept in enumerate(block.count.tolist())
+            for row, kept in enumerate(round.block.count.tolist())
         }

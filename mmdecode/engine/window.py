@@ -23,23 +23,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import Context, DraftWindow, Outcome
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import DraftWindow, Outcome
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.sampling import passes, residual
 from mmdecode.engine.target_logits import TargetLogits
 
 
-def continued(
-    outcome: Outcome, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-) -> DraftWindow:
-    """The window that goes on after an outcome, refilled as `Context.window_mode` says.
+def continued(outcome: Outcome, proposal: Proposal, law: TargetLogits, call: Call) -> DraftWindow:
+    """The window that goes on after an outcome, refilled as `Call.window_mode` says.
 
     Processors of unknown type are left out of its distribution, since they may not run past the
     first rejection; a drafter may have any recorded distribution.
     """
     rows = law.all() if law.vectorised else law.raw()  # (B, N + 1, V)
-    nodes = _first_children(proposal.tree, ctx.device)
+    nodes = _first_children(proposal.tree, call.device)
     tokens, log_q, choices = proposal.tokens, proposal.log_q, outcome.choices
     if nodes is not None:  # the chain of first siblings, M of N nodes
         first = pad(nodes + 1, (1, 0))
@@ -49,13 +48,13 @@ def continued(
         log_q = None if log_q is None else log_q[:, nodes]
     size = tokens.shape[1]
     order = torch.arange(size + 1, device=rows.device)
-    if choices is not None and (ctx.window_mode == "coupled" or not ctx.do_sample):
+    if choices is not None and (call.plan.window_mode == "coupled" or not call.request.do_sample):
         sampled = choices
     else:
-        sampled = _sampled(rows, tokens, log_q, ctx.length[:, None] + order, noise, ctx)
+        sampled = _sampled(rows, tokens, log_q, call.rows.length[:, None] + order, call)
     used = pad(tokens >= 0, (1, 0), value=True)
     source = outcome.num_accepted[:, None] + 1 + order[:size]  # left-align
-    real = (source <= size) & ctx.open[:, None]
+    real = (source <= size) & call.rows.active[:, None]
     source = source.clamp_max(size)
     real = real & used.gather(1, source)
     index = source[..., None].expand(-1, -1, rows.shape[-1])
@@ -69,23 +68,22 @@ def _sampled(
     tokens: Tensor,
     log_q: Tensor | None,
     positions: Tensor,
-    noise: Noise,
-    ctx: Context,
+    call: Call,
 ) -> Tensor:
     """A token for each of ``rows (B, M + 1, V)``, at ``positions (B, M + 1)``."""
-    vocab = rows.shape[-1]
-    if not ctx.do_sample:
+    vocab, noise = rows.shape[-1], call.request.noise
+    if not call.request.do_sample:
         return rows.argmax(-1)
-    if ctx.window_mode == "coupled":
+    if call.plan.window_mode == "coupled":
         return (rows + noise.gumbel(positions, Role.TARGET, vocab)).argmax(-1)
-    if ctx.window_mode == "shared":
+    if call.plan.window_mode == "shared":
         return (rows + noise.gumbel(positions, Role.DRAFT, vocab)).argmax(-1)
-    fresh = noise.gumbel(positions, Role.TAIL, vocab, trial=ctx.rounds)
-    if ctx.window_mode == "redraw" or log_q is None or not tokens.shape[1]:
+    fresh = noise.gumbel(positions, Role.TAIL, vocab, trial=call.rows.rounds)
+    if call.plan.window_mode == "redraw" or log_q is None or not tokens.shape[1]:
         return (rows + fresh).argmax(-1)
     p, q = rows[:, :-1].softmax(-1), log_q.softmax(-1)
     used, x = tokens >= 0, tokens.clamp_min(0)[..., None]
-    tests = noise.gumbel(positions[:, :-1], Role.ACCEPT, 2, trial=ctx.rounds)[..., 1]
+    tests = noise.gumbel(positions[:, :-1], Role.ACCEPT, 2, trial=call.rows.rounds)[..., 1]
     keep = used & passes(tests, p.gather(2, x)[..., 0], q.gather(2, x)[..., 0])
     left = torch.where(used[..., None], residual(p, q), p).log()
     replaced = (torch.cat([left, rows[:, -1:]], 1) + fresh).argmax(-1)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mmdecode.decoder import Decoder
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm.answerer import Answerer
 
@@ -101,9 +102,9 @@ class _Reading(Edited):
         )
         return Requirements(attention=frozenset(self.layers))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """Notes the attention of the one row."""
-        super().begin(ctx, prefill)
+        super().begin(call, prefill)
         scores = prefill[self._branch]
         assert scores.images is not None, "comes with attention"
         weights = torch.stack([scores.attention[layer][0, :, 0].float() for layer in self.layers])

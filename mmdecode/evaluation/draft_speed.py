@@ -311,8 +311,8 @@ def _clocked(draft: Drafter) -> Iterator[list[float]]:
     spent = [0.0]
 
     def clock(step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_step(ctx: Any, *args: Any) -> Any:
-            seconds, result = timed(ctx.device, partial(step, ctx, *args))
+        def timed_step(call: Any, *args: Any) -> Any:
+            seconds, result = timed(call.device, partial(step, call, *args))
             spent[0] += seconds
             return result
 

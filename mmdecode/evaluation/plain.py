@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine.contracts import AcceptanceRule, Context, Outcome
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import AcceptanceRule, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
@@ -255,13 +255,11 @@ class Play(AcceptanceRule):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def __call__(
-        self, proposal: Proposal, law: TargetLogits, noise: Noise, ctx: Context
-    ) -> Outcome:
+    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
         """All drafted nodes, and the given token after them."""
         count = (proposal.tokens >= 0).sum(1)
-        order = torch.arange(proposal.size, device=ctx.device)
-        place = int(ctx.length[0] + count[0])
+        order = torch.arange(proposal.size, device=call.device)
+        place = int(call.rows.length[0] + count[0])
         token = law.at(count).argmax(-1)
         if place < len(self.tokens):
             token = torch.full_like(token, self.tokens[place])
@@ -275,13 +273,13 @@ class Blocks(NoDraft):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """What comes next in them."""
-        place = int(ctx.length[0])
+        place = int(call.rows.length[0])
         block = list(self.tokens[place : place + min(BLOCK, budget)])
         if not block:
-            return Proposal.empty(ctx.batch, ctx.device)
-        return Proposal(tokens=torch.tensor([block], device=ctx.device), kind="deterministic")
+            return Proposal.empty(call.batch, call.device)
+        return Proposal(tokens=torch.tensor([block], device=call.device), kind="deterministic")
 
 
 class _Whole:

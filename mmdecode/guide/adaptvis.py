@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import Edited
 from mmdecode.guide.scalingvis import checked_weight
@@ -55,7 +56,7 @@ class AdaptVis(Edited):
         confidence = logits.double().softmax(-1).amax(-1)
         return confidence.round(decimals=2) >= self.threshold
 
-    def _choice(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> Tensor:
+    def _choice(self, call: Call, earlier: Mapping[str, BranchOutput]) -> Tensor:
         return torch.where(self.confident(earlier["main"].logits), _SURE, _UNSURE)
 
     def _scaled(self, scores: Tensor, site: Site) -> Tensor:

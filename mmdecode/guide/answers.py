@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import generated
@@ -64,13 +65,13 @@ class FirstWord(Guide, ABC):
     ) -> None:
         self._given, self._tokenizer = (_ids("yes", yes), _ids("no", no)), tokenizer
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> tuple[Tensor, Tensor]:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> tuple[Tensor, Tensor]:
         """Which tokens are yes and no, as masks over the vocabulary, bool ``(V,)``.
 
         Raises:
             IncompatibleError: Nobody says which tokens they are.
         """
-        asked = ctx.mm_inputs.get("questions") or [None]
+        asked = call.request.inputs.get("questions") or [None]
         tokenizer = self._tokenizer or getattr(asked[0], "tokenizer", None)
         known: YesNo = ((), ()) if tokenizer is None else yes_no_ids(tokenizer)
         yes, no = (own or found for own, found in zip(self._given, known, strict=True))
@@ -81,21 +82,21 @@ class FirstWord(Guide, ABC):
                 "nothing says which tokens are yes and no",
                 "use mmdecode.vlm.Answerer, or give the guide tokenizer=, or yes= and no= as ids",
             )
-        vocab = torch.arange(prefill["main"].logits.shape[-1], device=ctx.device)
+        vocab = torch.arange(prefill["main"].logits.shape[-1], device=call.device)
         return _among(vocab, yes), _among(vocab, no)
 
     def apply(
         self,
         constants: tuple[Tensor, Tensor],
-        ctx: Context,
+        call: Call,
         proposal: Proposal,
         scores: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, else as it is."""
         main = scores["main"].logits
-        if ctx.longest:
+        if call.rows.cur_len:
             return main  # every row is past its first token
-        first = (generated(ctx, proposal) == 0)[..., None]
+        first = (generated(call, proposal) == 0)[..., None]
         return torch.where(first, self.opening(main, *constants), main)
 
     @abstractmethod

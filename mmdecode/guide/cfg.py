@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
 from mmdecode.engine.proposal import Proposal
 
 _BRANCH = "unconditional"
@@ -46,11 +47,11 @@ class CFG(Guide):
             branch = BranchSpec(name=_BRANCH, prompt=negative_ids, prompt_mask=negative_mask)
         self.branches = (branch,)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         conditional = scores["main"].logits.log_softmax(-1)

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers
@@ -102,7 +103,7 @@ class ConsciousGaze(Guide):
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
-    def gate(self, ctx: Context, scores: Mapping[str, BranchOutput]) -> Tensor:
+    def gate(self, call: Call, scores: Mapping[str, BranchOutput]) -> Tensor:
         """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
         interaction, main = harsanyi(scores), scores["main"].logits
         likeliest = main.topk(min(self.candidates, main.shape[-1]), -1).indices
@@ -112,9 +113,9 @@ class ConsciousGaze(Guide):
         boost = self.alpha * site.strength * scores.abs().mean(1, keepdim=True)
         return torch.where(site.images, scores + boost, scores)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where noise for the images changes nothing."""
-        warn_inactive(type(self).__name__, ctx, prefill, "words")
+        warn_inactive(type(self).__name__, call, prefill, "words")
 
     @property
     def total(self) -> float:
@@ -122,7 +123,7 @@ class ConsciousGaze(Guide):
         return 1.0
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut."""
         logits = self._law(scores)
@@ -133,10 +134,10 @@ class ConsciousGaze(Guide):
         return torch.where(strong, logits + interaction, logits)
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, ctx, proposal, scores)
+        combined = self.combine(constants, call, proposal, scores)
         return plausible(combined, self._law(scores), self.beta) if self.update else combined
 
     def _law(self, scores: Mapping[str, BranchOutput]) -> Tensor:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import layer_range
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, warn_without_images
@@ -101,22 +102,22 @@ class DAGCD(Guide):
             )
         return layers
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Words:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Words:
         """The words of the image tokens."""
-        warn_without_images(type(self).__name__, ctx)
+        warn_without_images(type(self).__name__, call)
         main = prefill["main"]
         images = main.images
         assert images is not None, "comes with attention"
-        ids = torch.zeros_like(ctx.prompt_ids)
+        ids = torch.zeros_like(call.request.prompt_ids)
         for row, flags in enumerate(images):  # row by row: a vocabulary for each token is large
             states = main.prompt_hidden["last"][row, flags]
-            ids[row, flags] = ctx.adapter.head(states).argmax(-1)
-        counts = main.logits.new_zeros(ctx.batch, main.logits.shape[-1])
+            ids[row, flags] = call.plan.adapter.head(states).argmax(-1)
+        counts = main.logits.new_zeros(call.batch, main.logits.shape[-1])
         counts = counts.scatter_add(1, ids, images.to(counts))
         share = images / counts.gather(1, ids).clamp_min(1)
         weights = {
             layer: self._weights(layer, main.attention[layer])
-            for layer in self._layers(ctx.adapter)
+            for layer in self._layers(call.plan.adapter)
         }
         return Words(ids, share, weights)
 
@@ -139,7 +140,7 @@ class DAGCD(Guide):
         return attention.new_tensor([[self.heads.get((layer, head), 0.0)] for head in heads])
 
     def apply(
-        self, constants: Words, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Words, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = scores["main"]
@@ -150,7 +151,7 @@ class DAGCD(Guide):
         usage = self.usage(constants, main)
         usage = torch.zeros_like(usage).scatter(-1, ranked, usage.gather(-1, ranked))
         usage = usage / usage.sum(-1, keepdim=True).clamp_min(_TINY)
-        ending = (ranked[..., :1] == ctx.ends).any(-1, keepdim=True)
+        ending = (ranked[..., :1] == call.request.eos_token_ids).any(-1, keepdim=True)
         boost = torch.where(ending, 0.0, self.alpha * doubt * usage)
         # in the space of the logits, so that a row without a gain keeps them bit for bit
         return torch.logaddexp(logits, logits.logsumexp(-1, keepdim=True) + boost.log())

@@ -22,7 +22,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, contrast
 
@@ -72,10 +73,10 @@ class DAMRO(Linear):
         branch = BranchSpec(name=_BRANCH, view="tokens", view_options=options)
         super().__init__([branch], contrast(alpha), beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; notes which attention there was."""
-        super().begin(ctx, prefill)
-        self.salience = "class token" if ctx.adapter.has_cls() else "mean received"
+        super().begin(call, prefill)
+        self.salience = "class token" if call.plan.adapter.has_cls() else "mean received"
 
     def _select(self, features: Tensor, salience: Tensor) -> Tensor:
         found = salience.topk(min(self.k, len(salience))).indices

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -82,17 +83,17 @@ class DFD(Guide):
         """The early layers' exits."""
         return Requirements(exits=frozenset(self.early(adapter)))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns in greedy generation."""
-        warn_inert(type(self).__name__, ctx)
+        warn_inert(type(self).__name__, call)
 
-    def temperatures(self, ctx: Context, main: BranchOutput) -> Tensor:
+    def temperatures(self, call: Call, main: BranchOutput) -> Tensor:
         """T of root and nodes, ``(B, N + 1)``."""
         floor = main.logits.amax(-1, keepdim=True) + (math.log(self.rho) if self.rho else -math.inf)
         outside = main.logits <= floor
         last = main.logits.masked_fill(outside, -torch.inf).log_softmax(-1)
         weight = last.exp()
-        layers = self.early(ctx.adapter)
+        layers = self.early(call.plan.adapter)
         divergence = torch.zeros_like(floor[..., 0])
         for layer in layers:
             law = main.exits[layer].masked_fill(outside, -torch.inf).log_softmax(-1)
@@ -101,14 +102,14 @@ class DFD(Guide):
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)
 
     def totals(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """What logits are multiplied by, ``1 / T``, ``(B, N + 1)``."""
-        return 1 / self.temperatures(ctx, scores["main"])
+        return 1 / self.temperatures(call, scores["main"])
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = scores["main"]
-        return main.logits / self.temperatures(ctx, main)[..., None]
+        return main.logits / self.temperatures(call, main)[..., None]

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Guide, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers, exit_layers
@@ -73,7 +74,7 @@ class DoLa(Guide):
             return Requirements()
         return Requirements(exits=frozenset(self.candidates(adapter)))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
 
     @property
@@ -82,7 +83,7 @@ class DoLa(Guide):
         return 1 - self.alpha
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The difference of the two laws, before the cut."""
         main = scores["main"]
@@ -90,7 +91,7 @@ class DoLa(Guide):
             return main.logits
         last = main.logits.log_softmax(-1)
         farthest, early = None, last
-        for layer in self.candidates(ctx.adapter):
+        for layer in self.candidates(call.plan.adapter):
             law = main.exits[layer].log_softmax(-1)
             distance = jensen_shannon(last, law)
             if farthest is None:
@@ -101,10 +102,10 @@ class DoLa(Guide):
         return last - self.alpha * early
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, ctx, proposal, scores)
+        combined = self.combine(constants, call, proposal, scores)
         return plausible(combined, scores["main"].logits, self.relative_top)
 
 

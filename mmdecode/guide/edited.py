@@ -7,11 +7,8 @@ from warnings import warn
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import (
-    BranchOutput,
-    Context,
-    Guide,
-)
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -23,21 +20,21 @@ class Edited(Guide):
         images: Whether the guide is about images; then it warns where there are none.
     """
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
         if "image" in self.requires_inputs:
-            warn_without_images(type(self).__name__, ctx)
+            warn_without_images(type(self).__name__, call)
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         return scores["main"].logits
 
 
-def warn_without_images(guide: str, ctx: Context) -> None:
+def warn_without_images(guide: str, call: Call) -> None:
     """Warns where a guide that is about image tokens finds none in any row."""
-    if not bool(ctx.adapter.image_mask(ctx.prompt_ids).any()):
+    if not bool(call.plan.adapter.image_mask(call.request.prompt_ids).any()):
         warn(
             f"guide {guide} is inactive: the prompts have no image tokens; give images, or leave "
             "it out",

@@ -27,13 +27,8 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import (
-    MAIN,
-    BranchOutput,
-    BranchSpec,
-    Context,
-    Guide,
-)
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
@@ -74,12 +69,12 @@ class Fusion(Guide, ABC):
         self.acoustic_temperature = acoustic_temperature
         self.branches: Sequence[BranchSpec] = (acoustic,)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
         return None
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         main = (scores["main"].logits / self.main_temperature).log_softmax(-1)
@@ -195,15 +190,15 @@ class Choices:
     """What each model alone might have taken where a token was kept.
 
     Args:
-        ctx: Of the call.
+        call: Of the call.
 
     Attributes:
         kept: By row, the main model's token and those that are likely by the second.
     """
 
-    def __init__(self, ctx: Context) -> None:
-        self.kept: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(ctx.batch)]
-        self._ctx = ctx
+    def __init__(self, call: Call) -> None:
+        self.kept: list[list[tuple[int, frozenset[int]]]] = [[] for _ in range(call.batch)]
+        self._call = call
         self._seen: list[list[tuple[int, frozenset[int]]]] = []
 
     def see(self, main: Tensor, acoustic: Sequence[Sequence[frozenset[int]]]) -> None:
@@ -224,8 +219,9 @@ class Choices:
 
     def tokens(self, row: int) -> list[int]:
         """What the row has generated; once the call has ended, all of it."""
-        ctx = self._ctx
-        return ctx.ids[row, ctx.prompt_length : ctx.prompt_length + int(ctx.length[row])].tolist()
+        call = self._call
+        ids = call.rows.ids[row, call.prompt_length :]
+        return ids[: int(call.rows.length[row])].tolist()
 
     def reorder(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""
@@ -241,7 +237,7 @@ class SecondModel:
     `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
-        ctx: Of the call.
+        call: Of the call.
         model: The second model.
         prompt: Its decoder's first ids, where the call does not give them.
         ids: Its id of each main id, ``(V,)``, -1 where there is none; ``None``: they are the same.
@@ -257,33 +253,33 @@ class SecondModel:
     stage = 1
 
     def __init__(
-        self, ctx: Context, model: Any, prompt: Sequence[int], ids: Tensor | None = None
+        self, call: Call, model: Any, prompt: Sequence[int], ids: Tensor | None = None
     ) -> None:
         self.branches = ModelRunner(adapter_for(model), [MAIN])
         self.model, self.ids = model, ids
-        self.choices = Choices(ctx)
-        self._given, self.prompt = what_it_reads(ctx, model, prompt)
+        self.choices = Choices(call)
+        self._given, self.prompt = what_it_reads(call, model, prompt)
         own = self.branches.adapter.vocab if ids is None else len(ids)
-        if own != ctx.adapter.vocab:
+        if own != call.plan.adapter.vocab:
             raise OptionError(
                 f"{type(model).__name__} scores a vocabulary of {own}, the main model one of "
-                f"{ctx.adapter.vocab}; expected the same, or the ids that carry one over"
+                f"{call.plan.adapter.vocab}; expected the same, or the ids that carry one over"
             )
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+    def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads its input and its prompt."""
         inputs = encoded(self.model, self._given)
-        found = self.branches.prefill(self._view(ctx, inputs), {})
+        found = self.branches.prefill(self._view(call, inputs), {})
         scores = self._scores(found, earlier)
         self.choices.keep_first()
         return scores
 
     def score(
-        self, ctx: Context, proposal: Proposal, earlier: Mapping[str, BranchOutput]
+        self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
         """Root and nodes, by its own ids."""
         own = self._own(proposal.tokens.clamp_min(0)).masked_fill(proposal.tokens < 0, -1)
-        found = self.branches.score(self._view(ctx, {}), replace(proposal, tokens=own), {})
+        found = self.branches.score(self._view(call, {}), replace(proposal, tokens=own), {})
         return self._scores(found, earlier)
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
@@ -297,9 +293,11 @@ class SecondModel:
         self.choices.reorder(rows)
         self.prompt = self.prompt[rows]
 
-    def _view(self, ctx: Context, inputs: Mapping[str, Any]) -> Context:
+    def _view(self, call: Call, inputs: Mapping[str, Any]) -> Call:
         """The context as the second model knows it."""
-        return own_view(ctx, self.prompt, self._own(ctx.ids[:, ctx.prompt_length :]), inputs)
+        return own_view(
+            call, self.prompt, self._own(call.rows.ids[:, call.prompt_length :]), inputs
+        )
 
     def _own(self, tokens: Tensor) -> Tensor:
         """Its ids of main ones; what it has no token for is read as its token 0."""
@@ -324,26 +322,27 @@ def second_model(model: Any, prompt: Sequence[int], ids: Tensor | None = None) -
     return BranchSpec(name=ACOUSTIC, build=build)
 
 
-def own_view(ctx: Context, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any]) -> Context:
+def own_view(call: Call, prompt: Tensor, new: Tensor, inputs: Mapping[str, Any]) -> Call:
     """A context with a prompt ``(B, P)`` and generated ids of its own."""
-    return replace(
-        ctx,
+    request = replace(
+        call.request,
         prompt_ids=prompt,
         prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
-        ids=torch.cat([prompt, new], 1),
-        model_inputs=inputs,
+        model_kwargs=inputs,
     )
+    rows = replace(call.rows, ids=torch.cat([prompt, new], 1))
+    return replace(call, request=request, rows=rows)
 
 
-def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Any, Tensor]:
+def what_it_reads(call: Call, model: Any, prompt: Sequence[int]) -> tuple[Any, Tensor]:
     """Raw inputs of a second model, as `encoded` takes them, and its prompts ``(B, P)``.
 
     Raises:
         InputError: The call brings none, or not one entry per row.
     """
     name = model.main_input_name
-    given = ctx.mm_inputs.get("audio", ctx.mm_inputs.get(name))
-    wanted = ctx.batch // ctx.copies
+    given = call.request.inputs.get("audio", call.request.inputs.get(name))
+    wanted = call.batch // call.request.num_return_sequences
     if given is None or len(given) != wanted:
         had = "no entry" if given is None else f"{len(given)} entries"
         raise InputError(
@@ -357,10 +356,12 @@ def what_it_reads(ctx: Context, model: Any, prompt: Sequence[int]) -> tuple[Any,
         prompts = [one.prompt for one in given]
         if isinstance(features[0], Tensor):
             features = torch.stack(features)
-    rows = torch.tensor(prompts, device=ctx.device).repeat_interleave(ctx.copies, 0)
+    rows = torch.tensor(prompts, device=call.device).repeat_interleave(
+        call.request.num_return_sequences, 0
+    )
     if isinstance(features, Tensor):
-        return features.repeat_interleave(ctx.copies, 0), rows
-    return [one for one in features for _ in range(ctx.copies)], rows
+        return features.repeat_interleave(call.request.num_return_sequences, 0), rows
+    return [one for one in features for _ in range(call.request.num_return_sequences)], rows
 
 
 def encoded(model: Any, given: Tensor | Sequence[Inputs]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, where
 
-from mmdecode.engine.contracts import BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, generated, not_negative
@@ -47,9 +48,9 @@ class Guidance(Linear):
         branch = BranchSpec(name="unconditional", view="unconditional")
         super().__init__([branch], [self.scale, 1 - self.scale])
 
-    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+    def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
         """``(s, 1 - s)``, and ``(1, 0)`` behind ``until``."""
         if self.until is None or self.neutral:
             return self.weights
-        scale = where(generated(ctx, proposal) <= self.until, self.scale, 1.0)[..., None]
+        scale = where(generated(call, proposal) <= self.until, self.scale, 1.0)[..., None]
         return [scale, 1 - scale]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -73,13 +74,13 @@ class Linear(Guide):
         """S, the sum of the weights."""
         return float(sum(self.weights))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where a guide about images has nothing to tell apart."""
         if "image" in self.requires_inputs:
             for branch in self.branches:
-                warn_inactive(type(self).__name__, ctx, prefill, branch.name)
+                warn_inactive(type(self).__name__, call, prefill, branch.name)
 
-    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+    def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
         """Weights of the main branch and the others; tensors where they change by position.
 
         Returns:
@@ -88,13 +89,13 @@ class Linear(Guide):
         return self.weights
 
     def combine(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut, ``(B, N + 1, V)``."""
         values = [scores[name].logits for name in ("main", *(b.name for b in self.branches))]
         if self.log_space and self.branches:
             values = [value.log_softmax(-1) for value in values]
-        weights = self.weigh(ctx, proposal)
+        weights = self.weigh(call, proposal)
         combined = weights[0] * values[0]
         for weight, value in zip(weights[1:], values[1:], strict=True):
             combined = combined + weight * value
@@ -103,10 +104,10 @@ class Linear(Guide):
         return combined.masked_fill(~(combined < torch.inf), -torch.inf)  # inf - inf is nan
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, ctx, proposal, scores)
+        combined = self.combine(constants, call, proposal, scores)
         return plausible(combined, scores["main"].logits, self.beta)
 
 
@@ -139,11 +140,11 @@ class Contrast(Linear):
         branch = BranchSpec(name="contrast", prompt=prompt, view=view)
         super().__init__([branch], contrast(alpha), beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where a view shows what the model sees."""
         for branch in self.branches:
             if branch.view is not None:
-                warn_inactive(type(self).__name__, ctx, prefill, branch.name)
+                warn_inactive(type(self).__name__, call, prefill, branch.name)
 
 
 def contrast(alpha: float) -> list[float]:
@@ -181,22 +182,22 @@ def plausible(combined: Tensor, main: Tensor, beta: float) -> Tensor:
     return combined.masked_fill(main < floor, -torch.inf)
 
 
-def generated(ctx: Context, proposal: Proposal) -> Tensor:
+def generated(call: Call, proposal: Proposal) -> Tensor:
     """Index of the token that each score row decides, counted from the first generated one.
 
     Returns:
         ``(B, N + 1)``.
     """
     _, depths, _ = proposal.structure()
-    return ctx.length[:, None] + pad(depths, (1, 0))
+    return call.rows.length[:, None] + pad(depths, (1, 0))
 
 
-def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, BranchOutput], name: str) -> None:
+def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], name: str) -> None:
     """Warns where a branch says what the main one does, of every row that has an image."""
     # the same tokens may be read another way, which costs the last bits
     same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)
     same = same.flatten(1).all(1)
-    has_image = ctx.adapter.image_mask(ctx.prompt_ids).any(1)
+    has_image = call.plan.adapter.image_mask(call.request.prompt_ids).any(1)
     if bool((same | (has_image.any() & ~has_image)).all()):
         warn(
             f"guide {guide} is inactive: its branch {name!r} says of these prompts what the model "
@@ -206,9 +207,9 @@ def warn_inactive(guide: str, ctx: Context, prefill: Mapping[str, BranchOutput],
         )
 
 
-def warn_inert(guide: str, ctx: Context) -> None:
+def warn_inert(guide: str, call: Call) -> None:
     """Warns where a guide that is about sampling meets greedy generation."""
-    if not ctx.do_sample:
+    if not call.request.do_sample:
         warn(
             f"guide {guide} is inert in greedy generation, where it changes no token; set "
             "do_sample=True, or leave it out",

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.proposal import Proposal
 from mmdecode.guide.linear import Linear, generated, not_negative
 
@@ -39,9 +40,9 @@ class M3ID(Linear):
         # weights change by position, see `weigh`; their sum is always 1
         super().__init__([BranchSpec(name="text", view="no_image")], [1 + rate, -rate], beta)
 
-    def weigh(self, ctx: Context, proposal: Proposal) -> Sequence[float | Tensor]:
+    def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
         """``(1 + f, -f)`` with ``f = (1 - g) / g``."""
         if not self.rate:
             return self.weights
-        more = (self.rate * generated(ctx, proposal)).clamp_max(_LARGEST).expm1()[..., None]
+        more = (self.rate * generated(call, proposal)).clamp_max(_LARGEST).expm1()[..., None]
         return [1 + more, -more]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec
 from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import Linear, not_negative
 
@@ -69,12 +70,12 @@ class PAI(Linear):
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, gamma, beta, (first, last))
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where there are no images, for either part."""
-        if bool(ctx.adapter.image_mask(ctx.prompt_ids).any()):
-            super().begin(ctx, prefill)
+        if bool(call.plan.adapter.image_mask(call.request.prompt_ids).any()):
+            super().begin(call, prefill)
         else:
-            warn_without_images(type(self).__name__, ctx)
+            warn_without_images(type(self).__name__, call)
 
     def _boosted(self, scores: Tensor, site: Site) -> Tensor:
         return torch.where(site.images, scores + self.alpha * scores.abs(), scores)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mmdecode.engine.contracts import BranchOutput, Context
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, warn_inert
 
@@ -36,9 +37,9 @@ class TemperatureMatched(Linear):
             raise OptionError(f"total must be more than 0, got {total}; 1 is the model's own law")
         super().__init__([], [total], beta)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns in greedy generation."""
-        warn_inert(type(self).__name__, ctx)
+        warn_inert(type(self).__name__, call)
 
 
 class Plausible(TemperatureMatched):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import warn_inactive
@@ -50,12 +51,12 @@ class PromptBias(Guide):
             ),
         )
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
-        warn_inactive(type(self).__name__, ctx, prefill, "instructed")
+        warn_inactive(type(self).__name__, call, prefill, "instructed")
 
     def apply(
-        self, constants: None, ctx: Context, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
         return scores["main"].logits

@@ -49,7 +49,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Context, Guide, Requirements
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
@@ -167,29 +168,29 @@ class WhisperCD(Guide):
         ]
         self.neutral = not (alpha or beta or gate or self.asks)
 
-    def begin(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
         """Which tokens are text, how a window ends, which rows are timed, and which unspoken."""
-        adapter, device = ctx.adapter, ctx.device
+        adapter, device = call.plan.adapter, call.device
         text = torch.arange(adapter.vocab, device=device) < adapter.end
         ended = torch.full_like(text, -torch.inf, dtype=torch.float32)
         ended[adapter.end] = 0.0
         # the end may be suppressed as the first token of all; a time is no text
         ended[adapter.no_timestamps + 1] = _LAST
-        timed = ctx.prompt_ids[:, -1:] != adapter.no_timestamps
-        unspoken = self._unspoken(ctx, prefill) if self.asks else None
+        timed = call.request.prompt_ids[:, -1:] != adapter.no_timestamps
+        unspoken = self._unspoken(call, prefill) if self.asks else None
         return Vocabulary(adapter.end, text, ended, timed, unspoken)
 
-    def _unspoken(self, ctx: Context, prefill: Mapping[str, BranchOutput]) -> Tensor:
+    def _unspoken(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Tensor:
         """Rows that end by their no-speech token, ``(B, 1)``."""
 
         def probability(name: str) -> Tensor:  # of the token, where the transcript starts, as log
-            rows = torch.arange(ctx.batch, device=ctx.device)
+            rows = torch.arange(call.batch, device=call.device)
             states = prefill[name].prompt_hidden["last"][rows, start]
-            law = ctx.adapter.head(states).float().log_softmax(-1)
-            return law[:, ctx.adapter.no_speech, None]
+            law = call.plan.adapter.head(states).float().log_softmax(-1)
+            return law[:, call.plan.adapter.no_speech, None]
 
-        start = (ctx.prompt_ids == ctx.adapter.start).int().argmax(1)
-        found = torch.zeros(ctx.batch, 1, dtype=torch.bool, device=ctx.device)
+        start = (call.request.prompt_ids == call.plan.adapter.start).int().argmax(1)
+        found = torch.zeros(call.batch, 1, dtype=torch.bool, device=call.device)
         if self.no_speech < 1:
             found = probability(NOISED).exp() > self.no_speech
         if self.structure is not None:
@@ -204,7 +205,7 @@ class WhisperCD(Guide):
     def combine(
         self,
         constants: Vocabulary,
-        ctx: Context,
+        call: Call,
         proposal: Proposal,
         scores: Mapping[str, BranchOutput],
     ) -> Tensor:
@@ -214,7 +215,7 @@ class WhisperCD(Guide):
     def apply(
         self,
         constants: Vocabulary,
-        ctx: Context,
+        call: Call,
         proposal: Proposal,
         scores: Mapping[str, BranchOutput],
     ) -> Tensor:
@@ -227,7 +228,7 @@ class WhisperCD(Guide):
             doubtful = self._evidence(scores) < self.gate
         if constants.unspoken is not None:
             doubtful = doubtful | constants.unspoken
-        ends = first_text(constants, ctx, proposal) & doubtful
+        ends = first_text(constants, call, proposal) & doubtful
         return torch.where(ends[..., None], constants.ended, law)
 
     def _evidence(self, scores: Mapping[str, BranchOutput]) -> Tensor:
@@ -266,15 +267,15 @@ def distance(first: Tensor, second: Tensor) -> Tensor:
     return (first.softmax(-1) - second.softmax(-1)).abs().sum(-1) / 2
 
 
-def first_text(constants: Vocabulary, ctx: Context, proposal: Proposal) -> Tensor:
+def first_text(constants: Vocabulary, call: Call, proposal: Proposal) -> Tensor:
     """Whether root and nodes decide what may be the first text token, ``(B, N + 1)``."""
-    ids = ctx.ids[:, ctx.prompt_length :]
-    begun = torch.arange(ids.shape[1], device=ctx.device) < ctx.length[:, None]
+    ids = call.rows.ids[:, call.prompt_length :]
+    begun = torch.arange(ids.shape[1], device=call.device) < call.rows.length[:, None]
     said = (begun & (ids < constants.end)).any(1, keepdim=True)
     _, _, ancestors = proposal.structure()
     drafted = pad((proposal.tokens >= 0) & (proposal.tokens < constants.end), (1, 0))
     said = said | (ancestors & drafted[:, None]).any(-1)
-    return ~said & ((generated(ctx, proposal) > 0) | ~constants.timed)
+    return ~said & ((generated(call, proposal) > 0) | ~constants.timed)
 
 
 def noised(snr: float, samples: Tensor, draw: torch.Generator) -> Tensor:

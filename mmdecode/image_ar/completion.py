@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import Context, Drafter
+from mmdecode.engine.contracts import Drafter
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
@@ -179,9 +180,11 @@ class Given(Drafter):
     def __init__(self, most: int = 64) -> None:
         self.most = most
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The given codes up to the next free place."""
-        places = ctx.length[:, None] + torch.arange(min(self.most, budget), device=ctx.device)
-        tokens = ctx.adapter.layout.forced(places)
+        places = call.rows.length[:, None] + torch.arange(
+            min(self.most, budget), device=call.device
+        )
+        tokens = call.plan.adapter.layout.forced(places)
         ahead = (tokens >= 0).long().cumprod(1).bool()
         return Proposal(tokens=tokens.masked_fill(~ahead, -1), kind="deterministic")

@@ -23,7 +23,7 @@ empty slots of the cache; its rejection of too small windows is not part of it e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from torch import Tensor
 
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.contracts import MAIN, BranchOutput, Context, model_name
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import MAIN, BranchOutput, model_name
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.proposal import Proposal
@@ -127,14 +128,14 @@ class ZipAR:
             IncompatibleError: Guidance of a model that has no unconditional input.
         """
         layout, guide = self.adapter.layout, self.guidance
-        ctx = self._opened(do_sample, seed, request, self.adapter.condition(**given))
-        every = torch.arange(layout.length, device=ctx.device)
-        tokens = layout.forced(every).repeat(ctx.batch, 1)  # (B, length), -1 where nothing stands
+        call = self._opened(do_sample, seed, request, self.adapter.condition(**given))
+        every = torch.arange(layout.length, device=call.device)
+        tokens = layout.forced(every).repeat(call.batch, 1)  # (B, length), -1 where nothing stands
         known = set(every[layout.forced(every) >= 0].tolist())
         commits = torch.zeros(layout.length, dtype=torch.long)
         frontier = Frontier(self.adapter, [MAIN, *guide.branches])
 
-        logits = {name: s.logits for name, s in frontier.prefill(ctx, {}).items()}
+        logits = {name: s.logits for name, s in frontier.prefill(call, {}).items()}
         waves = schedule(layout, self.window)
         for step, cells in enumerate(waves):
             if step:
@@ -142,13 +143,15 @@ class ZipAR:
                 places = sorted({*waves[step - 1], *(cell - 1 for cell in cells)})
                 shown = [p if p in known else max(k for k in known if k < p) for p in places]
                 read = frontier.feed(tokens[:, shown], places, [p in known for p in places])
-                before = torch.tensor([places.index(cell - 1) for cell in cells], device=ctx.device)
+                before = torch.tensor(
+                    [places.index(cell - 1) for cell in cells], device=call.device
+                )
                 logits = {name: part[:, before] for name, part in read.items()}
-            tokens[:, cells] = self._decided(ctx, every[cells], logits)
+            tokens[:, cells] = self._decided(call, every[cells], logits)
             commits[cells] = step
             known.update(cells)
             if on_tokens is not None:
-                on_tokens(ctx.batch * len(cells))
+                on_tokens(call.batch * len(cells))
         return RowTokens(
             tokens=tokens,
             codes=layout.codes(tokens),
@@ -163,7 +166,7 @@ class ZipAR:
         seed: int | None,
         request: Sequence[Any] | None,
         inputs: Mapping[str, Any],
-    ) -> Context:
+    ) -> Call:
         """The rows of a batch before their first token, as the engine opens them."""
         names = self.adapter.names(inputs)
         request = ordinals(names) if request is None else request
@@ -175,28 +178,23 @@ class ZipAR:
             seed = int(torch.randint(2**62, ()))
         device = self.adapter.model.device
         empty = torch.empty((len(names), 0), dtype=torch.long, device=device)
-        zeros = torch.zeros(len(names), dtype=torch.long, device=device)
-        return Context(
-            prompt_ids=empty,
-            prompt_mask=empty.bool(),
-            ids=empty,
-            length=zeros,
-            open=torch.ones_like(zeros, dtype=torch.bool),
-            rounds=zeros.clone(),
+        return Call.of(
+            empty,
+            max_new_tokens=self.adapter.layout.length,
             noise=Noise.of(seed, [request_key(name, 0) for name in request], device),
-            limit=self.adapter.layout.length,
+            room=0,
             do_sample=do_sample,
-            adapter=self.adapter,
-            model_inputs=inputs,
+            model_kwargs=inputs,
+            plan=Plan(adapter=self.adapter),
         )
 
-    def _decided(self, ctx: Context, cells: Tensor, branches: Mapping[str, Tensor]) -> Tensor:
+    def _decided(self, call: Call, cells: Tensor, branches: Mapping[str, Tensor]) -> Tensor:
         """Tokens of ``cells (n,)``, ``(B, n)``, from each branch's logits ``(B, n, V)``."""
-        places = cells.expand(ctx.batch, -1)
+        places = cells.expand(call.batch, -1)
         logits = branches["main"]
         if not self.guidance.neutral:  # it sees each cell as the root of a row of its own
-            roots = replace(ctx, length=places.flatten())
-            nothing = Proposal.empty(places.numel(), ctx.device)
+            roots = call.at(places.flatten())
+            nothing = Proposal.empty(places.numel(), call.device)
             apart = {
                 name: BranchOutput(logits=part.flatten(0, 1)[:, None])
                 for name, part in branches.items()
@@ -204,9 +202,9 @@ class ZipAR:
             logits = self.guidance.apply(None, roots, nothing, apart).view_as(logits)
         allowed = self.adapter.layout.allowed(places, logits.shape[-1])
         logits = logits.masked_fill(~allowed, -torch.inf)
-        if not ctx.do_sample:
+        if not call.request.do_sample:
             return logits.argmax(-1)
-        gumbel = ctx.noise.gumbel(places, Role.TARGET, logits.shape[-1])
+        gumbel = call.request.noise.gumbel(places, Role.TARGET, logits.shape[-1])
         return (self.sampling.warp(logits) + gumbel).argmax(-1)
 
 
@@ -223,11 +221,13 @@ def schedule(layout: Layout, window: int) -> list[list[int]]:
 class Frontier(ModelRunner):
     """Branches that read generated tokens out of order; every row of the batch the same places."""
 
-    def prefill(self, ctx: Context, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
+    def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """See `ModelRunner.prefill`."""
-        scores = super().prefill(ctx, earlier)
+        scores = super().prefill(call, earlier)
         self.ends = self.cache.start.clone()  # of the prompts, (R,)
-        self.held = torch.empty(0, dtype=torch.long, device=ctx.device)  # place in each slot behind
+        self.held = torch.empty(
+            0, dtype=torch.long, device=call.device
+        )  # place in each slot behind
         return scores
 
     def feed(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mmdecode.decoder import Decoder
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, Context
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import MAIN
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
@@ -414,22 +414,22 @@ def check_adapter(
     accepted = torch.tensor([[0, 2, 4], [1, 5, -1], [0, 3, -1], [-1, -1, -1]])
     path = accepted[torch.arange(len(ids)) % 4]
     root = torch.ones(len(ids), 1, dtype=torch.long)
-    ctx = _context(ids, mask, inputs)
+    call = Call.of(ids, mask, model_kwargs=inputs or {})
     branches = ModelRunner(adapter, [MAIN])
     with torch.no_grad():
-        first = branches.prefill(ctx, {})["main"].logits[:, 0]
-        _close(first, [_alone(adapter, ctx, b, []) for b in range(len(ids))], "prompt", tolerance)
+        first = branches.prefill(call, {})["main"].logits[:, 0]
+        _close(first, [_alone(adapter, call, b, []) for b in range(len(ids))], "prompt", tolerance)
         kept: list[list[int]] = [[] for _ in range(len(ids))]
         for step, drafted in enumerate((proposal, second)):
-            ctx.ids.scatter_(1, ctx.end()[:, None], root)
-            ctx.length = ctx.length + 1
+            call.rows.ids.scatter_(1, call.end()[:, None], root)
+            call.rows.length = call.rows.length + 1
             kept = [[*k, 1] for k in kept]
-            ctx.longest = int(ctx.length.max())
-            logits = branches.score(ctx, drafted, {})["main"].logits
+            call.rows.cur_len = int(call.rows.length.max())
+            logits = branches.score(call, drafted, {})["main"].logits
             for node in range(-1, drafted.size):
                 rows = [b for b in range(len(ids)) if node < 0 or drafted.tokens[b, node] >= 0]
                 expected = [
-                    _alone(adapter, ctx, b, [*kept[b], *_path_tokens(drafted, b, node)])
+                    _alone(adapter, call, b, [*kept[b], *_path_tokens(drafted, b, node)])
                     for b in rows
                 ]
                 _close(logits[rows, node + 1], expected, f"node {node} of round {step}", tolerance)
@@ -438,8 +438,10 @@ def check_adapter(
             for b in range(len(ids)):
                 kept[b] += [int(drafted.tokens[b, u]) for u in path[b].tolist() if u >= 0]
             for b, row in enumerate(kept):
-                ctx.ids[b, ctx.prompt_length : ctx.prompt_length + len(row)] = torch.tensor(row)
-            ctx.length = torch.tensor([len(row) for row in kept])
+                call.rows.ids[b, call.prompt_length : call.prompt_length + len(row)] = torch.tensor(
+                    row
+                )
+            call.rows.length = torch.tensor([len(row) for row in kept])
 
 
 def _path_tokens(proposal: Proposal, row: int, node: int) -> list[int]:
@@ -451,12 +453,12 @@ def _path_tokens(proposal: Proposal, row: int, node: int) -> list[int]:
     return tokens
 
 
-def _alone(adapter: Any, ctx: Context, row: int, new: list[int]) -> Tensor:
+def _alone(adapter: Any, call: Call, row: int, new: list[int]) -> Tensor:
     """Logits after a row's prompt and ``new``, in one pass of its own."""
-    prompt = ctx.prompt_ids[row][ctx.prompt_mask[row]]
+    prompt = call.request.prompt_ids[row][call.request.prompt_mask[row]]
     ids = torch.cat([prompt, torch.tensor(new, dtype=torch.long)])[None]
-    inputs = {k: _one(v, row) for k, v in ctx.model_inputs.items()}
-    alone = _context(ids, torch.ones_like(ids).bool(), inputs)
+    inputs = {k: _one(v, row) for k, v in call.request.model_kwargs.items()}
+    alone = Call.of(ids, model_kwargs=inputs)
     return ModelRunner(adapter, [MAIN]).prefill(alone, {})["main"].logits[0, 0]
 
 
@@ -466,21 +468,6 @@ def _one(value: Any, row: int) -> Any:
     if isinstance(value, Mapping):  # an output object of transformers
         return type(value)(**{k: _one(v, row) for k, v in value.items()})
     return value
-
-
-def _context(ids: Tensor, mask: Tensor, inputs: Mapping[str, Any] | None) -> Context:
-    zeros = torch.zeros(len(ids), dtype=torch.long)
-    return Context(
-        prompt_ids=ids,
-        prompt_mask=mask.bool(),
-        ids=torch.nn.functional.pad(ids, (0, 64)),
-        length=zeros,
-        open=zeros == 0,
-        rounds=zeros.clone(),
-        noise=Noise.of(0, range(len(ids))),
-        limit=64,
-        model_inputs=dict(inputs or {}),
-    )
 
 
 def _close(found: Tensor, expected: list[Tensor], where: str, tolerance: float) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchOutput, Context, Drafter
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Drafter
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 
@@ -17,14 +18,14 @@ class TestDrafter(Drafter):
 
     __test__ = False  # it is no test
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Notes which kind is wanted."""
         self._kind: Kind = kind
         self.vocab = prefill.logits.shape[-1]
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """The empty proposal."""
-        return Proposal.empty(ctx.batch, ctx.device)
+        return Proposal.empty(call.batch, call.device)
 
 
 class Constant(TestDrafter):
@@ -33,9 +34,9 @@ class Constant(TestDrafter):
     def __init__(self, token: int, length: int = 4) -> None:
         self.token, self.length = token, length
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """A chain of it."""
-        tokens = torch.full((ctx.batch, self.length), self.token, device=ctx.device)
+        tokens = torch.full((call.batch, self.length), self.token, device=call.device)
         return Proposal(tokens=tokens, kind="deterministic")
 
 
@@ -52,14 +53,14 @@ class Random(TestDrafter):
         self.tree, self.ragged = tree or Tree.chain(4), ragged
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """Any tokens, cut where ``ragged``."""
-        shape = (ctx.batch, len(self.tree))
+        shape = (call.batch, len(self.tree))
         tokens = torch.randint(self.vocab, shape, generator=self.generator)
         if self.ragged:
-            used = torch.randint(len(self.tree) + 1, (ctx.batch, 1), generator=self.generator)
+            used = torch.randint(len(self.tree) + 1, (call.batch, 1), generator=self.generator)
             tokens = tokens.masked_fill(torch.arange(len(self.tree)) >= used, -1)
-        return Proposal(tokens=tokens.to(ctx.device), kind="deterministic", tree=self.tree)
+        return Proposal(tokens=tokens.to(call.device), kind="deterministic", tree=self.tree)
 
 
 class RandomTrees(TestDrafter):
@@ -69,16 +70,16 @@ class RandomTrees(TestDrafter):
         self.nodes = nodes
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """Parents are any earlier node, or the root."""
-        shape = (ctx.batch, self.nodes)
+        shape = (call.batch, self.nodes)
         limits = torch.arange(self.nodes) + 1
         parents = (torch.rand(shape, generator=self.generator) * limits).long() - 1
         tokens = torch.randint(self.vocab, shape, generator=self.generator)
-        used = torch.randint(self.nodes + 1, (ctx.batch, 1), generator=self.generator)
+        used = torch.randint(self.nodes + 1, (call.batch, 1), generator=self.generator)
         tokens = tokens.masked_fill(torch.arange(self.nodes) >= used, -1)
         return Proposal(
-            tokens=tokens.to(ctx.device), kind="deterministic", parents=parents.to(ctx.device)
+            tokens=tokens.to(call.device), kind="deterministic", parents=parents.to(call.device)
         )
 
 
@@ -88,7 +89,7 @@ class FullTree(TestDrafter):
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """``V + V^2 + ...`` nodes."""
         parents: list[int] = []
         tokens: list[int] = []
@@ -101,7 +102,7 @@ class FullTree(TestDrafter):
                     parents.append(parent)
                     tokens.append(token)
             level = below
-        rows = torch.tensor(tokens, device=ctx.device).expand(ctx.batch, -1)
+        rows = torch.tensor(tokens, device=call.device).expand(call.batch, -1)
         return Proposal(tokens=rows, kind="deterministic", tree=Tree(tuple(parents)))
 
 
@@ -121,13 +122,13 @@ class Known(TestDrafter):
         self.rows = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
         self.length, self.wrong_at = length, torch.tensor(list(wrong_at), dtype=torch.long)
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """What follows the committed tokens, shifted by one id at the wrong positions."""
-        index = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
-        rows = self.rows.to(ctx.device)
+        index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
+        rows = self.rows.to(call.device)
         inside = index < rows.shape[1]
         tokens = rows.gather(1, index.clamp_max(rows.shape[1] - 1)).masked_fill(~inside, -1)
-        wrong = torch.isin(index, self.wrong_at.to(ctx.device)) & (tokens >= 0)
+        wrong = torch.isin(index, self.wrong_at.to(call.device)) & (tokens >= 0)
         tokens = torch.where(wrong, (tokens + 1) % self.vocab, tokens)
         return Proposal(tokens=tokens, kind="deterministic")
 
@@ -155,30 +156,32 @@ class Bigram(TestDrafter):
     ) -> None:
         self.logits, self.length, self.kinds, self.ragged = logits, length, kinds, ragged
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """Token after token, each from the row of the token before."""
-        previous, tokens, laws = ctx.last(1)[:, 0], [], []
-        table = self.logits.to(ctx.device)
+        previous, tokens, laws = call.last(1)[:, 0], [], []
+        table = self.logits.to(call.device)
         for step in range(self.length):
             law = table[previous]
-            position = (ctx.length + step)[:, None]
-            previous = self.draw(ctx, law, position)
+            position = (call.rows.length + step)[:, None]
+            previous = self.draw(call, law, position)
             laws.append(law)
             tokens.append(previous)
         drafted = torch.stack(tokens, 1)
         if self.ragged:
-            index = ctx.length[:, None] + torch.arange(self.length, device=ctx.device)
+            index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
             ended = (index % 3 == 0).long().cumsum(1) > 0
             drafted = drafted.masked_fill(ended, -1)
         log_q = torch.stack(laws, 1) if self._kind == "iid" else None
         return Proposal(tokens=drafted, kind=self._kind, log_q=log_q)
 
-    def draw(self, ctx: Context, law: Tensor, position: Tensor) -> Tensor:
+    def draw(self, call: Call, law: Tensor, position: Tensor) -> Tensor:
         """One token per row from ``law (B, V)``."""
         if self._kind == "deterministic":
             return law.argmax(-1)
-        role, trial = (Role.TARGET, None) if self._kind == "coupled" else (Role.DRAFT, ctx.rounds)
-        gumbel = ctx.noise.gumbel(position, role, law.shape[-1], trial=trial)
+        role, trial = (
+            (Role.TARGET, None) if self._kind == "coupled" else (Role.DRAFT, call.rows.rounds)
+        )
+        gumbel = call.request.noise.gumbel(position, role, law.shape[-1], trial=trial)
         return (law + gumbel[:, 0]).argmax(-1)
 
 
@@ -209,16 +212,16 @@ class Siblings(TestDrafter):
             parents += [parent for parent, _ in below]
         self.tree = Tree(tuple(parents))
 
-    def propose(self, ctx: Context, budget: int) -> Proposal:
+    def propose(self, call: Call, budget: int) -> Proposal:
         """Level by level, siblings side by side."""
-        level = ctx.last(1)
+        level = call.last(1)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        table = self.logits.to(ctx.device)
+        table = self.logits.to(call.device)
         for step, width in enumerate(self.widths):
             law = table[level]  # (B, n, V)
-            position = (ctx.length + step)[:, None]
-            chosen = self.draw(ctx, law, position, width)  # (B, n, width)
+            position = (call.rows.length + step)[:, None]
+            chosen = self.draw(call, law, position, width)  # (B, n, width)
             ended = ((position % 3 == 0) & self.ragged) | (tokens[-1][:, :1] < 0 if step else False)
             level = chosen.flatten(1)
             tokens.append(level.masked_fill(ended, -1))
@@ -226,13 +229,13 @@ class Siblings(TestDrafter):
         log_q = None if self._kind == "deterministic" else torch.cat(laws, 1)
         return Proposal(tokens=torch.cat(tokens, 1), kind=self._kind, tree=self.tree, log_q=log_q)
 
-    def draw(self, ctx: Context, law: Tensor, position: Tensor, width: int) -> Tensor:
+    def draw(self, call: Call, law: Tensor, position: Tensor, width: int) -> Tensor:
         """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
         if self._kind == "deterministic":
             return law.topk(width, dim=-1).indices
         batch, nodes, vocab = law.shape
         size = nodes * width * vocab
-        gumbel = ctx.noise.gumbel(position, Role.DRAFT, size, trial=ctx.rounds)
+        gumbel = call.request.noise.gumbel(position, Role.DRAFT, size, trial=call.rows.rounds)
         noisy = law[:, :, None] + gumbel.view(batch, nodes, width, vocab)
         if self._kind == "iid":
             return noisy.argmax(-1)

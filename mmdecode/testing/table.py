@@ -27,7 +27,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmdecode.engine.contracts import BranchSpec, Context, Prompt
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError
@@ -204,7 +205,7 @@ class TableAdapter:
     def __init__(self, model: Table) -> None:
         self.model, self.vocab, self.layout = model, model.vocab, model.layout
 
-    def prompt(self, ctx: Context, spec: BranchSpec) -> Prompt:
+    def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
         if spec.view not in (None, "salt", "unconditional"):
             raise IncompatibleError.between(
@@ -213,15 +214,15 @@ class TableAdapter:
                 "it has no input but its salt",
                 "use the view 'salt' with the option by=...",
             )
-        ids, mask = ctx.prompt_ids, ctx.prompt_mask
-        salt = ctx.model_inputs.get("salt")
-        salt = torch.zeros_like(ctx.length) if salt is None else salt
+        ids, mask = call.request.prompt_ids, call.request.prompt_mask
+        salt = call.request.model_kwargs.get("salt")
+        salt = torch.zeros_like(call.rows.length) if salt is None else salt
         if spec.view == "salt":
             salt = salt + int(spec.view_options["by"])
         elif spec.view == "unconditional":
             salt = torch.full_like(salt, NOTHING)
         if isinstance(spec.prompt, Tensor):
-            ids = spec.prompt.expand(ctx.batch, -1)
+            ids = spec.prompt.expand(call.batch, -1)
             mask = torch.ones_like(ids) if spec.prompt_mask is None else spec.prompt_mask
             mask = mask.expand_as(ids).bool()
         elif spec.prompt == "last_token":
@@ -347,6 +348,11 @@ def left_pad(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
     ids = [[pad] * (width - len(p)) + list(p) for p in prompts]
     mask = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def call_of(prompts: Sequence[Sequence[int]], adapter: Any = None, **options: Any) -> Call:
+    """A call that is about to decode ``prompts``; options as of `Call.of`."""
+    return Call.of(*left_pad(prompts), plan=Plan(adapter=adapter), **options)
 
 
 Choice = Callable[[Tensor, int], int]

@@ -29,10 +29,10 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
 from mmdecode.draft.none import NoDraft
 from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import (
     Adapter,
     BranchOutput,
-    Context,
     Drafter,
     Guide,
     Requirements,
@@ -85,11 +85,11 @@ class Collector(NoDraft):
         self.law = DraftTarget(guide, warp)
         return self
 
-    def begin(self, ctx: Context, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
         """Notes them."""
-        specs, adapter = self.law.specs, ctx.adapter
-        rows = None if self.drafter is None else prompt_rows(self.drafter, ctx, prefill, specs)
-        prompts = [adapter.prompt(ctx, spec) for spec in specs]
+        specs, adapter = self.law.specs, call.plan.adapter
+        rows = None if self.drafter is None else prompt_rows(self.drafter, call, prefill, specs)
+        prompts = [adapter.prompt(call, spec) for spec in specs]
         said = {"main": prefill, **prefill.beside}
         ids, last = (
             torch.cat(parts)

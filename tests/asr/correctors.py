@@ -87,15 +87,15 @@ class Writes(Guide):
     def __init__(self, texts):
         self.texts = texts
 
-    def begin(self, ctx, prefill):
-        rows = [self.texts[tuple(row[0])] for row in ctx.mm_inputs["source_ids"]]
-        width = ctx.limit + 64
+    def begin(self, call, prefill):
+        rows = [self.texts[tuple(row[0])] for row in call.request.inputs["source_ids"]]
+        width = call.request.max_new_tokens + 64
         return torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         logits = scores["main"].logits
         depths = torch.nn.functional.pad(proposal.structure()[1], (1, 0))
         tokens = constants.gather(
-            1, (ctx.length[:, None] + depths).clamp_max(constants.shape[1] - 1)
+            1, (call.rows.length[:, None] + depths).clamp_max(constants.shape[1] - 1)
         )
         return one_hot(tokens, logits.shape[-1]).log() + 0.0 * logits

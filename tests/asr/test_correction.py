@@ -386,9 +386,9 @@ def test_audio_reaches_a_guide():
     heard = []
 
     class Listens(Writes):
-        def begin(self, ctx, prefill):
-            heard.extend(ctx.mm_inputs["audio"])
-            return super().begin(ctx, prefill)
+        def begin(self, call, prefill):
+            heard.extend(call.request.inputs["audio"])
+            return super().begin(call, prefill)
 
     prompts = corrector().prompts
     texts = {tuple(prompts.answer(o.best)): prompts.answer(o.best) for o in LISTS}
@@ -452,8 +452,8 @@ def test_options_are_kept_whole(tmp_path):
 # Lists that raise
 
 
-def words_of_ids(ctx):
-    return ctx.mm_inputs["source_ids"]
+def words_of_ids(call):
+    return call.request.inputs["source_ids"]
 
 
 STAGES = ("prompt", "begin", "propose", "text")
@@ -473,7 +473,7 @@ def test_a_list_that_raises_fails_alone(stage, name, monkeypatch):
     expected = [one for one in plain(LISTS) if one.id != bad.id]
     ids = [plain.prompts.answer(text) for text in plain.prompts.shown(bad.hypotheses)]
     [answer] = plain([bad])
-    faulty = Faulty(lambda ctx: ids in words_of_ids(ctx), error, stage)
+    faulty = Faulty(lambda call: ids in words_of_ids(call), error, stage)
     failing = corrector(draft=faulty, batch_size=4)
     own = failing.prompts
     if stage == "prompt":
@@ -505,4 +505,4 @@ def test_an_error_of_the_configuration_that_all_lists_have_is_the_callers():
         return OptionError("a=1; expected 2")
 
     with pytest.raises(OptionError, match="a=1"):
-        corrector(draft=Faulty(lambda ctx: True, error))(LISTS)
+        corrector(draft=Faulty(lambda call: True, error))(LISTS)

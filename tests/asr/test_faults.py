@@ -46,8 +46,8 @@ class Loud:
     def __init__(self, marks):
         self.marks = marks
 
-    def __call__(self, ctx):
-        return any(marked(one) in self.marks for one in ctx.mm_inputs["input_features"])
+    def __call__(self, call):
+        return any(marked(one) in self.marks for one in call.request.inputs["input_features"])
 
 
 def marked(features):
@@ -164,7 +164,7 @@ def test_what_fits_no_recording_is_the_jobs_error(model, processor, kit):
     def error():
         return OptionError("value=1; expected 2")
 
-    transcriber = Transcriber(model, processor, Decoder(Faulty(lambda ctx: True, error)), OPTIONS)
+    transcriber = Transcriber(model, processor, Decoder(Faulty(lambda call: True, error)), OPTIONS)
     with pytest.raises(OptionError, match="value=1"):
         list(transcriber.stream(sources(kit)))
 

@@ -196,11 +196,11 @@ class Fixed:
         rows = len(features)
         from tests.guide.laws import context
 
-        ctx = context(rows)
-        ctx.mm_inputs = {"audio": [Given(one, recogniser.prompt) for one in features]}
-        ctx.ids[:, 2:] = 0
+        heard = [Given(one, recogniser.prompt) for one in features]
+        call = context(rows, inputs={"audio": heard})
+        call.rows.ids[:, 2:] = 0
         self.scorer = AcousticScorer(
-            ctx,
+            call,
             recogniser.model,
             recogniser.spelling,
             recogniser.prompt,
@@ -212,7 +212,7 @@ class Fixed:
             torch.zeros(rows, 1), [[frozenset()]] * rows
         )
         with torch.no_grad():
-            self.scorer.prefill(ctx, {})
+            self.scorer.prefill(call, {})
         self.passes = 0
         read = self.scorer._read
 
@@ -469,8 +469,8 @@ def test_what_each_would_have_chosen_is_kept_with_every_token(language, recognis
         built = []
         inner = spec.build
 
-        def build(ctx, inner=inner, built=built):
-            built.append(inner(ctx))
+        def build(call, inner=inner, built=built):
+            built.append(inner(call))
             return built[0]
 
         from dataclasses import replace

@@ -40,10 +40,10 @@ class Edited(Guide):
         self.edits, self.branches, self.needs = edits, branches, needs or Requirements()
         self.seen = []
 
-    def begin(self, ctx, prefill):
+    def begin(self, call, prefill):
         self.confidence = prefill["main"].logits.softmax(-1).amax(-1)
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         self.seen.append(scores)
         return scores["main"].logits
 
@@ -229,7 +229,7 @@ def test_edits_are_of_the_branch_the_layers_and_the_strength_named():
         branch="second",
         layers=(1.0, 1.0),
         scores=noted,
-        strength=lambda ctx, earlier: (earlier["main"].logits[..., 0] > 0).float(),
+        strength=lambda call, earlier: (earlier["main"].logits[..., 0] > 0).float(),
     )
     guide = Edited(edit, branches=[second])
     found = ours("llava", guide, batch=3)

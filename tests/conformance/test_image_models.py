@@ -199,10 +199,10 @@ def test_rows_that_change_places_keep_what_is_theirs(family, monkeypatch):
     order = torch.tensor([2, 0, 1])
 
     def there_and_back(score):
-        def scored(self, ctx, proposal, earlier):
+        def scored(self, call, proposal, earlier):
             self.reorder(order)
             self.reorder(order.argsort())
-            return score(self, ctx, proposal, earlier)
+            return score(self, call, proposal, earlier)
 
         return scored
 
@@ -327,14 +327,14 @@ def test_keys_behind_rejected_windows_are_those_of_a_fresh_pass(family, monkeypa
     adapters = []
     begin = Jacobi.begin
     monkeypatch.setattr(
-        Jacobi, "begin", lambda self, ctx, *a: (adapters.append(ctx), begin(self, ctx, *a))[0]
+        Jacobi, "begin", lambda self, call, *a: (adapters.append(call), begin(self, call, *a))[0]
     )
     tokens = draw(family, Decoder(Jacobi(6, siblings=2)), do_sample=True)
-    branches, ctx = kept[-1], adapters[-1]
+    branches, call = kept[-1], adapters[-1]
     fresh = ModelRunner(branches.adapter, branches.specs)
-    ctx.length.zero_()
+    call.rows.length.zero_()
     with torch.no_grad():
-        fresh.prefill(ctx, {})
+        fresh.prefill(call, {})
         block, repeat = tokens[:, :-1], len(branches.specs)
         visible = bucket(fresh.width + block.shape[1])
         fresh.run(block.repeat(repeat, 1), *chain(block.shape[1], "cpu"), visible=visible)

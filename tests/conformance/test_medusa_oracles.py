@@ -49,7 +49,7 @@ def test_zero_heads_behind_a_block_say_what_the_block_says():
     adapter = registry.adapter_for(model)
     draft, seen = Medusa(MedusaHeads(3, 1, WIDTH), block), []
     propose = draft.propose
-    draft.propose = lambda ctx, budget: seen.append(draft._state) or propose(ctx, budget)
+    draft.propose = lambda call, budget: seen.append(draft._state) or propose(call, budget)
     options = {"language": "en", "task": "transcribe", "max_new_tokens": NEW}
     out = model.generate(**audio(1), **options, custom_generate=Decoder(draft))
     # all states of the text, then the block over all of them at once
@@ -86,9 +86,9 @@ class Oracle(MedusaHeads):
 
 
 class WithPosition(Medusa):
-    def propose(self, ctx, budget):
-        self.position = int(ctx.length[0])
-        return super().propose(ctx, budget)
+    def propose(self, call, budget):
+        self.position = int(call.rows.length[0])
+        return super().propose(call, budget)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -140,7 +140,7 @@ def test_the_order_of_the_tree_list_does_not_matter(family):
 @FAMILIES
 def test_no_heads_is_the_plain_loop(family):
     draft = Medusa(random_heads())
-    draft.propose = lambda ctx, budget: Proposal.empty(ctx.batch, ctx.device)
+    draft.propose = lambda call, budget: Proposal.empty(call.batch, call.device)
     decoder = Decoder(draft)
     assert ours(decoder, family).tolist() == plain(family).tolist()
     assert decoder.stats.passes == NEW - 1
@@ -177,8 +177,8 @@ def test_a_cpu_drafts_half_of_its_nodes_for_many_rows():
     sizes = {}
 
     class Sized(Medusa):
-        def propose(self, ctx, budget):
-            proposal = super().propose(ctx, budget)
+        def propose(self, call, budget):
+            proposal = super().propose(call, budget)
             sizes.setdefault(len(ids), set()).add(proposal.size)
             return proposal
 

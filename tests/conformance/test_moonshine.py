@@ -187,8 +187,8 @@ def test_a_mask_of_samples_in_the_place_of_that_of_states_is_noticed(monkeypatch
     assert_same("moonshine", "known")
     samples = EncoderDecoderAdapter.source_mask
 
-    def first(self, ctx):
-        return samples(self, ctx)[:, : ctx.model_inputs["encoder_outputs"][0].shape[1]]
+    def first(self, call):
+        return samples(self, call)[:, : call.request.model_kwargs["encoder_outputs"][0].shape[1]]
 
     monkeypatch.setattr(MoonshineAdapter, "source_mask", first)
     assert_noticed("known")

@@ -174,8 +174,8 @@ def test_a_bonus_token_that_is_dropped_is_noticed_in_the_counts(family, monkeypa
     healthy = assert_same(family, "known").stats.passes
 
     def without_bonus(sound):
-        return lambda self, ctx, block, count: sound(
-            self, ctx, block, torch.where(count > 1, count - 1, count)
+        return lambda self, call, block, count: sound(
+            self, call, block, torch.where(count > 1, count - 1, count)
         )
 
     seams.CUT.plant(monkeypatch, without_bonus)

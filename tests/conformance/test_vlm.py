@@ -174,15 +174,17 @@ def test_a_branch_of_text_beside_images_changes_neither(family):
 class Forks(drafts.TestDrafter):
     """Reads the prompt for itself, and scores its rows before and after another order."""
 
-    def begin(self, ctx, prefill, kind):
-        branches = ModelRunner(ctx.adapter, [MAIN])
-        branches.prefill(ctx, {})
-        tokens = torch.tensor([[5, 9, 8]]).expand(ctx.batch, -1)
+    def begin(self, call, prefill, kind):
+        branches = ModelRunner(call.plan.adapter, [MAIN])
+        branches.prefill(call, {})
+        tokens = torch.tensor([[5, 9, 8]]).expand(call.batch, -1)
         proposal = Proposal(tokens=tokens, kind="deterministic")
         rows = torch.tensor([2, 0, 0])
-        before = branches.score(ctx, proposal, {})["main"].logits[rows]
+        before = branches.score(call, proposal, {})["main"].logits[rows]
         branches.reorder(rows)
-        moved = dataclasses.replace(ctx, ids=ctx.ids[rows], length=ctx.length[rows])
+        ids, length = call.rows.ids[rows], call.rows.length[rows]
+        kept = dataclasses.replace(call.rows, ids=ids, length=length)
+        moved = dataclasses.replace(call, rows=kept)
         self.logits = before, branches.score(moved, proposal, {})["main"].logits
 
 
@@ -306,8 +308,8 @@ def test_rows_that_forget_how_far_their_images_reach_are_noticed(family, monkeyp
 def test_images_read_in_one_direction_are_noticed(family, monkeypatch):
     read = VisionLanguageAdapter.model_inputs
 
-    def causal(self, ctx):
-        inputs = read(self, ctx)
+    def causal(self, call):
+        inputs = read(self, call)
         inputs.pop("token_type_ids")
         return inputs
 
@@ -351,8 +353,8 @@ def test_images_that_are_not_read_are_noticed(family, monkeypatch):
     read = VisionLanguageAdapter.model_inputs
     unseen = ("pixel_values", "mm_encoder_outputs")
 
-    def blind(self, ctx):
-        return {k: v for k, v in read(self, ctx).items() if k not in unseen}
+    def blind(self, call):
+        return {k: v for k, v in read(self, call).items() if k not in unseen}
 
     monkeypatch.setattr(VisionLanguageAdapter, "model_inputs", blind)
     assert_noticed(family, "none")

@@ -5,7 +5,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
@@ -18,6 +17,7 @@ from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, law_of, run_rows
 from mmdecode.testing.table import Table
 from tests.draft.rounds import rounds_of
+from tests.support.clock import call_after
 
 MODEL, OTHER = Table(5, seed=3), Table(5, seed=8, sharpness=3.0)
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
@@ -99,13 +99,12 @@ def test_batches_of_another_size_are_measured_apart(monkeypatch):
     used = {1: [], 16: []}
     for _ in range(60):
         size = dice.choice([1, 13, 16])
-        ended = torch.full((size,), 21)
-        ctx = SimpleNamespace(drafter_invariant=True, length=ended, rounds=ended)
-        adaptive.begin(ctx, None, "deterministic")
+        call = call_after(21, size)
+        adaptive.begin(call, None, "deterministic")
         levels = adaptive._now.levels
         pays = size == 1  # a draft does with one row, and loses with many
         for _ in range(21):
-            adaptive.observe(ctx, None, None, None)
+            adaptive.observe(call, None, None, None)
             clock.now += 0.5 if (levels is None) == pays else 1.0
         adaptive.reset()
         used[1 if size == 1 else 16].append(levels)

@@ -158,10 +158,10 @@ class Longer(Guide):
         law = BranchSpec(name="law", prompt=ids, prompt_mask=mask, stage=2, replaces="main")
         self.branches = (law,)
 
-    def begin(self, ctx, prefill):
+    def begin(self, call, prefill):
         return None
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         return scores["main"].logits
 
 
@@ -355,8 +355,8 @@ def test_a_reduced_vocabulary_proposes_its_own_tokens_by_the_targets_ids():
     seen = set()
 
     class Noted(Eagle):
-        def propose(self, ctx, budget):
-            proposal = super().propose(ctx, budget)
+        def propose(self, call, budget):
+            proposal = super().propose(call, budget)
             seen.update(proposal.tokens.flatten().tolist())
             return proposal
 
@@ -394,9 +394,11 @@ def test_hidden_images_take_no_slot():
     widths = {}
 
     class Noted(Eagle):
-        def begin(self, ctx, prefill, kind):
-            super().begin(ctx, prefill, kind)
-            words = ctx.prompt_mask & ~ctx.adapter.image_mask(ctx.prompt_ids)
+        def begin(self, call, prefill, kind):
+            super().begin(call, prefill, kind)
+            words = call.request.prompt_mask & ~call.plan.adapter.image_mask(
+                call.request.prompt_ids
+            )
             widths[self.images] = (self._width, int(words.sum(1).max()) - 1)
 
     inputs = vision_inputs("llava", 2)

@@ -115,9 +115,9 @@ def test_a_row_drafts_in_a_batch_what_it_drafts_alone():
 class Noted(Hydra):
     """Keeps what it proposed, and from which state and root."""
 
-    def propose(self, ctx, budget):
-        proposal = super().propose(ctx, budget)
-        self.seen.append((self._state.clone(), ctx.last(1), proposal))
+    def propose(self, call, budget):
+        proposal = super().propose(call, budget)
+        self.seen.append((self._state.clone(), call.last(1), proposal))
         return proposal
 
 

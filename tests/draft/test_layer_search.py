@@ -125,8 +125,8 @@ def test_the_search_finds_what_does_nothing_and_ends():
 class Watched(Swift):
     """Compares its copy of the cache with the model's own behind every search."""
 
-    def _search(self, ctx):
-        super()._search(ctx)
+    def _search(self, call):
+        super()._search(call)
         for own, main in zip(self._branch.cache.layers, self._main.cache.layers, strict=True):
             for row, end in enumerate(self._branch.cache.start.tolist()):
                 for name in ("keys", "values"):
@@ -141,11 +141,11 @@ def test_a_search_leaves_the_copy_as_it_was(monkeypatch):
         written(Watched(0.5, length=3, every=1))
 
 
-def leave_it(self, ctx, skip, window):
+def leave_it(self, call, skip, window):
     """The mutant: what the trial has overwritten is not put back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheCopyDrafter, "_copy", lambda *_: None)
-        return Swift._matches(self, ctx, skip, window)
+        return Swift._matches(self, call, skip, window)
 
 
 def test_a_view_without_a_sublayer_adds_nothing_in_its_place():

@@ -17,13 +17,13 @@ MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 class Watched(Lookahead):
     """Notes its rows, its pool and the prefix of every round."""
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.rounds = []
 
-    def propose(self, ctx, budget):
-        proposal = super().propose(ctx, budget)
-        prefix = ctx.ids[0, : int(ctx.end()[0])].tolist()
+    def propose(self, call, budget):
+        proposal = super().propose(call, budget)
+        prefix = call.rows.ids[0, : int(call.end()[0])].tolist()
         rows = [row[0].tolist() for row in self._rows]
         pool = self._pool[0].clone()
         self.rounds.append((prefix, rows, pool, proposal.tokens[0].tolist()))
@@ -60,9 +60,9 @@ def test_each_column_goes_on_as_the_model_does():
 def test_a_window_that_reads_other_scores_is_found(monkeypatch):
     sound = Lookahead.observe
 
-    def shifted(self, ctx, proposal, scores, outcome):
+    def shifted(self, call, proposal, scores, outcome):
         rolled = type(scores)(logits=scores.logits.roll(1, 1))
-        sound(self, ctx, proposal, rolled, outcome)
+        sound(self, call, proposal, rolled, outcome)
 
     monkeypatch.setattr(Lookahead, "observe", shifted)
     with pytest.raises(AssertionError):

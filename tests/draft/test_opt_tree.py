@@ -1,13 +1,13 @@
 """Trees that end where they stop to gain, and OPT-Tree's choice of nodes: the best there is."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.growing import Worth, grow
+from mmdecode.engine.call import Call, Plan
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from tests.draft.test_eagle import decode, inputs_of, random_drafter, reduced, table_drafter
@@ -22,7 +22,7 @@ def laws(rows, sharpness=1.5):
     return torch.randn(rows, TOKENS, TOKENS, generator=generator) * sharpness
 
 
-def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, **call):
+def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, static_shapes=False, active=None):
     """A tree of each row, and how many levels it took.
 
     Tokens beyond the first few are never said, so that a node has as many children as are kept.
@@ -34,13 +34,11 @@ def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, **call):
         read.append(level)
         return table[rows, tokens]
 
-    ctx = SimpleNamespace(
-        batch=len(table),
-        device=table.device,
-        fixed=call.get("fixed", False),
-        open=call.get("open", torch.ones(len(table), dtype=torch.bool)),
-    )
-    worth = None if gain is None else Worth(gain, nodes, ctx)
+    plan = Plan(static_shapes=static_shapes)
+    call = Call.of(torch.zeros(len(table), 0, dtype=torch.long), plan=plan)
+    if active is not None:
+        call.rows.active.copy_(active)
+    worth = None if gain is None else Worth(gain, nodes, call)
     tree = grow(table[:, :1], step, levels, nodes, worth=worth).best(nodes)
     return tree, len(read) + 1
 
@@ -111,7 +109,7 @@ def test_a_row_ends_behind_the_level_that_gains_no_more(gain):
     assert len(set(expected)) > 1
     tree, levels = grown(table, gain, nodes=6, levels=5)
     assert levels == max(expected)
-    captured, all_levels = grown(table, gain, nodes=6, levels=5, fixed=True)
+    captured, all_levels = grown(table, gain, nodes=6, levels=5, static_shapes=True)
     assert all_levels == 5
     for row, count in enumerate(expected):
         alone, _ = grown(table[row : row + 1], nodes=6, levels=count)
@@ -133,7 +131,7 @@ def test_a_row_that_is_closed_holds_up_none():
     table = laws(12, sharpness=3.0)
     needs = torch.tensor([stopped(row, 0.3, 6, 5) for row in table])
     going = needs < needs.max()
-    tree, levels = grown(table, 0.3, nodes=6, levels=5, open=going)
+    tree, levels = grown(table, 0.3, nodes=6, levels=5, active=going)
     assert levels == needs[going].max() < needs.max()
     assert [bool(paths_of(tree, row)) for row in range(12)] == going.tolist()
 
@@ -167,8 +165,8 @@ def test_no_token_changes_and_a_row_drafts_what_it_drafts_alone(draft, do_sample
 def test_nodes_behind_a_rows_end_are_unused(draft, monkeypatch):
     unused, propose = [], Eagle.propose
 
-    def noted(self, ctx, budget):
-        proposal = propose(self, ctx, budget)
+    def noted(self, call, budget):
+        proposal = propose(self, call, budget)
         unused.append((proposal.tokens < 0).sum(1).tolist())
         return proposal
 

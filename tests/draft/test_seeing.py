@@ -172,11 +172,11 @@ def assert_weights_are_those_of_paths_alone(kind, monkeypatch):
     monkeypatch.setattr(growing, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
     draft = random_draft(kind, depth=5, top_k=2, nodes=30)
     adapter, ids, hidden, merged, more = given_prompt()
-    ctx = begin(draft, adapter, ids, hidden, merged)
+    call = begin(draft, adapter, ids, hidden, merged)
     first, later = torch.tensor([[3], [4]]), torch.tensor([[5, 6, 7], [8, 9, 1]])
-    commit(draft, ctx, first, hidden[:, -1:], 0)
-    commit(draft, ctx, later, more[:, :3], 2)
-    draft.propose(ctx, 9)
+    commit(draft, call, first, hidden[:, -1:], 0)
+    commit(draft, call, later, more[:, :3], 2)
+    draft.propose(call, 9)
     tree = grown[-1]
     tokens = torch.cat([first, later], 1)
     states = torch.cat([hidden, more[:, :3]], 1)
@@ -217,9 +217,9 @@ def test_half_precision_drafts(kind):
     hidden, merged = hidden.bfloat16(), merged.bfloat16()
     adapter.weight, adapter.table = adapter.weight.bfloat16(), adapter.table.bfloat16()
     draft = random_draft(kind, depth=5)
-    ctx = begin(draft, adapter, ids, hidden, merged)
-    commit(draft, ctx, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
-    assert draft.propose(ctx, 9).size == 9
+    call = begin(draft, adapter, ids, hidden, merged)
+    commit(draft, call, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
+    assert draft.propose(call, 9).size == 9
     assert draft._state.dtype == torch.bfloat16
     assert next(draft.drafter.parameters()).dtype == torch.float32
 
@@ -308,8 +308,8 @@ def test_images_side_by_side_are_two(family, kind):
             seen["images"] = rows.images
             return super()._shown(rows, prefill)
 
-        def begin(self, ctx, prefill, kind):
-            super().begin(ctx, prefill, kind)
+        def begin(self, call, prefill, kind):
+            super().begin(call, prefill, kind)
             seen["slots"] = self._width
 
     expected, _ = decode(family, inputs=inputs)
@@ -328,9 +328,11 @@ def test_hidden_images_leave_nothing():
         widths = []
 
         class Noted(CLASSES[kind]):
-            def begin(self, ctx, prefill, kind):
-                super().begin(ctx, prefill, kind)
-                words = ctx.prompt_mask & ~ctx.adapter.image_mask(ctx.prompt_ids)
+            def begin(self, call, prefill, kind):
+                super().begin(call, prefill, kind)
+                words = call.request.prompt_mask & ~call.plan.adapter.image_mask(
+                    call.request.prompt_ids
+                )
                 widths.append((self._width, int(words.sum(1).max())))  # noqa: B023
                 vector = self._carried
                 assert vector is None or not vector.any()
@@ -510,10 +512,10 @@ def test_a_pass_makes_as_many_levels_as_it_was_built_for(steps, passes):
     adapter, ids, hidden, merged, _ = given_prompt()
     draft = Flash(model, depth=5, top_k=2, nodes=9)
     with torch.no_grad():
-        ctx = begin(draft, adapter, ids, hidden, merged)
-        commit(draft, ctx, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
+        call = begin(draft, adapter, ids, hidden, merged)
+        commit(draft, call, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
         before = len(counted) - 1  # what was committed is read in a pass of its own
-        assert draft.propose(ctx, 9).structure()[1].max() <= 5
+        assert draft.propose(call, 9).structure()[1].max() <= 5
     assert len(counted) - before == passes
 
 

@@ -183,9 +183,9 @@ def test_a_mean_of_weights_is_that_of_the_whole_matrix():
 @torch.no_grad()
 def test_what_text_attends_to_is_what_transformers_says(family, monkeypatch):
     class Noting(Sparse):
-        def begin(self, ctx, prefill, kind):
+        def begin(self, call, prefill, kind):
             self.found, self.images = prefill.text_attention, prefill.images
-            super().begin(ctx, prefill, kind)
+            super().begin(call, prefill, kind)
 
     model, inputs = vision_model(family), vision_inputs(family)
     draft = Noting(2)

@@ -45,9 +45,9 @@ def test_drafts_are_those_of_the_words_alone(family):
 
 
 PLANTED = {
-    "a prompt with its placeholders": lambda ctx: MAIN,
-    "words without their padding mask": lambda ctx: assistant.BranchSpec(
-        name="main", prompt=WORDS(ctx).prompt
+    "a prompt with its placeholders": lambda call: MAIN,
+    "words without their padding mask": lambda call: assistant.BranchSpec(
+        name="main", prompt=WORDS(call).prompt
     ),
 }
 WORDS = assistant._words
@@ -77,9 +77,9 @@ def test_a_model_that_sees_may_be_told_not_to():
     """Then the same pictures and others are the same to it."""
 
     class Noting(Assistant):
-        def begin(self, ctx, prefill, kind):
-            super().begin(ctx, prefill, kind)
-            self.read = self._opened(ctx, prefill).prefill(ctx, {})["main"].logits
+        def begin(self, call, prefill, kind):
+            super().begin(call, prefill, kind)
+            self.read = self._opened(call, prefill).prefill(call, {})["main"].logits
 
     inputs = vision_inputs("llava")
     other = {**inputs, "pixel_values": inputs["pixel_values"] * -1.5}

@@ -40,14 +40,14 @@ def test_a_name_that_is_nearly_one_of_a_parts_base_is_refused():
     with pytest.raises(OptionError, match=r"Hasty.observed is nothing .*'observe'"):
 
         class Hasty(mm.Drafter):
-            def observed(self, ctx, proposal, scores, outcome):
+            def observed(self, call, proposal, scores, outcome):
                 """Misspelt."""
 
     class Late(mm.Drafter):
         def __init__(self):
             self.capability = DrafterCapabilities(graph_safe=True)
 
-        def propose(self, ctx, budget):
+        def propose(self, call, budget):
             """Nothing."""
 
     with pytest.raises(OptionError, match=r"Late.capability is nothing .*'capabilities'"):
@@ -56,7 +56,7 @@ def test_a_name_that_is_nearly_one_of_a_parts_base_is_refused():
 
 def test_a_part_without_its_base_is_refused():
     class Alone:
-        def propose(self, ctx, budget):
+        def propose(self, call, budget):
             """Nothing."""
 
     with pytest.raises(OptionError, match=r"class Alone is no subclass of mmdecode\.Drafter"):

@@ -69,9 +69,9 @@ def test_padding_that_is_not_on_the_left_is_refused(row):
 
 def test_a_longer_draft_than_can_be_scored_is_cut():
     class Long(PromptLookup):
-        def propose(self, ctx, budget):
+        def propose(self, call, budget):
             assert budget <= MAX_NODES
-            return super().propose(ctx, budget)
+            return super().propose(call, budget)
 
     ids = torch.cat([IDS[:, :3]] * 150, 1)
     call = {"ids": ids, "mask": torch.ones_like(ids), "max_new_tokens": 320}
@@ -80,8 +80,8 @@ def test_a_longer_draft_than_can_be_scored_is_cut():
 
 def test_a_tree_of_too_many_nodes_is_refused():
     class Huge(PromptLookup):
-        def propose(self, ctx, budget):
-            tokens = torch.ones(ctx.batch, MAX_NODES + 1, dtype=torch.long)
+        def propose(self, call, budget):
+            tokens = torch.ones(call.batch, MAX_NODES + 1, dtype=torch.long)
             return Proposal(tokens=tokens, kind="deterministic")
 
     with pytest.raises(OptionError, match="nodes"):

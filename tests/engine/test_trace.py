@@ -94,15 +94,15 @@ def test_without_a_guide_there_is_the_main_branch_alone():
 class Rising(Linear):
     """S differs by position: 1 for the first token, then 2, 3, ..."""
 
-    def totals(self, constants, ctx, proposal, scores):
-        return generated(ctx, proposal) + 1.0
+    def totals(self, constants, call, proposal, scores):
+        return generated(call, proposal) + 1.0
 
 
 class Second(drafts.Known):
     """Proposes a wrong token, and beside it two that follow each other and are right."""
 
-    def propose(self, ctx, budget):
-        right = super().propose(ctx, budget).tokens
+    def propose(self, call, budget):
+        right = super().propose(call, budget).tokens
         wrong = ((right[:, :1] + 1) % self.vocab).masked_fill(right[:, :1] < 0, -1)
         tokens = torch.cat([wrong, right], 1)
         return Proposal(tokens=tokens, kind="deterministic", tree=Tree((-1, -1, 1)))

@@ -181,8 +181,8 @@ def one_too_many(patch):
     """Where a drafted node hangs below the accepted path, it is accepted too."""
     sound = exact.follow
 
-    def generous(proposal, law, ctx, choose):
-        outcome = sound(proposal, law, ctx, choose)
+    def generous(proposal, law, call, choose):
+        outcome = sound(proposal, law, call, choose)
         if not proposal.size:
             return outcome
         parents, _, _ = proposal.structure()
@@ -206,9 +206,9 @@ def ends_in_the_last_token_only(patch):
 
 def ends_early(patch):
     def early(sound):
-        def cut(self, ctx, block, count):
-            count, ended = sound(self, ctx, block, count)
-            return count, ended | (ctx.length > 8)
+        def cut(self, call, block, count):
+            count, ended = sound(self, call, block, count)
+            return count, ended | (call.rows.length > 8)
 
         return cut
 
@@ -286,7 +286,7 @@ def test_processors_with_the_wrong_prefix_are_caught(mutant, kind, monkeypatch):
 
 def noise_by_round(patch):
     """Another draft, other tokens."""
-    old, new = "Role.TARGET)", "Role.TARGET, trial=ctx.rounds)"
+    old, new = "Role.TARGET)", "Role.TARGET, trial=call.rows.rounds)"
     patch.setattr(Coupled, "__call__", edited(Coupled.__call__, old, new))
 
 
@@ -328,10 +328,10 @@ def test_a_mistake_in_coupled_sampling_is_caught(mutant, monkeypatch):
 class RootGuide(CFG):
     """Evaluates the other branch at the root alone."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         other = scores["unconditional"]
         scores = {**scores, "unconditional": replace(other, logits=other.logits[:, :1])}
-        return super().apply(constants, ctx, proposal, scores)
+        return super().apply(constants, call, proposal, scores)
 
 
 def test_a_guide_that_sees_the_root_prefix_is_caught():
@@ -534,14 +534,15 @@ def test_a_sampling_rule_without_a_certificate_is_judged_by_statistics():
 class Colder(Membership):
     """Samples from a law of its own."""
 
-    def __call__(self, proposal, law, noise, ctx):
-        sound = noise.gumbel
+    def __call__(self, proposal, law, call):
+        sound = call.request.noise.gumbel
 
         class Quieter:
             def gumbel(self, *args, **kwargs):
                 return sound(*args, **kwargs) * 0.6
 
-        return super().__call__(proposal, law, Quieter(), ctx)
+        request = replace(call.request, noise=Quieter())
+        return super().__call__(proposal, law, replace(call, request=request))
 
 
 def test_a_sampling_rule_with_another_law_is_rejected():

@@ -161,13 +161,13 @@ class Watcher(drafts.TestDrafter):
 
     needs = Requirements(prompt_hidden=True)
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.states, self.there = weakref.ref(prefill.prompt_hidden["last"]), []
 
-    def propose(self, ctx, budget):
+    def propose(self, call, budget):
         self.there.append(self.states() is not None)
-        return super().propose(ctx, budget)
+        return super().propose(call, budget)
 
 
 def test_the_states_of_the_prompt_are_let_go_when_it_is_read():
@@ -227,7 +227,7 @@ def assert_slots(generate, monkeypatch):
     generate()
     scorer = runs[-1].runners[0]
     row = row_bytes(scorer.adapter.model, scorer.cache.layers[0].keys.shape[2], 0)
-    assert row.cache * runs[-1].ctx.batch == held(runs[-1])
+    assert row.cache * runs[-1].call.batch == held(runs[-1])
 
 
 def watched(monkeypatch):

@@ -423,7 +423,7 @@ def test_a_question_that_a_guide_refuses_leaves_the_others(recorder, monkeypatch
 def test_a_guide_that_does_not_fit_is_refused_before_anything_is_run(
     recorder, journal, monkeypatch
 ):
-    def refuse(self, ctx, prefill):
+    def refuse(self, call, prefill):
         raise IncompatibleError("no images to be noised")
 
     monkeypatch.setattr(VCD, "begin", refuse)

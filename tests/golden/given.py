@@ -2,7 +2,8 @@
 
 import torch
 
-from mmdecode.engine.contracts import BranchOutput, Context, Outcome, Prompt
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import BranchOutput, Outcome, Prompt
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 
@@ -28,8 +29,8 @@ class Given:
     def head(self, states):
         return states @ self.weight.T
 
-    def prompt(self, ctx, spec):
-        return Prompt(ids=ctx.prompt_ids, mask=ctx.prompt_mask)
+    def prompt(self, call, spec):
+        return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask)
 
     def image_mask(self, ids):
         return self.images
@@ -41,28 +42,20 @@ class Given:
 def begin(draft, adapter, ids, hidden, merged):
     """A call behind a prompt of given states ``hidden`` and merged embeddings ``(1, P, H)``."""
     batch = len(ids)
-    ctx = Context(
-        prompt_ids=ids,
-        prompt_mask=torch.ones_like(ids, dtype=torch.bool),
-        ids=torch.nn.functional.pad(ids, (0, 40)),
-        length=torch.zeros(batch, dtype=torch.long),
-        open=torch.ones(batch, dtype=torch.bool),
-        rounds=torch.zeros(batch, dtype=torch.long),
-        noise=Noise(0, torch.arange(batch)),
-        limit=40,
-        adapter=adapter,
-    )
+    plan = Plan(adapter=adapter)
+    noise = Noise(0, torch.arange(batch))
+    call = Call.of(ids, max_new_tokens=40, noise=noise, plan=plan)
     states = {"last": hidden, 0: merged}
     prefill = BranchOutput(
         logits=adapter.head(hidden[:, -1:]),
         hidden={key: value[:, -1:] for key, value in states.items()},
         prompt_hidden=states,
     )
-    draft.begin(ctx, prefill, "deterministic")
-    return ctx
+    draft.begin(call, prefill, "deterministic")
+    return call
 
 
-def commit(draft, ctx, tokens, hidden, accepted):
+def commit(draft, call, tokens, hidden, accepted):
     """A round that commits ``tokens (1, n)``, the last of which was decided and not drafted."""
     batch, count = tokens.shape
     proposal = Proposal.empty(batch, tokens.device)
@@ -73,9 +66,9 @@ def commit(draft, ctx, tokens, hidden, accepted):
         num_accepted=torch.full((batch,), accepted),
         next_token=tokens[:, -1],
     )
-    end = ctx.prompt_length + int(ctx.length[0])
-    ctx.ids[:, end : end + count] = tokens
-    ctx.length += count
-    ctx.longest = int(ctx.length.max())
-    scores = BranchOutput(logits=ctx.adapter.head(hidden), hidden={"last": hidden})
-    draft.observe(ctx, proposal, scores, outcome)
+    end = call.prompt_length + int(call.rows.length[0])
+    call.rows.ids[:, end : end + count] = tokens
+    call.rows.length += count
+    call.rows.cur_len = int(call.rows.length.max())
+    scores = BranchOutput(logits=call.plan.adapter.head(hidden), hidden={"last": hidden})
+    draft.observe(call, proposal, scores, outcome)

@@ -106,14 +106,14 @@ def assert_tree(proposal, prefix, expected=EXPECTED, root=None):
 class Told(Eagle):
     """Notes what it proposes, behind which ids, and the states and keys it does it from."""
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.seen = []
 
-    def propose(self, ctx, budget):
-        proposal = super().propose(ctx, budget)
+    def propose(self, call, budget):
+        proposal = super().propose(call, budget)
         keys = self._cache.layers[0].keys.clone()
-        self.seen.append((ctx.ids[0, : int(ctx.end()[0])].tolist(), proposal, keys))
+        self.seen.append((call.rows.ids[0, : int(call.end()[0])].tolist(), proposal, keys))
         return proposal
 
 
@@ -174,9 +174,9 @@ class Forced(AcceptanceRule):
     def __init__(self, token):
         self.token = token
 
-    def __call__(self, proposal, law, noise, ctx):
-        outcome = registry.create("accept", "greedy")(proposal, law, noise, ctx)
-        if int(ctx.rounds[0]):
+    def __call__(self, proposal, law, call):
+        outcome = registry.create("accept", "greedy")(proposal, law, call)
+        if int(call.rows.rounds[0]):
             return outcome
         return type(outcome)(
             path=outcome.path,

@@ -17,8 +17,8 @@ from transformers import LogitsProcessorList
 from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.lantern import LANTERN, nearest
 from mmdecode.accept.rejection import Asked, residual
-from mmdecode.engine.contracts import Context
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.call import Call
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.image_ar.sampling import Sampling
@@ -131,25 +131,16 @@ class Given:
         return torch.zeros(*positions.shape, vocab)
 
 
-def context(rows):
-    one = torch.ones(rows, dtype=torch.long)
-    return Context(
-        prompt_ids=torch.zeros(rows, 0, dtype=torch.long),
-        prompt_mask=torch.zeros(rows, 0, dtype=torch.bool),
-        ids=torch.zeros(rows, 20, dtype=torch.long),
-        length=one,
-        open=one > 0,
-        rounds=one.clone(),
-        noise=Noise.of(0, range(rows)),
-        limit=20,
-    )
+def context(rows, noise=None):
+    prompt = torch.zeros(rows, 0, dtype=torch.long)
+    return Call.of(prompt, max_new_tokens=20, length=1, noise=noise)
 
 
 def run(rule, proposal, scores, noise=None):
     """The rule's outcome for ``scores (B, 9, V)``."""
-    ctx = context(len(scores))
-    law = TargetLogits(scores, ctx, proposal, Processors(LogitsProcessorList()))
-    return rule(proposal, law, noise, ctx)
+    call = context(len(scores), noise)
+    law = TargetLogits(scores, call, proposal, Processors(LogitsProcessorList()))
+    return rule(proposal, law, call)
 
 
 # nodes are tested depth by depth, the eldest siblings first: which test asks about a node

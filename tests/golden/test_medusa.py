@@ -14,8 +14,8 @@ from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, Context, Requirements
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import MAIN, Requirements
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.train.medusa import head_losses
@@ -48,19 +48,8 @@ def expected_of(layout):
     return {k.removeprefix(prefix): v for k, v in EXPECTED.items() if k.startswith(prefix)}
 
 
-def rows_context(ids, **options):
-    zeros = torch.zeros(len(ids), dtype=torch.long)
-    return Context(
-        prompt_ids=ids,
-        prompt_mask=torch.ones_like(ids, dtype=torch.bool),
-        ids=torch.nn.functional.pad(ids, (0, 64)),
-        length=zeros,
-        open=torch.ones_like(zeros, dtype=torch.bool),
-        rounds=zeros,
-        noise=Noise.of(0, [0] * len(ids)),
-        limit=64,
-        **options,
-    )
+def rows_context(ids, adapter=None):
+    return Call.of(ids, plan=Plan(adapter=adapter))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,16 +94,16 @@ def test_one_tree_pass_scores_every_path_as_the_reference_does(layout):
     adapter = registry.adapter_for(model)
     branch = ModelRunner(adapter, [MAIN], Requirements(hidden=frozenset({"last"})))
     draft = Medusa.from_pretrained(DATA / layout, paths=CHOICES["small"])
-    ctx = rows_context(EXPECTED["input_ids"][:1], adapter=adapter)
+    call = rows_context(EXPECTED["input_ids"][:1], adapter=adapter)
     with torch.no_grad():
-        prefill = branch.prefill(ctx, {})["main"]
-        draft.begin(ctx, prefill, "deterministic")
+        prefill = branch.prefill(call, {})["main"]
+        draft.begin(call, prefill, "deterministic")
         draft._state = prefill.hidden["last"][:, -1]
-        proposal = draft.propose(ctx, 10)
+        proposal = draft.propose(call, 10)
         root = int(prefill.logits[0, -1].argmax())
-        ctx.ids[0, ctx.prompt_length] = root
-        ctx.length += 1
-        scores = branch.score(ctx, proposal, {})["main"]
+        call.rows.ids[0, call.prompt_length] = root
+        call.rows.length += 1
+        scores = branch.score(call, proposal, {})["main"]
         heads = draft.heads.logits(scores.hidden["last"][0], adapter)
     assert [root, *proposal.tokens[0].tolist()] == expected["step.tree_candidates"][0].tolist()
     retrieve = load_file(DATA / "buffers.safetensors")["small.retrieve_indices"]
@@ -182,11 +171,11 @@ def test_typical_runs_are_those_of_the_reference(name):
 def decide(rule, logits, candidates, temperature):
     """How many tokens of each candidate the rule keeps; each row is a chain of its own."""
     proposal = Proposal(tokens=candidates[:, 1:].contiguous(), kind="deterministic")
-    ctx = rows_context(candidates[:, :1])
+    call = rows_context(candidates[:, :1])
     if temperature:
         logits = logits / temperature
-    law = TargetLogits(logits.float(), ctx, proposal, Processors([]))
-    return rule(proposal, law, ctx.noise, ctx).num_accepted, logits
+    law = TargetLogits(logits.float(), call, proposal, Processors([]))
+    return rule(proposal, law, call).num_accepted, logits
 
 
 def best_of(counts, logits, candidates):

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.rejection import Asked, Rejection, residual
 from mmdecode.draft.jacobi import Jacobi
-from mmdecode.engine.contracts import BranchOutput, Context, DraftWindow, Outcome
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import BranchOutput, DraftWindow, Outcome
 from mmdecode.engine.layout import Layout
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal
 from mmdecode.evaluation.relaxed import one_token
 from mmdecode.image_ar.sampling import Sampling, guided
@@ -38,18 +39,12 @@ def of(case):
     return SimpleNamespace(**{k.split(".", 1)[1]: v for k, v in parts.items()})
 
 
-def context(rows, length=1, adapter=None, ids=None):
-    lengths = torch.full((rows,), length)
-    return Context(
-        prompt_ids=torch.zeros(rows, 0, dtype=torch.long),
-        prompt_mask=torch.zeros(rows, 0, dtype=torch.bool),
-        ids=torch.zeros(rows, 40, dtype=torch.long) if ids is None else ids,
-        length=lengths,
-        open=lengths > 0,
-        rounds=lengths.clone(),
-        noise=Noise.of(0, range(rows)),
-        limit=20,
-        adapter=adapter,
+def context(rows, length=1, adapter=None, ids=None, noise=None):
+    ids = torch.zeros(rows, 40, dtype=torch.long) if ids is None else ids
+    prompt = ids[:, :0]
+    plan = Plan(adapter=adapter)
+    return Call.of(
+        prompt, generated=ids, length=length, max_new_tokens=20, room=0, plan=plan, noise=noise
     )
 
 
@@ -87,7 +82,7 @@ def test_a_window_commits_the_same_tokens_row_by_row(case):
     decided = found.tokens.gather(1, last)[:, 0]
     proposal = Proposal(tokens=found.draft_tokens[:, 1:], kind="iid", log_q=found.q[:, 1:].log())
     law = SimpleNamespace(vectorised=True, all=lambda: found.p.log())
-    arguments = (proposal, law, Given(found.uniform[:, 1:], decided), context(rows))
+    arguments = (proposal, law, context(rows, noise=Given(found.uniform[:, 1:], decided)))
 
     path, count, behind = Rejection()._chain(*arguments)
     assert torch.equal(count + 1, found.committed)
@@ -146,9 +141,9 @@ def begun(start, layout):
     offset, new = SETUP["init"]["prefill_offset"], SETUP["init"]["new_tokens"]
     generated = history[:, offset:]
     ids = torch.nn.functional.pad(generated, (0, 40))
-    ctx = context(1, generated.shape[1], SimpleNamespace(layout=layout), ids)
+    call = context(1, generated.shape[1], SimpleNamespace(layout=layout), ids)
     draft = Jacobi(1 + SETUP["init"]["carried"] + new, start)
-    draft.begin(ctx, BranchOutput(logits=torch.zeros(1, 1, VOCAB)), "iid")
+    draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, VOCAB)), "iid")
     nothing = torch.empty(1, 0, dtype=torch.long)
     left = Outcome(
         path=nothing,
@@ -157,9 +152,9 @@ def begun(start, layout):
         window=DraftWindow(tokens=carried, logits=VALUES["init.in.carried_scores"].log()),
     )
     draft.observe(
-        ctx, Proposal.empty(1, ctx.device), BranchOutput(logits=torch.zeros(1, 1, VOCAB)), left
+        call, Proposal.empty(1, call.device), BranchOutput(logits=torch.zeros(1, 1, VOCAB)), left
     )
-    proposal = draft.propose(ctx, 20)
+    proposal = draft.propose(call, 20)
     assert torch.equal(proposal.tokens[:, :2], carried)
     return proposal.tokens[0, 2:], proposal.log_q[0, 2:].softmax(-1)
 

@@ -13,9 +13,9 @@ from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa, _paths
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import Context, Prompt
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.masks import block_mask, chain
-from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.models.whisper_medusa import load_target
@@ -171,20 +171,10 @@ def test_trees_of_counts_per_level_are_those_of_the_reference(counts):
 
 def decide(rule, logits, candidates):
     """How many tokens of each candidate the rule keeps; each row is a chain of its own."""
-    zeros = torch.zeros(len(candidates), dtype=torch.long)
-    ctx = Context(
-        prompt_ids=candidates[:, :1],
-        prompt_mask=torch.ones_like(candidates[:, :1], dtype=torch.bool),
-        ids=torch.nn.functional.pad(candidates, (0, 8)),
-        length=zeros,
-        open=zeros == 0,
-        rounds=zeros,
-        noise=Noise.of(0, [0] * len(candidates)),
-        limit=64,
-    )
+    call = Call.of(candidates[:, :1], generated=candidates[:, 1:], length=0)
     proposal = Proposal(tokens=candidates[:, 1:].contiguous(), kind="deterministic")
-    law = TargetLogits(logits.float(), ctx, proposal, Processors([]))
-    return rule(proposal, law, ctx.noise, ctx).num_accepted
+    law = TargetLogits(logits.float(), call, proposal, Processors([]))
+    return rule(proposal, law, call).num_accepted
 
 
 CASES = json.loads((DATA / "evaluate_posterior_cases.json").read_text())

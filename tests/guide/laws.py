@@ -4,29 +4,17 @@ from types import SimpleNamespace
 
 import torch
 
-from mmdecode.engine.contracts import BranchOutput, Context
-from mmdecode.engine.noise import Noise
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 
 
 def context(rows, length=0, **options):
     """Rows that have generated ``length`` tokens each, of prompts of two."""
-    zeros = torch.zeros(rows, dtype=torch.long)
     ids = torch.ones(rows, 2, dtype=torch.long)
     images = lambda ids: torch.zeros_like(ids, dtype=torch.bool)  # noqa: E731
-    return Context(
-        prompt_ids=ids,
-        prompt_mask=ids.bool(),
-        ids=torch.ones(rows, 64, dtype=torch.long),
-        length=zeros + length,
-        open=zeros == 0,
-        rounds=zeros,
-        noise=Noise.of(0, range(rows)),
-        limit=40,
-        longest=length,
-        adapter=SimpleNamespace(image_mask=images),
-        **options,
-    )
+    plan = Plan(adapter=SimpleNamespace(image_mask=images))
+    return Call.of(ids, length=length, max_new_tokens=40, room=62, fill=1, plan=plan, **options)
 
 
 def law(guide, main, *others, length=0, proposal=None, combined=False):
@@ -44,8 +32,8 @@ def law(guide, main, *others, length=0, proposal=None, combined=False):
     values = [v[:, None] if flat else v for v in (main, *others)]
     names = ["main", *(branch.name for branch in guide.branches)]
     scores = {n: BranchOutput(logits=v) for n, v in zip(names, values, strict=True)}
-    ctx = context(len(main), length)
-    proposal = proposal or Proposal.empty(len(main), ctx.device)
-    call = guide.combine if combined else guide.apply
-    found = call(None, ctx, proposal, scores)
+    call = context(len(main), length)
+    proposal = proposal or Proposal.empty(len(main), call.device)
+    method = guide.combine if combined else guide.apply
+    found = method(None, call, proposal, scores)
     return found[:, 0] if flat else found

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.engine.attention import NAME, Plan, planned
+from mmdecode.engine.attention import NAME, AttentionPlan, planned
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import OptionError
 from mmdecode.guide.adaptvis import AdaptVis
@@ -39,7 +39,7 @@ def module():
 def plan_of(guide, is_prompt=True):
     last = torch.zeros(1, 13, dtype=torch.bool)
     last[:, -1] = True
-    return Plan(
+    return AttentionPlan(
         sites={id(module()[0]): 0},
         depth=1,
         edits=[(edit, slice(0, 1)) for edit in guide.edits],

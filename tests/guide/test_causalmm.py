@@ -155,7 +155,7 @@ def by_hand(kind, row, given):
 
 def recomputed(family, kind, watched, new):
     """Logits of the language branch by one pass over prompt and text, edited by hand."""
-    noise = of_row(watched.ctx.noise, 0)
+    noise = of_row(watched.call.request.noise, 0)
 
     def change(scores, layer):
         _, heads, queries, keys = scores.shape
@@ -260,7 +260,7 @@ def test_drafts_and_batches_change_nothing(level, kind, family):
 def test_draws_are_of_the_place_and_the_request():
     guide = Watched(CausalMM("language", "random"))
     decode(guide)
-    noise = guide.ctx.noise
+    noise = guide.call.request.noise
     queries, keys = torch.tensor([[4, 5]] * 3), torch.arange(6).expand(3, 6)
     found = noise.pairs(queries, keys, layer=1, heads=2)
     assert found.shape == (3, 2, 2, 6) and len(set(found.flatten().tolist())) == found.numel()

@@ -27,10 +27,10 @@ YES, NO = [1, 3], [2]
 
 def first_law(guide, main, length=0, **options):
     """The law of rows ``(B, V)`` that have generated ``length`` tokens."""
-    ctx = context(len(main), length, **options)
+    call = context(len(main), length, **options)
     scores = {"main": BranchOutput(logits=main[:, None])}
     return guide.apply(
-        guide.begin(ctx, scores), ctx, Proposal.empty(len(main), ctx.device), scores
+        guide.begin(call, scores), call, Proposal.empty(len(main), call.device), scores
     )[:, 0]
 
 
@@ -165,7 +165,7 @@ def test_yes_and_no_are_found_where_they_can_be():
     main = torch.zeros(1, 4)
     by_option = first_law(MarginShift(1.0, tokenizer=tokens), main)
     question = SimpleNamespace(tokenizer=tokens)
-    by_question = first_law(MarginShift(1.0), main, mm_inputs={"questions": [question]})
+    by_question = first_law(MarginShift(1.0), main, inputs={"questions": [question]})
     assert by_option.tolist() == by_question.tolist() == [[0, 1, 0, 1]]
     given = first_law(MarginShift(1.0, yes=0, tokenizer=tokens), main)
     assert given.tolist() == [[1, 0, 0, 0]]

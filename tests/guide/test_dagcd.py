@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import EosTokenCriteria, StoppingCriteriaList
 
+from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dagcd import DAGCD, Words
@@ -33,8 +34,8 @@ def main(logits=None, heads=2, nodes=1, seed=0):
 
 
 def law(guide, scores, held=None, ends=NO_ENDS):
-    ctx = SimpleNamespace(adapter=ADAPTER, ends=ends)
-    return guide.apply(held or words(), ctx, None, {"main": scores})
+    call = Call.of(IDS, eos_token_ids=ends, plan=Plan(adapter=ADAPTER))
+    return guide.apply(held or words(), call, None, {"main": scores})
 
 
 def test_words_gain_by_attention_and_doubt():
@@ -98,8 +99,8 @@ def test_heads_weigh_by_themselves():
 class Kept(DAGCD):
     """Keeps what the main branch said and what was made of it."""
 
-    def apply(self, constants, ctx, proposal, scores):
-        found = super().apply(constants, ctx, proposal, scores)
+    def apply(self, constants, call, proposal, scores):
+        found = super().apply(constants, call, proposal, scores)
         self.said, self.found = scores["main"].logits, found
         return found
 
@@ -130,17 +131,14 @@ def test_image_tokens_stand_for_what_the_head_reads_in_them():
         prompt_hidden={"last": states},
         attention=dict.fromkeys((0, 1), torch.zeros(1, 2, 1, P)),
     )
-    ctx = SimpleNamespace(
-        adapter=SimpleNamespace(
-            head=lambda hidden: hidden, image_mask=lambda ids: images, num_layers=2
-        ),
-        prompt_ids=torch.zeros(1, P, dtype=torch.long),
-        batch=1,
+    adapter = SimpleNamespace(
+        head=lambda hidden: hidden, image_mask=lambda ids: images, num_layers=2
     )
-    found = DAGCD(layers=(1.0, 1.0)).begin(ctx, {"main": prefill})
+    call = Call.of(torch.zeros(1, P, dtype=torch.long), plan=Plan(adapter=adapter))
+    found = DAGCD(layers=(1.0, 1.0)).begin(call, {"main": prefill})
     assert torch.equal(found.ids, IDS) and torch.equal(found.share, SHARE)
     assert {layer: w.tolist() for layer, w in found.weights.items()} == {1: [[1.0], [1.0]]}
-    found = DAGCD(heads={(0, 1): 2.0, (1, 0): -1.0}).begin(ctx, {"main": prefill})
+    found = DAGCD(heads={(0, 1): 2.0, (1, 0): -1.0}).begin(call, {"main": prefill})
     assert {layer: w.flatten().tolist() for layer, w in found.weights.items()} == {
         0: [0.0, 2.0],
         1: [-1.0, 0.0],

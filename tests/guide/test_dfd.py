@@ -12,9 +12,10 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dfd import DFD
+from mmdecode.testing.table import call_of
 from tests.conformance import tiny
 
-CTX = SimpleNamespace(adapter=SimpleNamespace(num_layers=4))
+CALL = call_of([[0]], SimpleNamespace(num_layers=4))
 
 
 def made(distance=1.0, seed=0):
@@ -41,25 +42,25 @@ def temperature(scores, row, node, rho=0.1, sigma=4.0, start=1.1):
 
 def test_each_node_has_the_temperature_of_the_formula():
     scores = made()
-    found = DFD(sigma=0.5).apply(None, CTX, None, {"main": scores})
+    found = DFD(sigma=0.5).apply(None, CALL, None, {"main": scores})
     expected = [[temperature(scores, b, u, sigma=0.5) for u in range(3)] for b in range(2)]
     ratio = (scores.logits / found)[..., 0]
     torch.testing.assert_close(ratio, torch.tensor(expected), atol=1e-4, rtol=1e-4)
-    total = DFD(sigma=0.5).totals(None, CTX, None, {"main": scores})
+    total = DFD(sigma=0.5).totals(None, CALL, None, {"main": scores})
     torch.testing.assert_close(total, 1 / torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_layers_that_agree_and_an_infinite_sigma_leave_the_first_temperature():
     for scores, guide in ((made(0.0), DFD(sigma=0.25)), (made(), DFD(sigma=math.inf))):
-        found = guide.temperatures(CTX, scores)
+        found = guide.temperatures(CALL, scores)
         torch.testing.assert_close(found, torch.full_like(found, 1.1))
 
 
 def test_the_temperature_falls_with_the_divergence_and_stays_finite():
-    falling = [DFD(rho=0).temperatures(CTX, made(d)) for d in (0.0, 0.5, 1.0, 2.0)]
+    falling = [DFD(rho=0).temperatures(CALL, made(d)) for d in (0.0, 0.5, 1.0, 2.0)]
     assert all((a > b).all() for a, b in pairwise(falling))
     far = made(1e4)
-    found = DFD(rho=0, sigma=0.01).apply(None, CTX, None, {"main": far})
+    found = DFD(rho=0, sigma=0.01).apply(None, CALL, None, {"main": far})
     assert found.isfinite().all()
     assert torch.equal(found.argmax(-1), far.logits.argmax(-1))
 

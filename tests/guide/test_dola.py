@@ -10,12 +10,13 @@ from mmdecode import registry
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dola import DoLa, jensen_shannon
+from mmdecode.testing.table import call_of
 
 V = 6
 
 
 def context(depth, model=None):
-    return SimpleNamespace(adapter=SimpleNamespace(num_layers=depth, model=model))
+    return call_of([[0]], SimpleNamespace(num_layers=depth, model=model))
 
 
 def made(depth, seed=0, nodes=3):

@@ -126,8 +126,8 @@ def sparse(guide, main, candidates, values):
         "main": BranchOutput(logits=main[:, None]),
         ACOUSTIC: BranchOutput(logits=values[:, None], candidates=candidates[:, None]),
     }
-    ctx = context(len(main))
-    return guide.apply(None, ctx, Proposal.empty(len(main), ctx.device), scores)[:, 0]
+    call = context(len(main))
+    return guide.apply(None, call, Proposal.empty(len(main), call.device), scores)[:, 0]
 
 
 def test_tokens_that_are_no_candidates_keep_the_main_score_or_are_excluded():

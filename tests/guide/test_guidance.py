@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
+from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
@@ -48,13 +48,13 @@ def formula(model, scale, until=None):
 def at(guide, conditional, unconditional):
     """What a guide makes of the laws of tokens 0, 1, ..., ``(B, n, V)``."""
     rows, size, _ = conditional.shape
-    ctx = SimpleNamespace(length=torch.zeros(rows, dtype=torch.long))
+    call = Call.of(torch.zeros(rows, 0, dtype=torch.long))
     proposal = Proposal(tokens=torch.ones(rows, size - 1).long(), kind="deterministic")
     scores = {
         "main": BranchOutput(logits=conditional),
         "unconditional": BranchOutput(logits=unconditional),
     }
-    return guide.apply(None, ctx, proposal, scores)
+    return guide.apply(None, call, proposal, scores)
 
 
 # The formula

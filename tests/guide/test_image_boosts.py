@@ -7,7 +7,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.engine.attention import Plan, masked_softmax
+from mmdecode.engine.attention import AttentionPlan, masked_softmax
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import OptionError
@@ -44,7 +44,7 @@ def weights_of(edit, strength=None):
     """Attention of one layer; the first row is the branch's, its last two queries the law's."""
     law = torch.zeros(ROWS, QUERIES, dtype=torch.bool)
     law[:, 2:] = True
-    plan = Plan(
+    plan = AttentionPlan(
         sites={},
         depth=1,
         edits=[] if edit is None else [(edit, slice(0, 1))],

@@ -9,6 +9,7 @@ import torch
 import mmdecode as mm
 from mmdecode.adapters.audio_views import changed
 from mmdecode.decoder import Decoder
+from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, OptionError
@@ -30,16 +31,9 @@ ADAPTER = SimpleNamespace(vocab=V, end=END, no_timestamps=NO_TIMES)
 NAMES = ("main", "noised", "silent", "shifted")
 
 
-def context(prompt=(9, 9), new=()):
-    ids = torch.tensor([[*prompt, *new, 0, 0]])
-    return SimpleNamespace(
-        adapter=ADAPTER,
-        device=torch.device("cpu"),
-        prompt_ids=ids[:, : len(prompt)],
-        prompt_length=len(prompt),
-        ids=ids,
-        length=torch.tensor([len(new)]),
-    )
+def context(prompt=(9, 9), new=(), adapter=ADAPTER, rows=1):
+    prompt, new = (torch.tensor([part], dtype=torch.long).repeat(rows, 1) for part in (prompt, new))
+    return Call.of(prompt, generated=new, room=2, plan=Plan(adapter=adapter))
 
 
 def logits(seed, rows=3):
@@ -51,9 +45,9 @@ def said(*each):
     return {name: BranchOutput(logits=values) for name, values in zip(NAMES, each, strict=False)}
 
 
-def law(guide, scores, ctx=None, proposal=None):
-    constants = guide.begin(ctx or context(), {})
-    return guide.apply(constants, ctx, proposal, scores)
+def law(guide, scores, call=None, proposal=None):
+    constants = guide.begin(call or context(), {})
+    return guide.apply(constants, call, proposal, scores)
 
 
 def texts(values):
@@ -125,10 +119,10 @@ def test_the_cut_keeps_what_is_likely_among_text():
 def test_without_contrast_the_scores_are_the_models_own():
     main = logits(0)
     guide = WhisperCD(0.0, gate=0.5, doubt=0, beta=0)
-    ctx = context(new=(1,))
+    call = context(new=(1,))
     scores = said(main[:1, :1], main[:1, :1])
     scores["silent"] = scores["main"]
-    found = law(guide, scores, ctx, Proposal.empty(1, ctx.device))
+    found = law(guide, scores, call, Proposal.empty(1, call.device))
     assert torch.equal(found, main[:1, :1])
     assert [branch.name for branch in guide.branches] == ["silent"]
     assert WhisperCD(0, gate=0, beta=0).neutral
@@ -149,12 +143,12 @@ def test_a_token_that_a_negative_rules_out_is_no_nan():
 # The gate
 
 
-def gated(main, silence, ctx, proposal=None, gate=0.1, noise=None, doubt=0.0):
+def gated(main, silence, call, proposal=None, gate=0.1, noise=None, doubt=0.0):
     guide = WhisperCD(0.0, beta=0, gate=gate, doubt=doubt)
     scores = {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=silence)}
     if noise is not None:
         scores["noised"] = BranchOutput(logits=noise)
-    found = law(guide, scores, ctx, proposal or Proposal.empty(1, ctx.device))
+    found = law(guide, scores, call, proposal or Proposal.empty(1, call.device))
     return [row.argmax().item() if (row == -torch.inf).any() else None for row in found[0]]
 
 
@@ -174,25 +168,25 @@ def test_the_threshold_is_a_total_variation():
     main = torch.full((1, 1, V), -30.0)
     main[..., :3], other = first, main.clone()
     other[..., :3] = second
-    ctx = context((9, NO_TIMES))
-    assert gated(main, other, ctx, gate=0.19) == [None]
-    assert gated(main, other, ctx, gate=0.21) == [END]
+    call = context((9, NO_TIMES))
+    assert gated(main, other, call, gate=0.19) == [None]
+    assert gated(main, other, call, gate=0.21) == [END]
 
 
 def test_what_noise_changes_counts_against_the_evidence():
     main, other = torch.zeros(1, 1, V), torch.zeros(1, 1, V)
     main[..., 0], other[..., 1] = 30, 30  # as far apart as can be
-    ctx = context((9, NO_TIMES))
+    call = context((9, NO_TIMES))
     steady, shaken = {"noise": main}, {"noise": other}
-    assert gated(main, other, ctx, gate=0.95, doubt=0.1, **steady) == [None]
-    assert gated(main, other, ctx, gate=0.95, doubt=0.1, **shaken) == [END]
-    assert gated(main, other, ctx, gate=0.85, doubt=0.1, **shaken) == [None]
+    assert gated(main, other, call, gate=0.95, doubt=0.1, **steady) == [None]
+    assert gated(main, other, call, gate=0.95, doubt=0.1, **shaken) == [END]
+    assert gated(main, other, call, gate=0.85, doubt=0.1, **shaken) == [None]
 
 
 def test_where_the_end_may_not_come_first_a_time_comes_before_it():
     guide = WhisperCD(0.0, beta=0, gate=0.1)
-    ctx = context((9, NO_TIMES))
-    ended = guide.begin(ctx, {}).ended
+    call = context((9, NO_TIMES))
+    ended = guide.begin(call, {}).ended
     assert ended.softmax(-1)[END] == 1
     suppressed = ended.clone()
     suppressed[END] = -torch.inf
@@ -204,9 +198,9 @@ def test_each_node_is_gated_by_its_own_path():
     """Root a time; then text, a time with text below it, and an unused node."""
     tree = Tree((-1, -1, 1, -1))
     proposal = Proposal(tokens=torch.tensor([[3, 11, 4, -1]]), kind="deterministic", tree=tree)
-    ctx = context((9, 9), (11,))
-    constants = WhisperCD(0.0, gate=0.1).begin(ctx, {})
-    assert first_text(constants, ctx, proposal).tolist() == [[True, False, True, False, True]]
+    call = context((9, 9), (11,))
+    constants = WhisperCD(0.0, gate=0.1).begin(call, {})
+    assert first_text(constants, call, proposal).tolist() == [[True, False, True, False, True]]
 
 
 # What the no-speech token says
@@ -219,15 +213,14 @@ ASKED = SimpleNamespace(
 
 def unspoken(guide, **probability):
     """Of a row whose text so far stands before the start, by what each branch says there."""
-    ctx = context((3, 4, START, NO_TIMES), (11,))
-    ctx.adapter, ctx.batch = ASKED, 1
+    call = context((3, 4, START, NO_TIMES), (11,), ASKED)
     prefill = {}
     for name, share in probability.items():
         law = torch.full((1, 4, V), 1 / V)
         law[:, 2] = (1 - share) / (V - 1)
         law[:, 2, NO_SPEECH] = share
         prefill[name] = BranchOutput(logits=law[:, -1:], prompt_hidden={"last": law.log()})
-    return guide.begin(ctx, prefill).unspoken
+    return guide.begin(call, prefill).unspoken
 
 
 @pytest.mark.parametrize(
@@ -262,9 +255,7 @@ def test_either_of_two_gates_is_enough(noise, scrambled):
 def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(gate):
     main = logits(0, rows=1)
     guide = WhisperCD(0.0, beta=0, gate=gate, structure=1.0)
-    ctx = context((START, NO_TIMES))
-    ctx.adapter, ctx.batch = ASKED, 2
-    ctx.ids, ctx.prompt_ids = ctx.ids.repeat(2, 1), ctx.prompt_ids.repeat(2, 1)
+    call = context((START, NO_TIMES), adapter=ASKED, rows=2)
     law = torch.zeros(2, 2, V)
     louder = law.clone()
     louder[1, 0, NO_SPEECH] = 9.0  # only of the second row
@@ -273,13 +264,13 @@ def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(ga
         for name, states in (("main", law), ("scrambled", louder))
     }
     told["silent"] = BranchOutput(logits=logits(1, rows=1))  # says something else
-    proposal = Proposal.empty(2, ctx.device)
-    constants = guide.begin(ctx, told)
-    found = guide.apply(constants, ctx, proposal, told)
+    proposal = Proposal.empty(2, call.device)
+    constants = guide.begin(call, told)
+    found = guide.apply(constants, call, proposal, told)
     assert found[0].argmax() == END and found[0].softmax(-1).max() == 1
     assert torch.equal(found[1], main[1])
-    ctx.ids, ctx.length = torch.tensor([[START, NO_TIMES, 3]] * 2), torch.tensor([1, 1])
-    assert torch.equal(guide.apply(constants, ctx, proposal, told), main), "there is text already"
+    call.rows.ids, call.rows.length = torch.tensor([[START, NO_TIMES, 3]] * 2), torch.tensor([1, 1])
+    assert torch.equal(guide.apply(constants, call, proposal, told), main), "there is text already"
 
 
 def test_the_prompt_is_read_for_the_no_speech_token_alone():
@@ -370,9 +361,9 @@ def test_a_model_that_hears_nothing_is_refused():
     ],
 )
 def test_calls_without_the_waveforms_of_their_rows_are_refused(given, says):
-    ctx = SimpleNamespace(batch=2, mm_inputs={"audio": given})
+    call = Call.of(torch.zeros(2, 1, dtype=torch.long), inputs={"audio": given})
     with pytest.raises(IncompatibleError, match=says):
-        changed(ctx, WhisperCD().branches[0], None, None)
+        changed(call, WhisperCD().branches[0], None, None)
 
 
 def test_a_plain_call_says_how_to_hand_over_the_waveform():

@@ -40,17 +40,17 @@ class Watched(Guide):
     """A guide, and what it was called with."""
 
     def __init__(self, guide):
-        self.guide, self.scores, self.ctx = guide, [], None
+        self.guide, self.scores, self.call = guide, [], None
         self.needs, self.branches, self.edits = guide.needs, guide.branches, guide.edits
         self.requires_inputs, self.neutral = guide.requires_inputs, guide.neutral
 
-    def begin(self, ctx, prefill):
-        self.ctx = ctx
-        return self.guide.begin(ctx, prefill)
+    def begin(self, call, prefill):
+        self.call = call
+        return self.guide.begin(call, prefill)
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         self.scores.append(scores)
-        return self.guide.apply(constants, ctx, proposal, scores)
+        return self.guide.apply(constants, call, proposal, scores)
 
 
 def assert_contrast_is_live(guide, family="llava", **options):

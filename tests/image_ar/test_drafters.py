@@ -104,7 +104,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES["chain"], drawn=True)
     monkeypatch.setattr(
-        own_law.DraftTarget, "__call__", lambda self, ctx, logits, *_: logits[: ctx.batch]
+        own_law.DraftTarget, "__call__", lambda self, call, logits, *_: logits[: call.batch]
     )
     decoder = Decoder(draft, accept="rejection")
     painted(adapter, None, None, decoder=decoder)
@@ -193,8 +193,8 @@ def test_drawn_drafts_keep_the_law(shape):
 def test_a_mutant_that_tells_another_law_than_it_draws_from_is_caught(shape, monkeypatch):
     propose = FeatureDraft.propose
 
-    def wrong(self, ctx, budget):
-        proposal = propose(self, ctx, budget)
+    def wrong(self, call, budget):
+        proposal = propose(self, call, budget)
         if proposal.log_q is None:
             return proposal
         return replace(proposal, log_q=proposal.log_q * 0.2)
@@ -302,16 +302,16 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes):
     class Told(Eagle):
         """Drafts what the samples hold, and notes its laws."""
 
-        def propose(self, ctx, budget):
+        def propose(self, call, budget):
             own, found = self._running.target_ids(), []
-            logits, step = self._reader(ctx, levels := min(3, budget))
+            logits, step = self._reader(call, levels := min(3, budget))
             for level in range(levels):
-                found.append(self.law(ctx, logits, (ctx.length + level)[:, None], own))
-                tokens = codes[:, int(ctx.length[0]) + level, None]
+                found.append(self.law(call, logits, (call.rows.length + level)[:, None], own))
+                tokens = codes[:, int(call.rows.length[0]) + level, None]
                 if level < levels - 1:
                     logits = step(level, tokens, torch.zeros_like(tokens))
-            told.append((int(ctx.length[0]), found))
-            return features.Proposal.empty(ctx.batch, ctx.device)
+            told.append((int(call.rows.length[0]), found))
+            return features.Proposal.empty(call.batch, call.device)
 
     codes = torch.tensor([sample.answer for sample in samples])
     draft = Told(drafter, depth=3, top_k=1, nodes=3)

@@ -27,8 +27,8 @@ def expected(network):
     return [image.codes.tolist() for image in ImageGenerator(network)(CONDITIONS)]
 
 
-def is_bad(ctx):
-    return BAD in ctx.model_inputs["classes"].tolist()
+def is_bad(call):
+    return BAD in call.request.model_kwargs["classes"].tolist()
 
 
 def drawn(network, folder, name, stage, patch):

@@ -249,9 +249,9 @@ class FieldAdapter(TableAdapter):
     def names(self, inputs):
         return [b""] * len(inputs["salt"])
 
-    def prompt(self, ctx, spec):
-        ids = torch.zeros(ctx.batch, 1, dtype=torch.long)
-        return Prompt(ids=ids, mask=ids == 0, inputs=ctx.model_inputs)
+    def prompt(self, call, spec):
+        ids = torch.zeros(call.batch, 1, dtype=torch.long)
+        return Prompt(ids=ids, mask=ids == 0, inputs=call.request.model_kwargs)
 
     def forward(self, tokens, mask, positions, past):
         width = self.layout.columns

@@ -22,14 +22,14 @@ class Probe(Guide):
     branches = ()
     neutral = False
 
-    def begin(self, ctx, prefill):
+    def begin(self, call, prefill):
         return None
 
 
 class Folded(Probe):
     """The node's own logits, those above one folded back."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         return self.fold(scores["main"].logits)
 
     @staticmethod
@@ -44,11 +44,11 @@ class Folded(Probe):
 class Penalty(Probe):
     """Half a unit less for each time that the row has generated the token."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"].logits
         vocab = main.shape[-1]
-        new = ctx.ids[:, ctx.prompt_length :]
-        used = torch.arange(new.shape[1]) < ctx.length[:, None]
+        new = call.rows.ids[:, call.prompt_length :]
+        used = torch.arange(new.shape[1]) < call.rows.length[:, None]
         committed = (one_hot(new.clamp_max(vocab - 1), vocab) * used[..., None]).sum(1)
         drafted = one_hot(proposal.tokens.clamp_min(0), vocab).float()
         return main - 0.5 * (committed[:, None] + self.above(proposal).float() @ drafted)
@@ -71,7 +71,7 @@ class Against(Probe):
 
     branches = (BranchSpec(name="other", prompt="last_token", view="salt", view_options={"by": 9}),)
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         return 2.0 * scores["main"].logits - scores["other"].logits
 
     @staticmethod
@@ -87,9 +87,9 @@ class Layers(Probe):
 
     needs = Requirements(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"]
-        return main.logits - 0.5 * ctx.adapter.head(main.hidden[1])
+        return main.logits - 0.5 * call.plan.adapter.head(main.hidden[1])
 
     @staticmethod
     def law(model):
@@ -105,8 +105,8 @@ class Edited:
 
     stage = 1
 
-    def __init__(self, ctx):
-        self.branches = ModelRunner(ctx.adapter, [BranchSpec(name="edited")])
+    def __init__(self, call):
+        self.branches = ModelRunner(call.plan.adapter, [BranchSpec(name="edited")])
 
     @contextmanager
     def edits(self):
@@ -118,13 +118,13 @@ class Edited:
             for hook in hooks:
                 hook.remove()
 
-    def prefill(self, ctx, earlier):
+    def prefill(self, call, earlier):
         with self.edits():
-            return self.branches.prefill(ctx, earlier)
+            return self.branches.prefill(call, earlier)
 
-    def score(self, ctx, proposal, earlier):
+    def score(self, call, proposal, earlier):
         with self.edits():
-            return self.branches.score(ctx, proposal, earlier)
+            return self.branches.score(call, proposal, earlier)
 
     def keep(self, path, count, chain):
         self.branches.keep(path, count, chain)
@@ -145,7 +145,7 @@ class Edit(Probe):
 
     branches = (BranchSpec(name="edited", build=Edited),)
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         return scores["edited"].logits
 
     @staticmethod
@@ -160,10 +160,10 @@ class LookBack(Probe):
 
     lookback = True
 
-    def begin(self, ctx, prefill):
+    def begin(self, call, prefill):
         self.before = torch.zeros(1)
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"].logits
         before, self.before = self.before, main[:, :1]
         return main - 0.001 * before
@@ -174,11 +174,11 @@ class LookAhead(Probe):
 
     lookahead = True
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"].logits
         parents, _, _ = proposal.structure()
         rows = (parents + 1).expand_as(proposal.tokens)
-        where = torch.arange(ctx.batch)[:, None], rows, proposal.tokens.clamp_min(0)
+        where = torch.arange(call.batch)[:, None], rows, proposal.tokens.clamp_min(0)
         return main.index_put(where, 0.001 * main[:, 1:].amax(-1), accumulate=True)
 
 
@@ -194,10 +194,10 @@ class Unheard(WhisperCD):
             for number, spec in enumerate(self.branches)
         ]
 
-    def begin(self, ctx, prefill):
-        text = torch.arange(ctx.adapter.vocab) < 2
+    def begin(self, call, prefill):
+        text = torch.arange(call.plan.adapter.vocab) < 2
         ended = torch.where(text, -torch.inf, torch.tensor(0.0))
-        return Vocabulary(2, text, ended, ctx.prompt_ids[:, -1:] == 0)
+        return Vocabulary(2, text, ended, call.request.prompt_ids[:, -1:] == 0)
 
 
 LAWFUL = {

@@ -94,7 +94,7 @@ def moved_length(sound):
 
     def commit(run, *args):
         result = sound(run, *args)
-        run.ctx.length = run.ctx.length.clone()
+        run.call.rows.length = run.call.rows.length.clone()
         return result
 
     return commit

@@ -90,9 +90,9 @@ def test_an_assistant_draws_what_it_claims():
 class RowTrees(drafts.Siblings):
     """The same trees as every row's own."""
 
-    def propose(self, ctx, budget):
-        proposal = super().propose(ctx, budget)
-        parents = torch.tensor(self.tree.parents).expand(ctx.batch, -1)
+    def propose(self, call, budget):
+        proposal = super().propose(call, budget)
+        parents = torch.tensor(self.tree.parents).expand(call.batch, -1)
         return replace(proposal, tree=None, parents=parents)
 
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +22,13 @@ from mmdecode.testing import check_draft, drafts
 from mmdecode.testing.checks import (
     PROMPTS,
     SEED,
-    _context,
     assert_lossless,
     bigram,
     law_of,
     run_rows,
 )
-from mmdecode.testing.table import Table, TableAdapter, left_pad
+from mmdecode.testing.table import Table, TableAdapter, call_of
+from tests.support.clock import call_after
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SOURCE = [0, 1, 2, 3, 1, 1, 0, 2, 4, 4, 1, 2]
@@ -54,14 +53,15 @@ def test_they_pass_the_public_check(name):
 
 def recycled(draft, tokens, tree, logits, root):
     """The draft after one round in which ``tokens`` were scored below ``root``."""
-    ctx = _context(*left_pad([[0]] * len(tokens)), None)
+    call = call_of([[0]] * len(tokens))
     vocab = logits.shape[-1]
-    draft.begin(ctx, BranchOutput(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
-    ctx.ids[:, 1], ctx.length = torch.tensor(root), torch.ones(len(tokens), dtype=torch.long)
-    draft.propose(ctx, 9)
+    draft.begin(call, BranchOutput(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
+    call.rows.ids[:, 1] = torch.tensor(root)
+    call.rows.length.fill_(1)
+    draft.propose(call, 9)
     proposal = Proposal(tokens=torch.tensor(tokens), kind="deterministic", tree=tree)
-    draft.observe(ctx, proposal, BranchOutput(logits=logits), None)
-    return ctx
+    draft.observe(call, proposal, BranchOutput(logits=logits), None)
+    return call
 
 
 def test_the_table_holds_the_best_of_each_scored_node_and_the_deepest_of_equals():
@@ -93,8 +93,8 @@ def test_a_tree_is_read_off_the_table():
     logits = torch.full((1, 3, 3), -9.0)  # three tokens: rank 3 never exists
     for row, order in enumerate([[1, 2, 0], [2, 0, 1], [0, 1, 2]]):  # after 0, 1 and 2
         logits[0, row, order] = torch.tensor([3.0, 2.0, 1.0])
-    ctx = recycled(draft, [[1, 2]], Tree((-1, -1)), logits, [0])
-    proposal = draft.propose(ctx, 9)
+    call = recycled(draft, [[1, 2]], Tree((-1, -1)), logits, [0])
+    proposal = draft.propose(call, 9)
     after = {0: [1, 2, 0, -1], 1: [2, 0, 1, -1], 2: [0, 1, 2, -1]}
     tree, order = Tree.from_paths(paths)
     assert proposal.tree == tree
@@ -350,11 +350,11 @@ def test_layers_that_do_not_exist_are_refused():
 
 
 def test_skipping_is_refused_where_layers_differ_by_place():
-    ctx = _context(*left_pad(PROMPTS), None)
-    ctx.adapter = TableAdapter(MODEL)
-    ctx.adapter.windows = {"full_attention": None, "sliding_attention": 4}
+    adapter = TableAdapter(MODEL)
+    adapter.windows = {"full_attention": None, "sliding_attention": 4}
+    call = call_of(PROMPTS, adapter)
     with pytest.raises(IncompatibleError, match=r"LayerSkip with skip.*TableAdapter"):
-        LayerSkip(skip=[0]).begin(ctx, BranchOutput(logits=torch.zeros(4, 1, 5)), "deterministic")
+        LayerSkip(skip=[0]).begin(call, BranchOutput(logits=torch.zeros(4, 1, 5)), "deterministic")
 
 
 # Draft-length control
@@ -375,14 +375,14 @@ class Costly(drafts.Known):
         super().__init__(rows, length=5)
         self.clock, self.cost, self.once, self.begun = clock, cost, once, 0
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.clock.now += self.once
         self.begun += 1
 
-    def propose(self, ctx, budget):
+    def propose(self, call, budget):
         self.clock.now += self.cost * min(budget, self.length)
-        return super().propose(ctx, budget)
+        return super().propose(call, budget)
 
 
 class Timed(Adaptive):
@@ -392,13 +392,13 @@ class Timed(Adaptive):
         super().__init__(draft, depths, **options)
         self.clock, self.used = clock, []
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.used.append(self._now.levels)
 
-    def observe(self, ctx, proposal, scores, outcome):
-        self.clock.now += float(ctx.rounds.max() > 1)  # the prompt's round costs no pass
-        super().observe(ctx, proposal, scores, outcome)
+    def observe(self, call, proposal, scores, outcome):
+        self.clock.now += float(call.rows.rounds.max() > 1)  # the prompt's round costs no pass
+        super().observe(call, proposal, scores, outcome)
 
 
 @pytest.mark.parametrize(("cost", "once", "levels"), [(0.1, 0, None), (3.0, 0, 0), (0.1, 30.0, 0)])
@@ -424,20 +424,19 @@ class World:
     def __init__(self, monkeypatch, **options):
         self.clock, self.draws = Clock(monkeypatch), random.Random(0)
         self.adaptive = Adaptive(NoDraft(), **options)
-        ended = torch.tensor([21])
-        self.ctx = SimpleNamespace(drafter_invariant=True, length=ended, rounds=ended)
+        self.rows = call_after(21)
 
     def call(self, speeds, noise=0.0, stall=0.0):
         """Seconds of a call, and the depth it used."""
         began = self.clock.now
-        self.adaptive.begin(self.ctx, None, "deterministic")
+        self.adaptive.begin(self.rows, None, "deterministic")
         levels = self.adaptive._now.levels
         pace = math.exp(self.draws.gauss(0, noise)) / speeds[levels]
         for _ in range(20):
-            self.adaptive.observe(self.ctx, None, None, None)
+            self.adaptive.observe(self.rows, None, None, None)
             self.clock.now += pace
         self.clock.now += stall
-        self.adaptive.observe(self.ctx, None, None, None)
+        self.adaptive.observe(self.rows, None, None, None)
         self.adaptive.reset()
         return self.clock.now - began, levels
 

@@ -310,8 +310,8 @@ def test_the_vectorised_timestamp_rules_are_the_stock_ones(begin_index):
             tokens = torch.randint(vocab, (decoder_rows, nodes), generator=generator)
             proposal = Proposal(tokens=tokens, kind="deterministic", parents=parents)
             logits = torch.randn(decoder_rows, nodes + 1, vocab, generator=generator) * 3
-            ctx = context(ids, prompt)
-            found = TargetLogits(logits, ctx, proposal, Processors([stock])).all()
+            call = context(ids, prompt)
+            found = TargetLogits(logits, call, proposal, Processors([stock])).all()
             for b in range(decoder_rows):
                 for row in range(nodes + 1):
                     path, node = [], row - 1
@@ -327,20 +327,10 @@ def test_the_vectorised_timestamp_rules_are_the_stock_ones(begin_index):
 
 def context(ids, prompt):
     """A context whose rows have generated what stands behind ``prompt`` columns."""
-    from mmdecode.engine.contracts import Context
-    from mmdecode.engine.noise import Noise
+    from mmdecode.engine.call import Call
 
-    batch = len(ids)
-    return Context(
-        prompt_ids=ids[:, :prompt],
-        prompt_mask=torch.ones(batch, prompt, dtype=torch.bool),
-        ids=torch.nn.functional.pad(ids, (0, 40), value=8),  # behind the end: not to be read
-        length=torch.full((batch,), ids.shape[1] - prompt),
-        open=torch.ones(batch, dtype=torch.bool),
-        rounds=torch.zeros(batch, dtype=torch.long),
-        noise=Noise.of(0, range(batch)),
-        limit=40,
-    )
+    # what stands after the end is not to be read
+    return Call.of(ids[:, :prompt], generated=ids[:, prompt:], max_new_tokens=40, fill=8)
 
 
 # Refusals, neutral settings, and the public checks on our own parts

@@ -15,8 +15,8 @@ from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import check_draft, drafts
-from mmdecode.testing.checks import PROMPTS, SEED, _context, run_rows
-from mmdecode.testing.table import Table, left_pad
+from mmdecode.testing.checks import PROMPTS, SEED, run_rows
+from mmdecode.testing.table import Table, call_of
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SOURCE = [0, 1, 2, 3, 1, 1, 0, 2, 4, 4, 1, 2]
@@ -28,10 +28,10 @@ class Fixed(drafts.TestDrafter):
     def __init__(self, tokens, tree=None):
         self.tokens, self.tree, self.seen = torch.tensor(tokens), tree, []
 
-    def propose(self, ctx, budget):
+    def propose(self, call, budget):
         return Proposal(tokens=self.tokens, kind="deterministic", tree=self.tree)
 
-    def observe(self, ctx, proposal, scores, outcome):
+    def observe(self, call, proposal, scores, outcome):
         self.seen.append(proposal)
 
 
@@ -63,21 +63,21 @@ def rows_of(proposal):
 
 
 def test_each_row_has_the_first_proposal_there_is():
-    ctx = _context(*left_pad([[0], [1], [2]]), None)
+    call = call_of([[0], [1], [2]])
     chain = [[1, 2, 3, 4], [-1] * 4, [-1] * 4]
     tree = Tree((-1, -1, 0))
     leaves = [[5, 6, 7], [5, 6, 7], [-1] * 3]
     both = FirstOf(Fixed(chain), Fixed(leaves, tree))
     branch = [(5,), (5, 7), (6,)]
     run = [(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]
-    assert rows_of(both.propose(ctx, 9)) == [run, branch, []]
-    assert rows_of(FirstOf(Fixed(leaves, tree), Fixed(chain)).propose(ctx, 9)) == [
+    assert rows_of(both.propose(call, 9)) == [run, branch, []]
+    assert rows_of(FirstOf(Fixed(leaves, tree), Fixed(chain)).propose(call, 9)) == [
         branch,
         branch,
         [],
     ]
     short = [[9], [-1], [8]]
-    joined = FirstOf(Fixed(short), Fixed(chain)).propose(ctx, 9)
+    joined = FirstOf(Fixed(short), Fixed(chain)).propose(call, 9)
     assert joined.is_chain and joined.tokens.tolist() == [
         [9, -1, -1, -1],
         [-1] * 4,
@@ -87,7 +87,7 @@ def test_each_row_has_the_first_proposal_there_is():
         FirstOf(drafts.TestDrafter(), Fixed(chain)),
         FirstOf(Fixed(chain), drafts.TestDrafter()),
     ):
-        assert empty.propose(ctx, 9).tokens.tolist() == chain
+        assert empty.propose(call, 9).tokens.tolist() == chain
 
 
 def test_both_learn_from_every_round():
@@ -106,12 +106,12 @@ def test_a_source_that_is_right_comes_before_a_useless_draft():
 
 def test_a_source_with_a_least_match_is_silent_until_it_matches():
     def proposed(least, said):
-        ctx = _context(*left_pad([[0]]), None)
+        call = call_of([[0]])
         draft = Source(length=3, ids=[[1, 2, 3, 4, 1, 9]], least=least)
-        draft.begin(ctx, BranchOutput(logits=torch.zeros(1, 1, 12)), "deterministic")
-        ctx.ids[0, 1 : 1 + len(said)] = torch.tensor(said)
-        ctx.length = torch.tensor([len(said)])
-        return draft.propose(ctx, 9).tokens.tolist()[0]
+        draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, 12)), "deterministic")
+        call.rows.ids[0, 1 : 1 + len(said)] = torch.tensor(said)
+        call.rows.length = torch.tensor([len(said)])
+        return draft.propose(call, 9).tokens.tolist()[0]
 
     assert proposed(2, [7]) == proposed(2, [7, 1]) == proposed(2, [7, 8, 9, 1]) == [-1] * 3
     assert proposed(2, [1]) == [2, 3, 4]  # all there is matches

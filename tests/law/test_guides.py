@@ -101,7 +101,7 @@ class Remembers(guides.Probe):
 
     first = None
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"].logits
         if self.first is None:
             self.first = main[:, :1]
@@ -111,14 +111,14 @@ class Remembers(guides.Probe):
 class Counts(guides.Probe):
     """Cools down from round to round, which depends on how much a draft gets right."""
 
-    def apply(self, constants, ctx, proposal, scores):
-        return scores["main"].logits * (1 + 0.001 * ctx.rounds[:, None, None])
+    def apply(self, constants, call, proposal, scores):
+        return scores["main"].logits * (1 + 0.001 * call.rows.rounds[:, None, None])
 
 
 class Together(guides.Probe):
     """Looks at the other rows."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"].logits
         return main - 0.001 * main[:, :1].mean(0)
 
@@ -133,25 +133,25 @@ class RootPath(guides.Penalty):
 class RootStates(guides.Layers):
     """Reads the hidden state of the root for every node."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main = scores["main"]
-        return main.logits - 0.5 * ctx.adapter.head(main.hidden[1][:, :1])
+        return main.logits - 0.5 * call.plan.adapter.head(main.hidden[1][:, :1])
 
 
 class LateEdits(guides.Edited):
     """Leaves the prompt unedited: its keys and values are those of another model."""
 
-    def prefill(self, ctx, earlier):
-        return self.branches.prefill(ctx, earlier)
+    def prefill(self, call, earlier):
+        return self.branches.prefill(call, earlier)
 
 
 class FadingEdits(guides.Edited):
     """Edits while something is drafted."""
 
-    def score(self, ctx, proposal, earlier):
+    def score(self, call, proposal, earlier):
         if proposal.size:
-            return super().score(ctx, proposal, earlier)
-        return self.branches.score(ctx, proposal, earlier)
+            return super().score(call, proposal, earlier)
+        return self.branches.score(call, proposal, earlier)
 
 
 def editing(scorer):

@@ -194,15 +194,15 @@ def test_a_round_costs_the_host_the_same_behind_any_text(family, name, counter, 
 # Loops that must be found
 
 
-def operations_by_token(ctx, kept):
-    return [ctx.ids[:, column] for column in range(int(ctx.end().max()))]
+def operations_by_token(call, kept):
+    return [call.rows.ids[:, column] for column in range(int(call.end().max()))]
 
 
-def lines_by_token(ctx, kept):
-    return [token + 1 for token in ctx.ids[0, : int(ctx.end()[0])].tolist()]
+def lines_by_token(call, kept):
+    return [token + 1 for token in call.rows.ids[0, : int(call.end()[0])].tolist()]
 
 
-def lines_by_round(ctx, kept):
+def lines_by_round(call, kept):
     kept.append(len(kept))
     return [index + 1 for index in kept]
 
@@ -219,7 +219,7 @@ def test_a_loop_over_what_is_committed_is_found(loop, counter, monkeypatch):
     def draft():
         kept = []
         looping = drafts.Random()
-        looping.observe = lambda ctx, *rest: loop(ctx, kept)
+        looping.observe = lambda call, *rest: loop(call, kept)
         return looping
 
     with pytest.raises(AssertionError, match="work grows"):

@@ -141,8 +141,8 @@ def test_a_kept_token_with_its_old_law_is_caught():
 def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     sound = window.continued
 
-    def untested(outcome, proposal, law, noise, ctx):
-        result = sound(outcome, proposal, law, noise, ctx)
+    def untested(outcome, proposal, law, call):
+        result = sound(outcome, proposal, law, call)
         size = proposal.size
         if not size:
             return result
@@ -181,8 +181,8 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
     before = []  # the outcomes of the rule, before rows ahead give back what they accepted
 
     class Shortest(rejection_rule.Rejection):
-        def __call__(self, proposal, law, noise, ctx):
-            sound = super().__call__(proposal, law, noise, ctx).of_active(ctx.open)
+        def __call__(self, proposal, law, call):
+            sound = super().__call__(proposal, law, call).of_active(call.rows.active)
             before.append(sound)
             least = shortest(sound)
             size = proposal.size
@@ -201,9 +201,9 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
         pairs = sound.num_accepted.view(-1, 2)
         return pairs.amin(1, keepdim=True).expand_as(pairs).reshape(-1)
 
-    def kept(outcome, proposal, law, noise, ctx):
+    def kept(outcome, proposal, law, call):
         sound, size = before[-1], proposal.size
-        left = continued(sound, proposal, law, noise, ctx)
+        left = continued(sound, proposal, law, call)
         if not size:
             return left
         least = shortest(sound)
@@ -241,8 +241,8 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
 def test_siblings_that_forget_which_came_first_are_caught(monkeypatch):
     sound = Jacobi._with_siblings
 
-    def shuffled(self, ctx, places, tokens, laws):
-        proposal = sound(self, ctx, places, tokens, laws)
+    def shuffled(self, call, places, tokens, laws):
+        proposal = sound(self, call, places, tokens, laws)
         first, second = proposal.tokens[:, :1], proposal.tokens[:, 1:2]
         swap = second > first  # by their value: no longer in the order of drawing
         front = torch.where(swap, torch.cat([second, first], 1), proposal.tokens[:, :2])
@@ -255,10 +255,12 @@ def test_siblings_that_forget_which_came_first_are_caught(monkeypatch):
 def test_a_guess_that_reads_the_noise_of_its_own_test_is_caught(monkeypatch):
     sound = Jacobi._draw
 
-    def leaked(self, ctx, places, law):
+    def leaked(self, call, places, law):
         from mmdecode.engine.noise import Role
 
-        noise = ctx.noise.gumbel(places, Role.RESIDUAL, law.shape[-1], trial=ctx.rounds)
+        noise = call.request.noise.gumbel(
+            places, Role.RESIDUAL, law.shape[-1], trial=call.rows.rounds
+        )
         return (law + noise).argmax(-1)
 
     assert sound is not leaked

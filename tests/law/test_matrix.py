@@ -230,11 +230,11 @@ class TakesAnything(Rejection):
 
 
 class Trusting(GreedyMatch):
-    def __call__(self, proposal, law, noise, ctx):
-        outcome = super().__call__(proposal, law, noise, ctx)
+    def __call__(self, proposal, law, call):
+        outcome = super().__call__(proposal, law, call)
         if not proposal.size:
             return outcome
-        kept = (proposal.tokens[:, :1] >= 0) & ctx.open[:, None]
+        kept = (proposal.tokens[:, :1] >= 0) & call.rows.active[:, None]
         path = torch.where(kept, 0, -1)
         return type(outcome)(
             path=path, num_accepted=kept[:, 0].long(), next_token=outcome.next_token
@@ -247,10 +247,10 @@ class Hot(Rejection):
 
 
 class Selfish(drafts.Bigram):
-    def propose(self, ctx, budget):
+    def propose(self, call, budget):
         if self._kind == "iid":
             raise IncompatibleError("this does not fit")
-        return super().propose(ctx, budget)
+        return super().propose(call, budget)
 
 
 def chain(*kinds, cls=drafts.Bigram):

@@ -140,18 +140,18 @@ def rejected(check, *args, **kwargs):
 
 
 class ArgmaxClaimingSoftQ(drafts.Bigram):
-    def draw(self, ctx, law, position):
+    def draw(self, call, law, position):
         return law.argmax(-1)
 
 
 class OtherTemperature(drafts.Bigram):
-    def draw(self, ctx, law, position):
-        return super().draw(ctx, law * 1.5, position)
+    def draw(self, call, law, position):
+        return super().draw(call, law * 1.5, position)
 
 
 class QOffByOne(drafts.Bigram):
-    def propose(self, ctx, budget):
-        proposal = super().propose(ctx, budget)
+    def propose(self, call, budget):
+        proposal = super().propose(call, budget)
         return replace(proposal, log_q=proposal.log_q.roll(1, 1))
 
 
@@ -163,9 +163,11 @@ def test_a_draft_that_claims_another_law_is_found(draft):
 class Peeking(drafts.TestDrafter):
     """Chooses how far to draft by the noise that will decide: the positions' rounds are biased."""
 
-    def propose(self, ctx, budget):
-        positions = ctx.length[:, None] + torch.arange(2)
-        noise = ctx.noise.gumbel(positions, Role.ACCEPT, self.vocab, trial=ctx.rounds + 1)
+    def propose(self, call, budget):
+        positions = call.rows.length[:, None] + torch.arange(2)
+        noise = call.request.noise.gumbel(
+            positions, Role.ACCEPT, self.vocab, trial=call.rows.rounds + 1
+        )
         drafted = noise.argmax(-1)
         wanted = drafted[:, 1:] == 0  # only if the second position would become a zero
         return Proposal(tokens=drafted.masked_fill(~wanted, -1), kind="deterministic")
@@ -223,14 +225,15 @@ RULES = {
     ),
     "one_noise_for_all_rounds": (
         "_draws",
-        "noise.gumbel(positions, Role.ACCEPT, 1, trial=ctx.rounds)",
-        "noise.gumbel(positions - ctx.length[:, None], Role.ACCEPT, 1)",
+        "noise.gumbel(positions, Role.ACCEPT, 1, trial=call.rows.rounds)",
+        "noise.gumbel(positions - call.rows.length[:, None], Role.ACCEPT, 1)",
     ),
     "unused_nodes_are_tested": ("_chain", "proposal.tokens >= 0", "proposal.tokens >= -1"),
     "residual_unnormalised_by_inverse_cdf": (
         "__call__",
         CHOICE,
-        "unit = noise.uniform((ctx.length + count)[:, None], Role.RESIDUAL, ctx.rounds)\n"
+        "at = (call.rows.length + count)[:, None]\n"
+        "    unit = call.request.noise.uniform(at, Role.RESIDUAL, call.rows.rounds)\n"
         "    next_token = (p.cumsum(-1) < unit).sum(-1).clamp_max(p.shape[-1] - 1)",
     ),
 }
@@ -269,11 +272,11 @@ class SameSiblings(drafts.Siblings):
         super().__init__(Q, (3, 2), ("iid",))
         self.distinct = distinct
 
-    def draw(self, ctx, law, position, width):
+    def draw(self, call, law, position, width):
         if not self.distinct:
-            return super().draw(ctx, law, position, 1).expand(-1, -1, width)
+            return super().draw(call, law, position, 1).expand(-1, -1, width)
         self._kind = "without_replacement"
-        drawn = super().draw(ctx, law, position, width)
+        drawn = super().draw(call, law, position, width)
         self._kind = "iid"
         return drawn
 
@@ -281,8 +284,8 @@ class SameSiblings(drafts.Siblings):
 class Ranked(drafts.Siblings):
     """Siblings in the order of their probability, not of their draw."""
 
-    def draw(self, ctx, law, position, width):
-        drawn = super().draw(ctx, law, position, width)
+    def draw(self, call, law, position, width):
+        drawn = super().draw(call, law, position, width)
         best = law.gather(2, drawn).argsort(dim=-1, descending=True)
         return drawn.gather(2, best)
 
@@ -358,10 +361,10 @@ def test_padding_with_token_zero_is_found(monkeypatch):
 class RootGuide(CFG):
     """Evaluates the other branch at the root alone."""
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         other = scores["unconditional"]
         scores = {**scores, "unconditional": replace(other, logits=other.logits[:, :1])}
-        return super().apply(constants, ctx, proposal, scores)
+        return super().apply(constants, call, proposal, scores)
 
 
 @pytest.mark.parametrize("check", [guided, guided_bytes])
@@ -446,8 +449,8 @@ def test_positions_that_count_padding_are_found(check, monkeypatch):
 
 def test_a_row_that_follows_its_neighbour_is_found(monkeypatch):
     def together(sound):
-        def cut(self, ctx, block, count):
-            count, ended = sound(self, ctx, block, count)
+        def cut(self, call, block, count):
+            count, ended = sound(self, call, block, count)
             return count, ended.any().expand_as(ended)
 
         return cut

@@ -1,7 +1,5 @@
 """The contracts under parts that no built-in method has yet: probes of what others may write."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,12 +16,11 @@ from mmdecode.testing import check_adapter, check_guide, drafts
 from mmdecode.testing.checks import (
     PROMPTS,
     SEED,
-    _context,
     assert_lossless,
     law_of,
     run_rows,
 )
-from mmdecode.testing.table import Table, TableAdapter, left_pad
+from mmdecode.testing.table import Table, TableAdapter, call_of, left_pad
 from tests.law.windows import window
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
@@ -38,8 +35,8 @@ class Watched(Jacobi):
 
     seen = 0
 
-    def observe(self, ctx, proposal, scores, outcome):
-        super().observe(ctx, proposal, scores, outcome)
+    def observe(self, call, proposal, scores, outcome):
+        super().observe(call, proposal, scores, outcome)
         tail, law = outcome.window.tokens, outcome.window.logits
         assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
         used = tail >= 0
@@ -48,24 +45,24 @@ class Watched(Jacobi):
         room = (proposal.tokens >= 0).sum(1) - outcome.num_accepted
         assert torch.equal(used.sum(1), torch.where(was_open, room, 0))
         # the round and the start as they were when the rule ran: observe comes after the commit
-        begin = self.before_length if proposal.size else ctx.length * 0
+        begin = self.before_length if proposal.size else call.rows.length * 0
         positions = begin[:, None] + outcome.num_accepted[:, None] + 1
         positions = positions + torch.arange(tail.shape[1])
         noise = 0
-        if ctx.do_sample and ctx.window_mode == "coupled":
-            noise = ctx.noise.gumbel(positions, Role.TARGET, MODEL.vocab)
-        elif ctx.do_sample:
+        if call.request.do_sample and call.plan.window_mode == "coupled":
+            noise = call.request.noise.gumbel(positions, Role.TARGET, MODEL.vocab)
+        elif call.request.do_sample:
             count = proposal.size + 1
-            rounds = ctx.rounds - was_open.long()
-            noise = ctx.noise.gumbel(positions, Role.TAIL, MODEL.vocab, trial=rounds)
+            rounds = call.rows.rounds - was_open.long()
+            noise = call.request.noise.gumbel(positions, Role.TAIL, MODEL.vocab, trial=rounds)
             assert count > 0
         drawn = (law + noise).argmax(-1)
         assert torch.equal(drawn[used], tail[used]), "the law is the one each was drawn from"
         self.seen += int(used.sum())
 
-    def propose(self, ctx, budget):
-        self.before_length = ctx.length.clone()
-        return super().propose(ctx, budget)
+    def propose(self, call, budget):
+        self.before_length = call.rows.length.clone()
+        return super().propose(call, budget)
 
 
 @modes
@@ -108,8 +105,8 @@ class TextScorer:
 
     stage = 2
 
-    def __init__(self, ctx, top):
-        self.ctx, self.top = ctx, top
+    def __init__(self, call, top):
+        self.call, self.top = call, top
 
     def value(self, text):
         pairs = [text[i : i + 2] for i in range(0, len(text), 2)]  # from the start, always
@@ -122,9 +119,9 @@ class TextScorer:
         parents = parents.expand(len(candidates), -1)
         scores = torch.zeros(candidates.shape)
         for b in range(len(candidates)):
-            end = int(self.ctx.end()[b])
-            prompt = self.ctx.prompt_ids[b][self.ctx.prompt_mask[b]].tolist()
-            base = prompt + self.ctx.ids[b, self.ctx.prompt_length : end].tolist()
+            end = int(self.call.end()[b])
+            prompt = self.call.request.prompt_ids[b][self.call.request.prompt_mask[b]].tolist()
+            base = prompt + self.call.rows.ids[b, self.call.prompt_length : end].tolist()
             for row in range(proposal.size + 1):
                 path, node = [], row - 1
                 while node >= 0:
@@ -135,10 +132,10 @@ class TextScorer:
                     scores[b, row, k] = self.value(text + TEXT[token])
         return {"text": BranchOutput(logits=scores, candidates=candidates)}
 
-    def prefill(self, ctx, earlier):
-        return self.answer(Proposal.empty(ctx.batch, ctx.device), earlier)
+    def prefill(self, call, earlier):
+        return self.answer(Proposal.empty(call.batch, call.device), earlier)
 
-    def score(self, ctx, proposal, earlier):
+    def score(self, call, proposal, earlier):
         return self.answer(proposal, earlier)
 
     def keep(self, path, count, chain):
@@ -153,12 +150,12 @@ class TextFusion(Guide):
 
     needs = Requirements()
     neutral = False
-    branches = (BranchSpec(name="text", stage=2, build=lambda ctx: TextScorer(ctx, 3)),)
+    branches = (BranchSpec(name="text", stage=2, build=lambda call: TextScorer(call, 3)),)
 
-    def begin(self, ctx, prefill):
+    def begin(self, call, prefill):
         return None
 
-    def apply(self, constants, ctx, proposal, scores):
+    def apply(self, constants, call, proposal, scores):
         main, text = scores["main"].logits, scores["text"]
         fused = main.gather(-1, text.candidates) + text.logits
         return torch.full_like(main, -torch.inf).scatter(-1, text.candidates, fused)
@@ -174,13 +171,13 @@ class PiecewiseScorer(TextScorer):
     """The mistake to avoid: tokenises anew behind each committed block."""
 
     def value(self, text):
-        tail = text[-3:] if int(self.ctx.rounds.max()) % 2 else text
+        tail = text[-3:] if int(self.call.rows.rounds.max()) % 2 else text
         return super().value(tail)
 
 
 def test_a_second_stage_that_depends_on_the_block_cut_is_found():
     class Piecewise(TextFusion):
-        branches = (BranchSpec(name="text", stage=2, build=lambda ctx: PiecewiseScorer(ctx, 3)),)
+        branches = (BranchSpec(name="text", stage=2, build=lambda call: PiecewiseScorer(call, 3)),)
 
     with pytest.raises(AssertionError, match="undrafted"):
         check_guide(Piecewise)
@@ -192,75 +189,75 @@ def test_a_second_stage_that_depends_on_the_block_cut_is_found():
 ROWS = torch.tensor([2, 0, 0, 3])
 
 
-def commit(ctx, tokens):
+def commit(call, tokens):
     """Appends ``tokens (B, n)`` to every row."""
-    columns = ctx.end()[:, None] + torch.arange(tokens.shape[1])
-    ctx.ids.scatter_(1, columns, tokens)
-    ctx.length = ctx.length + tokens.shape[1]
-    ctx.rounds = ctx.rounds + 1
+    columns = call.end()[:, None] + torch.arange(tokens.shape[1])
+    call.rows.ids.scatter_(1, columns, tokens)
+    call.rows.length = call.rows.length + tokens.shape[1]
+    call.rows.rounds = call.rows.rounds + 1
 
 
-def branches_after_a_round(ctx, specs):
+def branches_after_a_round(call, specs):
     branches = ModelRunner(TableAdapter(MODEL), specs)
-    branches.prefill(ctx, {})
-    commit(ctx, ctx.prompt_ids[:, -1:])
-    ctx.longest = int(ctx.length.max())
+    branches.prefill(call, {})
+    commit(call, call.request.prompt_ids[:, -1:])
+    call.rows.cur_len = int(call.rows.length.max())
     tree = Tree((-1, -1, 0, 1))
-    tokens = (ctx.prompt_ids[:, -1:] + torch.arange(4)) % 5
-    branches.score(ctx, Proposal(tokens=tokens, kind="deterministic", tree=tree), {})
-    path = torch.tensor([[1, 3]]).expand(ctx.batch, -1)
-    branches.keep(path, torch.full((ctx.batch,), 3), False)
-    commit(ctx, torch.cat([tokens.gather(1, path), tokens[:, :1]], 1))
+    tokens = (call.request.prompt_ids[:, -1:] + torch.arange(4)) % 5
+    branches.score(call, Proposal(tokens=tokens, kind="deterministic", tree=tree), {})
+    path = torch.tensor([[1, 3]]).expand(call.batch, -1)
+    branches.keep(path, torch.full((call.batch,), 3), False)
+    commit(call, torch.cat([tokens.gather(1, path), tokens[:, :1]], 1))
     return branches
 
 
 def context_of(prompts, salts):
-    ids, mask = left_pad(prompts)
-    ctx = _context(ids, mask, {"salt": torch.tensor(salts)})
-    return replace(ctx, adapter=TableAdapter(MODEL))
+    return call_of(prompts, TableAdapter(MODEL), model_kwargs={"salt": torch.tensor(salts)})
 
 
 def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
     specs = [MAIN, BranchSpec(name="u", prompt="last_token", view="salt", view_options={"by": 4})]
-    ctx = context_of(PROMPTS, [4, 5, 6, 7])
-    branches = branches_after_a_round(ctx, specs)
+    call = context_of(PROMPTS, [4, 5, 6, 7])
+    branches = branches_after_a_round(call, specs)
     branches.reorder(ROWS)
-    ctx = context_of([PROMPTS[i] for i in ROWS.tolist()], [[4, 5, 6, 7][i] for i in ROWS.tolist()])
-    fresh = branches_after_a_round(ctx, specs)
+    call = context_of([PROMPTS[i] for i in ROWS.tolist()], [[4, 5, 6, 7][i] for i in ROWS.tolist()])
+    fresh = branches_after_a_round(call, specs)
     tokens = torch.tensor([[1, 2], [3, 4], [0, 0], [2, 1]])  # the forks part here
     for _ in range(2):
         proposal = Proposal(tokens=tokens, kind="deterministic")
-        found, expected = branches.score(ctx, proposal, {}), fresh.score(ctx, proposal, {})
+        found, expected = branches.score(call, proposal, {}), fresh.score(call, proposal, {})
         for name in ("main", "u"):
             assert torch.equal(found[name].logits, expected[name].logits)
         for scorer in (branches, fresh):
             scorer.keep(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
-        commit(ctx, torch.cat([tokens, tokens[:, :1]], 1))
+        commit(call, torch.cat([tokens, tokens[:, :1]], 1))
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "iid", "coupled"])
 def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
     first = torch.tensor([[1], [2], [3], [4]])
 
-    def begin(ctx):
+    def begin(call):
         draft = Assistant(MODEL, length=3)
-        draft.begin(ctx, BranchOutput(logits=torch.zeros(4, 1, 5)), kind)
-        commit(ctx, first)
-        draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
+        draft.begin(call, BranchOutput(logits=torch.zeros(4, 1, 5)), kind)
+        commit(call, first)
+        draft.observe(call, Proposal.empty(4, call.device), None, None)
         return draft
 
-    ctx = context_of(PROMPTS, [0, 0, 0, 0])
-    draft = begin(ctx)
-    expected = draft.propose(ctx, 10).tokens[ROWS]
-    noise = Noise(ctx.noise.seed, ctx.noise.requests[ROWS])
+    call = context_of(PROMPTS, [0, 0, 0, 0])
+    draft = begin(call)
+    expected = draft.propose(call, 10).tokens[ROWS]
+    noise = Noise(call.request.noise.seed, call.request.noise.requests[ROWS])
     draft = begin(context_of(PROMPTS, [0, 0, 0, 0]))
     draft.reorder(ROWS)
-    ctx = replace(context_of([PROMPTS[i] for i in ROWS.tolist()], [0, 0, 0, 0]), noise=noise)
-    commit(ctx, first[ROWS])
-    assert torch.equal(draft.propose(ctx, 10).tokens, expected)
-    commit(ctx, expected[:, :2])
-    draft.observe(ctx, Proposal.empty(4, ctx.device), None, None)
-    later = draft.propose(ctx, 10).tokens
+    prompts = [PROMPTS[i] for i in ROWS.tolist()]
+    salts = {"salt": torch.zeros(4, dtype=torch.long)}
+    call = call_of(prompts, TableAdapter(MODEL), model_kwargs=salts, noise=noise)
+    commit(call, first[ROWS])
+    assert torch.equal(draft.propose(call, 10).tokens, expected)
+    commit(call, expected[:, :2])
+    draft.observe(call, Proposal.empty(4, call.device), None, None)
+    later = draft.propose(call, 10).tokens
     assert torch.equal(later[1], later[2])  # forks of one row share request and prefix
 
 
@@ -272,17 +269,17 @@ class Listener(drafts.Random):
 
     needs = Requirements(hidden=frozenset({0, "last"}), prompt_hidden=True)
 
-    def begin(self, ctx, prefill, kind):
-        super().begin(ctx, prefill, kind)
+    def begin(self, call, prefill, kind):
+        super().begin(call, prefill, kind)
         self.prompt, self.rounds, self.root = prefill, [], None
 
-    def observe(self, ctx, proposal, scores: BranchOutput, outcome: Outcome):
+    def observe(self, call, proposal, scores: BranchOutput, outcome: Outcome):
         if self.root is not None:
             self.rounds.append((self.root, proposal, scores))
         self.root = [
-            ctx.prompt_ids[b][ctx.prompt_mask[b]].tolist()
-            + ctx.ids[b, ctx.prompt_length : int(ctx.end()[b])].tolist()
-            for b in range(ctx.batch)
+            call.request.prompt_ids[b][call.request.prompt_mask[b]].tolist()
+            + call.rows.ids[b, call.prompt_length : int(call.end()[b])].tolist()
+            for b in range(call.batch)
         ]
 
 

@@ -358,9 +358,9 @@ class Prompted(Coded):
     def __init__(self, model):
         super().__init__(model, torch.tensor([[0.0], [1.0], [3.0]]))
 
-    def prompt(self, ctx, spec):
-        made = super().prompt(ctx, spec)
-        ids = torch.tensor(PROMPT).expand(ctx.batch, -1)
+    def prompt(self, call, spec):
+        made = super().prompt(call, spec)
+        ids = torch.tensor(PROMPT).expand(call.batch, -1)
         return type(made)(ids=ids, mask=torch.ones_like(ids).bool(), inputs=made.inputs)
 
 
@@ -465,8 +465,8 @@ def tail_fits_its_law():
     seen = []
 
     class Spy(Jacobi):
-        def observe(self, ctx, proposal, scores, outcome):
-            super().observe(ctx, proposal, scores, outcome)
+        def observe(self, call, proposal, scores, outcome):
+            super().observe(call, proposal, scores, outcome)
             if proposal.size and not seen:
                 first = outcome.num_accepted == 0
                 seen.append((outcome.window.tokens[first, 0], outcome.window.logits[first, 0]))

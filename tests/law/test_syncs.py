@@ -43,6 +43,7 @@ class Counter(TorchDispatchMode):
             sound = getattr(torch.Tensor, name)
             monkeypatch.setattr(torch.Tensor, name, self.counted(name, sound))
         seams.SCORE.plant(monkeypatch, self.counting_passes)
+        seams.FREE_LOOK.plant(monkeypatch, lambda look: lambda run: False)  # as on an accelerator
 
     def counting_passes(self, score):
         def scored(*args, **kwargs):
@@ -136,26 +137,26 @@ def test_a_round_waits_for_the_device_once(name, do_sample, monkeypatch):
 
 
 PLANTED = {
-    "int": lambda ctx: int(ctx.length.max()),
-    "bool": lambda ctx: bool(ctx.open.all()),
-    "item": lambda ctx: ctx.length.sum().item(),
-    "tolist": lambda ctx: ctx.length.tolist(),
-    "cpu": lambda ctx: ctx.length.cpu(),
-    "numpy": lambda ctx: ctx.length.numpy(),
-    "mask": lambda ctx: ctx.length[ctx.open],
-    "nonzero": lambda ctx: ctx.open.nonzero(),
-    "where": lambda ctx: torch.where(ctx.open),
-    "equal": lambda ctx: torch.equal(ctx.length, ctx.rounds),
-    "select": lambda ctx: torch.masked_select(ctx.length, ctx.open),
-    "index": lambda ctx: [1, 2, 3, 4][ctx.length.amin() * 0],
+    "int": lambda call: int(call.rows.length.max()),
+    "bool": lambda call: bool(call.rows.active.all()),
+    "item": lambda call: call.rows.length.sum().item(),
+    "tolist": lambda call: call.rows.length.tolist(),
+    "cpu": lambda call: call.rows.length.cpu(),
+    "numpy": lambda call: call.rows.length.numpy(),
+    "mask": lambda call: call.rows.length[call.rows.active],
+    "nonzero": lambda call: call.rows.active.nonzero(),
+    "where": lambda call: torch.where(call.rows.active),
+    "equal": lambda call: torch.equal(call.rows.length, call.rows.rounds),
+    "select": lambda call: torch.masked_select(call.rows.length, call.rows.active),
+    "index": lambda call: [1, 2, 3, 4][call.rows.length.amin() * 0],
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_second_wait_is_found(name, monkeypatch):
     class Waiting(drafts.Random):
-        def propose(self, ctx, budget):
-            PLANTED[name](ctx)
-            return super().propose(ctx, budget)
+        def propose(self, call, budget):
+            PLANTED[name](call)
+            return super().propose(call, budget)
 
     assert len(most_syncs(Waiting(), monkeypatch)) >= 2

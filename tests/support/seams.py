@@ -46,7 +46,7 @@ KEEP = Seam(ModelRunner, "keep")
 COMMIT_TO_CACHE = Seam(RaggedCache, "commit")
 """``(cache, count, path=None)``."""
 CUT = Seam(Stopping, "cut")
-"""``(stopping, ctx, block, count)`` gives ``(count, ended)``."""
+"""``(stopping, call, block, count)`` gives ``(count, ended)``."""
 NODES = Seam(Nodes, "__init__")
 """What known processors are told of a block's nodes."""
 PROCESS_ALL = Seam(Processors, "run_all")
@@ -54,6 +54,8 @@ PROCESS_ONE_BY_ONE = Seam(TargetLogits, "_run_lazily")
 DECODE = Seam(Run, "run")
 COMMIT = Seam(Run, "commit")
 GUIDE = Seam(Run, "guided")
+FREE_LOOK = Seam(Run, "seen_to_end")
+"""``(run)``: where looking at the rows costs nothing, whether none is active."""
 SYNC = Seam(Run, "sync")
 """``(run, result, count)``, once a round, on the host."""
 
@@ -100,8 +102,8 @@ def nodes_stay_where_they_were_written(sound):
 def nodes_have_the_roots_length(sound):
     """Of `NODES`."""
 
-    def constant(self, ctx, proposal):
-        sound(self, ctx, proposal)
+    def constant(self, call, proposal):
+        sound(self, call, proposal)
         self.prefix_length = self.prefix_length[:, :1].expand_as(self.prefix_length)
 
     return constant
@@ -110,9 +112,9 @@ def nodes_have_the_roots_length(sound):
 def ends_in_the_last_token_only(sound):
     """Of `CUT`."""
 
-    def cut(self, ctx, block, count):
+    def cut(self, call, block, count):
         order = torch.arange(1, block.shape[1] + 1)
-        return sound(self, ctx, torch.where(order < count[:, None], -1, block), count)
+        return sound(self, call, torch.where(order < count[:, None], -1, block), count)
 
     return cut
 

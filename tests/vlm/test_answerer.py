@@ -182,8 +182,8 @@ class Spy(Linear):
         super().__init__([], [1.0], beta=0.5)
         self.neutral, self.seen = False, []
 
-    def begin(self, ctx, prefill):
-        self.seen.append(ctx.mm_inputs)
+    def begin(self, call, prefill):
+        self.seen.append(call.request.inputs)
 
 
 def test_a_guide_sees_the_questions_and_the_raw_pixels_of_its_rows(model, processor, pictures):

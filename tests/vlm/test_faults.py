@@ -17,8 +17,8 @@ DECODING = ("begin", "propose", "observe")
 STAGES = ("read", "prepare", "template", "score", *DECODING)
 
 
-def is_bad(ctx):
-    return any(question.text == TEXTS[BAD] for question in ctx.mm_inputs["questions"])
+def is_bad(call):
+    return any(question.text == TEXTS[BAD] for question in call.request.inputs["questions"])
 
 
 def requests(kit, error=None):
@@ -136,7 +136,7 @@ def test_what_fits_no_question_is_the_jobs_error(model, processor, kit):
     def error():
         return IncompatibleError("this guide does not fit that model; choose another")
 
-    answerer = Answerer(model, processor, Decoder(Faulty(lambda ctx: True, error)))
+    answerer = Answerer(model, processor, Decoder(Faulty(lambda call: True, error)))
     with pytest.raises(IncompatibleError, match="choose another"):
         told(answerer, requests(kit))
     one = Answerer(model, processor, Decoder(Faulty(is_bad, lambda: OptionError("a=1"))))
