@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.rejection import Asked, Relaxed
+from mmdecode.engine.adapter import model_name
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import Outcome, model_name
+from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import IncompatibleError, OptionError

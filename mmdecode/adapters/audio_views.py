@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
 
 Change = Callable[[Tensor, torch.Generator], Tensor]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
-from mmdecode.engine.contracts import Mask
+from mmdecode.engine.adapter import Mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

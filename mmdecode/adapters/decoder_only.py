@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.adapters.attention import refuse_attention
+from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from mmdecode._compat import attention_implementation
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.engine.adapter import MAIN, BranchSpec, Prompt
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_training
-from mmdecode.engine.contracts import MAIN, BranchSpec, Prompt
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from mmdecode.adapters.attention import refuse_attention
+from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:

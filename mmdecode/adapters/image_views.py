@@ -43,9 +43,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
 from mmdecode.adapters import pictures as painting
+from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from torch.nn.functional import linear
 from mmdecode import registry
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.request import left_padded
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
@@ -48,7 +48,7 @@ class Preset:
 
 
 class ImageAdapter(DecoderOnlyAdapter, ABC):
-    """One family of models that write image tokens; see `mmdecode.engine.contracts.Adapter`.
+    """One family of models that write image tokens; see `mmdecode.engine.adapter.Adapter`.
 
     Attributes:
         image_types: Its ``config.model_type``.

@@ -23,8 +23,8 @@ from torch import Tensor
 from mmdecode.adapters import image_views
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
+from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.request import left_padded
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmdecode.adapters.images import Preset, PromptedAdapter, named_id, to_unit
-from mmdecode.engine.contracts import Mask
+from mmdecode.engine.adapter import Mask
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError, UnsupportedModelError
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
-from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
 from mmdecode.models.llamagen import left_padded

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
-from mmdecode.engine.contracts import Mask, Prompt
+from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.masks import distances
 from mmdecode.errors import UnsupportedModelError
 

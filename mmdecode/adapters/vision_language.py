@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 from mmdecode.adapters import image_views, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Mask, Prompt
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin

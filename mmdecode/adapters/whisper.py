@@ -12,8 +12,8 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.adapters import audio_views
 from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
+from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.request import token_ids
 
 if TYPE_CHECKING:

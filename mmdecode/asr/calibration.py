@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import MAIN, BranchOutput
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError
 from mmdecode.guide.fusion import ACOUSTIC

@@ -36,8 +36,8 @@ from mmdecode.runs.items import Failed, each
 if TYPE_CHECKING:
     from mmdecode.asr.long_form import Job, LongForm, Piece
     from mmdecode.asr.transcriber import Segment, Transcript
+    from mmdecode.engine.adapter import BranchSpec
     from mmdecode.engine.call import Call
-    from mmdecode.engine.contracts import BranchSpec
 
 By = Literal["audio", "language model", "both"]
 CARD = "card.json"

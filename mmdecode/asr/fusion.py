@@ -40,10 +40,11 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.words import SPACES
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import OptionError

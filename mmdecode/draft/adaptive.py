@@ -25,8 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import Adapter, BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 
 
 class Amateur(Assistant):
@@ -29,7 +30,7 @@ class Amateur(Assistant):
         length: Tokens per round; 0 is neutral.
         view: What the drafting branch is shown, see `mmdecode.adapters.image_views`; ``None``: as
             the prompt says.
-        prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
+        prompt: Its prompt, as in `mmdecode.engine.adapter.BranchSpec`.
         view_options: Arguments of the view.
 
     Raises:

@@ -25,11 +25,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
 from mmdecode.draft.own_law import DraftTarget, noise_of
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Drafter, Guide, Outcome
+from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Outcome
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, OptionError

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from mmdecode.draft.features import FeatureDraft, shipped
-from mmdecode.engine.contracts import Adapter, BranchOutput, Requirements
+from mmdecode.engine.adapter import Adapter
+from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import Dream as Model
 from mmdecode.models.dream import most_received

@@ -22,21 +22,11 @@ from torch import Tensor, nn
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
 from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt, model_name
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import (
-    MAIN,
-    Adapter,
-    BranchOutput,
-    BranchSpec,
-    Drafter,
-    Guide,
-    Outcome,
-    Prompt,
-    Requirements,
-    model_name,
-)
+from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Outcome, Requirements
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError

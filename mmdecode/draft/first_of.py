@@ -14,16 +14,10 @@ from torch.nn.functional import pad
 
 from mmdecode import registry
 from mmdecode.draft.source import Source
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import (
-    Adapter,
-    BranchOutput,
-    Drafter,
-    Outcome,
-    Requirements,
-    needs_of,
-)
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements, needs_of
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from mmdecode.draft.assistant import Assistant, Going
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
+from mmdecode.engine.adapter import model_name
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Requirements, model_name
+from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter

@@ -24,9 +24,10 @@ from torch.nn.functional import cosine_similarity
 from mmdecode import registry
 from mmdecode.draft.layer_skip import shallow, without_hooks
 from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.engine.adapter import model_name
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, model_name
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired, read_weights
+from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import MAIN, BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import (

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
+from mmdecode.engine.adapter import model_name
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Guide, Outcome, model_name
+from mmdecode.engine.contracts import BranchOutput, Guide, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError
 

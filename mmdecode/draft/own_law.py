@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, inf
 
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 

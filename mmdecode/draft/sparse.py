@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.engine.adapter import model_name
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Requirements, model_name
+from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 

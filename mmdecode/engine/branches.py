@@ -18,22 +18,12 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine import capture
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.checks import refuse_closed, refuse_memory
-from mmdecode.engine.contracts import (
-    MAIN,
-    Adapter,
-    BranchOutput,
-    BranchRunner,
-    BranchSpec,
-    Guide,
-    Mask,
-    Prompt,
-    Requirements,
-    StateEdit,
-)
+from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.masks import block_mask, chain, places
 from mmdecode.engine.noise import Noise

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import Adapter, Mask
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import Adapter, Mask
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.views import origin
 

@@ -15,20 +15,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from mmdecode._compat import attention_implementation
+from mmdecode.engine.adapter import MAIN, Adapter, Prompt, model_name
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.capabilities import Part, refuse_near_misses
-from mmdecode.engine.contracts import (
-    MAIN,
-    AcceptanceRule,
-    Adapter,
-    Drafter,
-    Guide,
-    Prompt,
-    Requirements,
-    StateEdit,
-    model_name,
-)
+from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, StateEdit
 from mmdecode.engine.proposal import MAX_NODES, Kind, Proposal
 from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused, Verdict
 from mmdecode.errors import IncompatibleError, InputError, OptionError

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit, Site
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import Edited
 from mmdecode.guide.scalingvis import checked_weight

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit, Site
-from mmdecode.engine.contracts import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.edited import checked_layers
 from mmdecode.guide.linear import Linear, not_negative

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 
 _BRANCH = "unconditional"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, not_negative
 

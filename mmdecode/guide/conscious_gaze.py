@@ -23,9 +23,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit, Site
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.edited import checked_layers

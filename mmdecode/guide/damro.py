@@ -22,8 +22,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, contrast
 

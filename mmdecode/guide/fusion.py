@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, where
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchSpec
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, generated, not_negative

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, contrast
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide
+from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
@@ -117,7 +118,7 @@ class Contrast(Linear):
     Args:
         alpha: See `Linear.contrast`.
         beta: The plausibility cut.
-        prompt: The other branch's, see `mmdecode.engine.contracts.BranchSpec`.
+        prompt: The other branch's, see `mmdecode.engine.adapter.BranchSpec`.
         view: What the other branch is shown.
     """
 

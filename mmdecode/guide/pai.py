@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit, Site
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.guide.edited import checked_layers, warn_without_images
 from mmdecode.guide.linear import Linear, not_negative
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, not_negative
 from mmdecode.guide.vcd import noised_branch

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.special import entr
 
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Late
 from mmdecode.guide.linear import not_negative

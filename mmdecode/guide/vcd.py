@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import Linear, contrast
 

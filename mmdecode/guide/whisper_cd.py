@@ -49,8 +49,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, BranchSpec, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmdecode.engine.adapter import MAIN, model_name
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import MAIN, BranchOutput, model_name
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.proposal import Proposal

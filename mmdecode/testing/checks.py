@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mmdecode.decoder import Decoder
+from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import MAIN
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts

@@ -27,8 +27,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError
@@ -193,7 +193,7 @@ class TablePast:
 
 
 class TableAdapter:
-    """Runs a `Table`; see `mmdecode.engine.contracts.Adapter`."""
+    """Runs a `Table`; see `mmdecode.engine.adapter.Adapter`."""
 
     summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)

@@ -29,15 +29,9 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
 from mmdecode.draft.none import NoDraft
 from mmdecode.draft.own_law import DraftTarget
+from mmdecode.engine.adapter import Adapter, model_name
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import (
-    Adapter,
-    BranchOutput,
-    Drafter,
-    Guide,
-    Requirements,
-    model_name,
-)
+from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Requirements
 from mmdecode.engine.proposal import Kind
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (

@@ -32,8 +32,8 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.trees import choose_tree, expected_length
+from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (

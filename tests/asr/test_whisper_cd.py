@@ -13,7 +13,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError, InputError
 from mmdecode.evaluation.non_speech import sound
 from mmdecode.guide.whisper_cd import WhisperCD, silent

@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.engine import capture
-from mmdecode.engine.contracts import BranchSpec, Requirements
+from mmdecode.engine.adapter import BranchSpec
+from mmdecode.engine.contracts import Requirements
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import TEXT_DRAFTS, WHISPER_DRAFTS

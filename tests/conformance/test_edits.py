@@ -12,8 +12,9 @@ import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
 from mmdecode.decoder import Decoder
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import NAME, AttentionEdit, layer_range, switched
-from mmdecode.engine.contracts import BranchSpec, Guide, Requirements, StateEdit
+from mmdecode.engine.contracts import Guide, Requirements, StateEdit
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
 from tests.conformance import tiny

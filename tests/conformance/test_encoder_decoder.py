@@ -27,8 +27,8 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
+from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import BranchSpec, Prompt
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts

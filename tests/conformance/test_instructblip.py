@@ -12,7 +12,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG

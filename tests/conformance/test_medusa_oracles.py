@@ -9,8 +9,8 @@ from transformers import LogitsProcessor
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa, MedusaHeads
+from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from tests.conformance.tiny import (

@@ -9,7 +9,7 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 import mmdecode
 from mmdecode.decoder import Decoder
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.linear import Linear
 from tests.conformance.tiny_vlm import (

@@ -18,8 +18,9 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, BranchSpec, Requirements
+from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.linear import Linear

@@ -15,8 +15,9 @@ from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.growing import grow, tree_mask
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.cache import RaggedCache
-from mmdecode.engine.contracts import BranchSpec, Guide
+from mmdecode.engine.contracts import Guide
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import eagle as models

@@ -13,7 +13,7 @@ from mmdecode.draft.dream import Dream
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.flash import Flash
 from mmdecode.draft.vispec import ViSpec
-from mmdecode.engine.contracts import Prompt
+from mmdecode.engine.adapter import Prompt
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models import dream, eagle, flash, vispec

@@ -7,7 +7,7 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.draft import assistant
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.contracts import MAIN
+from mmdecode.engine.adapter import MAIN
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, ours, reference, vision_inputs, vision_model
 from tests.draft.rounds import rounds_of

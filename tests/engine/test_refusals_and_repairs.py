@@ -14,7 +14,7 @@ import mmdecode as mm
 from mmdecode.accept import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft import PromptLookup
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.proposal import MAX_NODES, Proposal
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide import Linear

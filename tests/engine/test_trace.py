@@ -7,8 +7,9 @@ import torch
 
 import mmdecode
 from mmdecode.decoder import Decoder
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit
-from mmdecode.engine.contracts import BranchSpec, StateEdit
+from mmdecode.engine.contracts import StateEdit
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.guide.linear import Linear, generated
 from mmdecode.testing import drafts

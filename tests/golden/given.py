@@ -2,8 +2,9 @@
 
 import torch
 
+from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import BranchOutput, Outcome, Prompt
+from mmdecode.engine.contracts import BranchOutput, Outcome
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 

@@ -13,9 +13,10 @@ from mmdecode import registry
 from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa
+from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import MAIN, Requirements
+from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.train.medusa import head_losses

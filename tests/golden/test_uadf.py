@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmdecode.asr.calibration import confidence, temperature_for
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.guide.fusion import ACOUSTIC
 from mmdecode.guide.uadf import UADF
 from tests.guide.laws import law

@@ -12,9 +12,9 @@ from mmdecode import registry
 from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa, _paths
+from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import Prompt
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits

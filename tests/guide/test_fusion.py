@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmdecode import Decoder, generate
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import BranchOutput, BranchSpec
+from mmdecode.engine.adapter import BranchSpec
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.fusion import ACOUSTIC, Shallow, Static, second_model

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmdecode import registry
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import OptionError
 from mmdecode.guide import (

@@ -5,7 +5,7 @@ import pytest
 import mmdecode
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_instructblip as instructblip

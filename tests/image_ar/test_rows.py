@@ -8,7 +8,7 @@ from torch import nn
 
 from mmdecode import registry
 from mmdecode.adapters.images import Preset
-from mmdecode.engine.contracts import Prompt
+from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError, OptionError

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch.nn.functional import one_hot
 
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchSpec, Guide, Requirements
+from mmdecode.engine.contracts import Guide, Requirements
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
 from mmdecode.testing.table import Table
 

@@ -17,7 +17,7 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.errors import IncompatibleError

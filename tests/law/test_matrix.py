@@ -27,7 +27,7 @@ from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.recycling import Recycling
 from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
-from mmdecode.engine.contracts import BranchSpec
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear

@@ -8,8 +8,9 @@ from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
+from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import MAIN, BranchOutput, BranchSpec, Guide, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Guide, Outcome, Requirements
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
