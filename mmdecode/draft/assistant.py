@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
-from mmdecode.draft.own_law import DraftTarget, noise_of
+from mmdecode.draft.target import DraftTarget, noise_of
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
-from mmdecode.draft.own_law import DraftTarget
+from mmdecode.draft.target import DraftTarget
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt, model_name
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call

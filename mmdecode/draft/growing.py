@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmdecode.draft.own_law import DraftTarget, noise_of
+from mmdecode.draft.target import DraftTarget, noise_of
 from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.growing import Shape, gathered, grown_proposal
-from mmdecode.draft.own_law import DraftTarget
+from mmdecode.draft.target import DraftTarget
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements

@@ -28,7 +28,7 @@ from torch.special import entr
 from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
 from mmdecode.draft.none import NoDraft
-from mmdecode.draft.own_law import DraftTarget
+from mmdecode.draft.target import DraftTarget
 from mmdecode.engine.adapter import Adapter, model_name
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Requirements

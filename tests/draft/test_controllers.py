@@ -10,7 +10,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.none import NoDraft
-from mmdecode.draft.own_law import DraftTarget
+from mmdecode.draft.target import DraftTarget
 from mmdecode.draft.trees import affordable, plan, value
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft

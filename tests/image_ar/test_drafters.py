@@ -13,10 +13,11 @@ from mmdecode.accept.rejection import Rejection
 from mmdecode.adapters.llamagen import LlamaGenPast
 from mmdecode.cli.train import app
 from mmdecode.decoder import Decoder
-from mmdecode.draft import features, own_law
+from mmdecode.draft import features
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
+from mmdecode.draft.target import DraftTarget
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.raster import generate
@@ -104,7 +105,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES["chain"], drawn=True)
     monkeypatch.setattr(
-        own_law.DraftTarget, "__call__", lambda self, call, logits, *_: logits[: call.batch]
+        DraftTarget, "__call__", lambda self, call, logits, *_: logits[: call.batch]
     )
     decoder = Decoder(draft, accept="rejection")
     painted(adapter, None, None, decoder=decoder)

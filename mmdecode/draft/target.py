@@ -1,0 +1,157 @@
+"""Drafting from the target distribution: a draft's logits are guided and warped as the model's are.
+
+A drafter that runs on each branch of a guide makes logits of each, and the guide combines them as
+it combines the model's. What such a drafter proposes is no more exact than other drafts, but closer
+to the distribution that it is verified by, so that more of it is accepted.
+
+What there is to follow is `mmdecode.engine.call.Plan.draft_target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, inf
+
+from mmdecode.engine import call as calls
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements, needs_of
+from mmdecode.engine.noise import Role
+from mmdecode.engine.proposal import Kind, Proposal
+
+
+def can_follow(guide: Guide | None, adapter: Adapter) -> bool:
+    """Whether a guide can be applied to a draft's logits, one set for each of its branches.
+
+    It cannot where a branch is run by another model or by a runner of the guide's own, takes the
+    place of another after the prompt, or where the guide reads more than logits.
+    """
+    if guide is None:
+        return True
+    own = [s for s in guide.branches if s.build is not None or s.model is not None or s.replaces]
+    return not own and needs_of(guide, adapter) == Requirements()
+
+
+def followed(call: Call) -> calls.DraftTarget:
+    """The draft target of a call's plan, without the guide where it cannot be followed."""
+    target = call.plan.draft_target
+    if can_follow(target.guide, call.plan.adapter):
+        return target
+    return replace(target, guide=None)
+
+
+def branches_of(target: calls.DraftTarget) -> list[BranchSpec]:
+    """Branches that a draft needs logits of to follow a target, the main one first."""
+    return [MAIN, *(target.guide.branches if target.guide else ())]
+
+
+class TargetDistribution:
+    """Makes the distribution that a session draws from of the logits of its branches.
+
+    Args:
+        call: The call that is drafted for.
+        target: What is followed, see `followed`.
+        prefill: Outputs after the prompt of the branches that draft, by name; the guide makes its
+            constants of them.
+
+    Attributes:
+        specs: The branches that logits are needed of, in row order.
+    """
+
+    def __init__(
+        self, call: Call, target: calls.DraftTarget, prefill: Mapping[str, BranchOutput]
+    ) -> None:
+        self.call, self.target, self.specs = call, target, branches_of(target)
+        guide = target.guide
+        self._constants = None if guide is None else guide.begin(call, prefill)
+
+    def __call__(self, logits: Tensor, position: Tensor, own: Tensor | None = None) -> Tensor:
+        """Unnormalised log-probabilities ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
+
+        Args:
+            logits: Of all branches, ``(M * B, k, D)``.
+            position: Index of the token they are about, counted from the first generated one.
+            own: The target's id of each of the draft's, ``(D,)``; ``None``: they are the same.
+        """
+        call, guide, logits = self.call, self.target.guide, logits.float()
+        if guide is not None:
+            parts = zip(self.specs, logits.split(call.batch), strict=True)
+            scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
+            nothing = Proposal.empty(call.batch, call.device)
+            logits = guide.apply(self._constants, call.at(position[:, 0]), nothing, scores)
+        logits = _laid_out(call, logits, position, own)
+        return logits if self.target.warp is None else self.target.warp(logits)
+
+
+def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:
+    """Logits ``(B, k, D)`` with -inf at tokens that the image's layout has no place for."""
+    layout = getattr(call.plan.adapter, "layout", None)
+    vocab = logits.shape[-1] if own is None else call.plan.adapter.vocab
+    if layout is None or not layout.binds(vocab):
+        return logits
+    allowed = layout.allowed(position, vocab)
+    return logits.masked_fill(~(allowed if own is None else allowed[..., own]), -inf)
+
+
+@dataclass
+class DraftTarget:
+    """As `TargetDistribution`, for drafters that are not sessions yet.
+
+    Attributes:
+        guide: What the target is guided by, if it is; it must not look inside the model.
+        warp: What is made of logits before a token is drawn.
+    """
+
+    guide: Guide | None = None
+    warp: Callable[[Tensor], Tensor] | None = None
+    _constants: Any = field(default=None, init=False, repr=False)
+
+    @property
+    def specs(self) -> list[BranchSpec]:
+        """The branches that a draft needs states of, in row order."""
+        return [MAIN, *(self.guide.branches if self.guide else ())]
+
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
+        """Lets the guide see what was said of the prompt."""
+        if self.guide is not None:
+            self._constants = self.guide.begin(call, prefill)
+
+    def __call__(
+        self, call: Call, logits: Tensor, position: Tensor, own: Tensor | None = None
+    ) -> Tensor:
+        """Unnormalised log-law ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
+
+        Args:
+            call: The call.
+            logits: Of all branches, ``(M * B, k, D)``.
+            position: Of the token that the law is about.
+            own: The target's id of each of the draft's, ``(D,)``; ``None``: the same.
+        """
+        logits = logits.float()
+        if self.guide is not None:
+            parts = zip(self.specs, logits.split(call.batch), strict=True)
+            scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
+            ahead = call.at(position[:, 0])
+            nothing = Proposal.empty(call.batch, call.device)
+            logits = self.guide.apply(self._constants, ahead, nothing, scores)
+        logits = _laid_out(call, logits, position, own)
+        return logits if self.warp is None else self.warp(logits)
+
+
+def noise_of(
+    kind: Kind, call: Call, position: Tensor, vocab: int, own: Tensor | None = None
+) -> Tensor | None:
+    """Gumbel noise ``(B, Q, D)``; its sum with log q chooses the tokens at ``position (B, Q)``.
+
+    For coupled tokens it is the noise that accepts, for sampled ones the draft's own, other in each
+    round; ``None``: the most likely tokens are chosen. ``vocab`` is the target's, ``own`` as in
+    `TargetDistribution`.
+    """
+    if kind == "deterministic":
+        return None
+    role, trial = (Role.TARGET, None) if kind == "coupled" else (Role.DRAFT, call.rows.rounds)
+    gumbel = call.request.noise.gumbel(position, role, vocab, trial=trial)
+    return gumbel if own is None else gumbel[..., own]
