@@ -37,7 +37,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.decoder import Decoder
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import Drafter, Requirements
+from mmdecode.engine.contracts import Drafter, DraftSession
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import run_script
 from mmdecode.evaluation.stopwatch import machine, timed
@@ -124,8 +124,6 @@ class Oracle(Drafter):
         length: Tokens per round.
     """
 
-    kinds = ("deterministic",)
-    needs = Requirements()
     capabilities = DrafterCapabilities(graph_safe=True)
 
     def __init__(self, rows: torch.Tensor, rate: float, length: int, seed: int = 0) -> None:
@@ -133,8 +131,21 @@ class Oracle(Drafter):
         self.rows = torch.where(draws.to(rows.device) < rate, rows, rows + 1)
         self.steps = torch.arange(length, device=rows.device)
 
-    def propose(self, call, budget):
+    def begin(self, call, prefill):
+        """Opens a session."""
+        return KnownSession(call, self.rows, self.steps)
+
+
+class KnownSession(DraftSession):
+    """Reads off what each row generates."""
+
+    def __init__(self, call, rows: torch.Tensor, steps: torch.Tensor) -> None:
+        super().__init__(call)
+        self.rows, self.steps = rows, steps
+
+    def propose(self, budget):
         """The next tokens of the row."""
+        call = self.call
         index = call.rows.length[:, None] + self.steps
         inside = index < self.rows.shape[1]
         tokens = self.rows.gather(1, index.clamp_max(self.rows.shape[1] - 1))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         zoo,
     )
     from mmdecode.decoder import Decoder
-    from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
+    from mmdecode.engine.contracts import AcceptanceRule, Drafter, DraftSession, Guide
     from mmdecode.frontdoor import attach, generate
     from mmdecode.loading import load
 
@@ -35,6 +35,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AcceptanceRule",
     "Decoder",
+    "DraftSession",
     "Drafter",
     "Guide",
     "__version__",
@@ -57,6 +58,7 @@ __all__ = [
 _HOME = {
     "AcceptanceRule": "mmdecode.engine.contracts",
     "Decoder": "mmdecode.decoder",
+    "DraftSession": "mmdecode.engine.contracts",
     "Drafter": "mmdecode.engine.contracts",
     "Guide": "mmdecode.engine.contracts",
     "attach": "mmdecode.frontdoor",

@@ -74,12 +74,13 @@ class Faulty(NoDraft):
         if stage == self.stage and self.bad(call):
             raise self.error()
 
-    def begin(self, call, prefill, kind):
+    def begin(self, call, prefill):
         self._raise(call, "begin")
+        return super().begin(call, prefill)
 
-    def propose(self, call, budget):
+    def draft(self, call, budget):
         self._raise(call, "propose")
-        return super().propose(call, budget)
+        return super().draft(call, budget)
 
-    def observe(self, call, proposal, scores, outcome):
+    def learn(self, call, proposal, scores, block):
         self._raise(call, "observe")

@@ -162,8 +162,9 @@ class Listener(TestDrafter):
     def __init__(self):
         self.heard = []
 
-    def begin(self, call, prefill, kind):
+    def begin(self, call, prefill):
         self.heard.append(dict(call.request.inputs))
+        return super().begin(call, prefill)
 
 
 FAMILY_CALLS = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmdecode import Drafter
+from mmdecode import Drafter, DraftSession
 from mmdecode.engine.proposal import Proposal
 
 
@@ -10,14 +10,21 @@ class Bigram(Drafter):
     """A chain of up to `length` tokens; 0 proposes nothing."""
 
     summary = "what followed each token when it was last seen"  # for `mmdecode methods`
-    kinds = ("deterministic",)
 
     def __init__(self, length: int = 4):
         self.length = length
 
-    def begin(self, call, prefill, kind):
-        vocab = prefill.logits.shape[-1]
-        # one column more, for what is not to be learnt
+    def begin(self, call, prefill):
+        return BigramSession(call, self.length, vocab=prefill.logits.shape[-1])
+
+
+class BigramSession(DraftSession):
+    """What followed each token of one call, row by row."""
+
+    def __init__(self, call, length, vocab):
+        super().__init__(call)
+        self.length = length
+        # one column more, for what is not to be learned
         self.successor = torch.full((call.batch, vocab + 1), -1, device=call.device)
         self.learn(call.request.prompt_ids)
 
@@ -26,23 +33,17 @@ class Bigram(Drafter):
         unknown = self.successor.shape[1] - 1  # some models read ids that they never generate
         token = token.masked_fill((token >= unknown) | (following >= unknown), unknown)
         # of equal tokens the last decides; scatter_ alone would write them in any order
-        place = torch.arange(1, ids.shape[1], device=ids.device).expand_as(token)
-        last = torch.zeros_like(self.successor).scatter_reduce(1, token, place, "amax")
+        order = torch.arange(1, ids.shape[1], device=ids.device).expand_as(token)
+        last = torch.zeros_like(self.successor).scatter_reduce(1, token, order, "amax")
         self.successor = torch.where(last > 0, ids.gather(1, last), self.successor)
 
-    def propose(self, call, budget):
-        chain = [call.last(1)]
+    def propose(self, budget):
+        chain = [self.call.last(1)]
         for _ in range(min(self.length, budget)):
             token = chain[-1]
             following = self.successor.gather(1, token.clamp_min(0))
             chain.append(torch.where(token >= 0, following, -1))  # -1 is an unused node
         return Proposal(tokens=torch.cat(chain, 1)[:, 1:], kind="deterministic")
 
-    def observe(self, call, proposal, scores, outcome):
-        self.learn(call.last(outcome.path.shape[1] + 2))
-
-    def reorder(self, rows):
-        self.successor = self.successor[rows]
-
-    def reset(self):
-        self.successor = None
+    def observe(self, proposal, scores, block):
+        self.learn(self.call.last(block.tokens.shape[1] + 1))

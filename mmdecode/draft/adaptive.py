@@ -20,14 +20,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mmdecode import registry
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import (
+    Block,
+    BranchOutput,
+    Drafter,
+    DraftSession,
+    Requirements,
+    needs_of,
+    opened,
+)
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 
@@ -98,17 +107,14 @@ class Adaptive(Drafter):
                 f"memory={memory}, doubt={doubt}; expected memory >= 2 and doubt >= 0"
             )
         self._depths = tuple(depths)
-        self._by_size: dict[int, list[Depth]] = {}
-        self._measured = self._of_size(1)
         self.memory, self.doubt, self.sampled = memory, doubt, sampled
         self.kinds: tuple[Kind, ...] = self.draft.kinds
-        self.needs: Requirements | Callable[[Adapter], Requirements] = self.draft.needs
         self.capabilities = replace(self.draft.capabilities, graph_safe=False)
+        self._lock = Lock()  # of all below
+        self._by_size: dict[int, list[Depth]] = {}
+        self._size = 1  # rows of the last call
+        self._unread: list[Measured] = []
         self._warm = False
-        self._now: Depth | None = None
-        self._times: list[float] = []
-        self._end: tuple[Tensor, Tensor] | None = None
-        self._last: tuple[Depth, Tensor, Tensor, list[float]] | None = None
 
     @classmethod
     def from_options(
@@ -122,84 +128,124 @@ class Adaptive(Drafter):
         inner = registry.create("draft", draft, model_id=model_id, target=target)
         return cls(inner, memory=memory)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def needs(self, adapter: Adapter) -> Requirements:
+        """What the draft wants."""
+        return needs_of(self.draft, adapter)
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Chooses the depth of this call."""
-        self._now, self._measured = None, self._of_size(len(call.rows.length))
+        began, depth = time.perf_counter(), None
         if self.sampled or call.plan.drafter_invariant:
-            self._now = self._choose()
-        self._times, self._end = [time.perf_counter()], None
-        if not self._off:
-            self.draft.begin(call, prefill, kind)
+            depth = self._choose(call.batch)
+        off = depth is not None and depth.levels == 0
+        inner = DraftSession(call) if off else opened(self.draft, call, prefill)
+        return AdaptiveSession(call, inner, depth, began, self._note)
+
+    @property
+    def measured(self) -> list[Depth]:
+        """What is known of each depth at the last call's batch size, that call included."""
+        with self._lock:
+            self._read()
+            return self._of_size(self._size)
 
     def _of_size(self, rows: int) -> list[Depth]:
         """What was measured with so many rows, up to the next power of two."""
         size = 1 << (rows - 1).bit_length()
         return self._by_size.setdefault(size, [Depth(levels) for levels in self._depths])
 
-    @property
-    def _off(self) -> bool:
-        return self._now is not None and self._now.levels == 0
+    def _note(self, call: Measured) -> None:
+        """Keeps a call's times; they are read where another begins, and not where one ends."""
+        with self._lock:
+            if self._warm and call.depth is not None:
+                self._unread.append(call)
+            self._warm = True  # a first call warms up: memory, kernels, and weights are placed
 
-    @property
-    def measured(self) -> list[Depth]:
-        """What is known of each depth at the last call's batch size, that call included."""
-        if self._last is not None:  # read here, where a call begins, and not where one ends
-            now, length, rounds, gaps = self._last
+    def _read(self) -> None:
+        for call in self._unread:
             # round 0 is the prompt's: one token and one round per row that cost no pass
-            tokens, passes = int((length - 1).sum()), int((rounds - 1).sum())
-            if passes:
-                # the last gap is no round: the draft proposes once more before the end is seen
+            tokens, passes = int((call.length - 1).sum()), int((call.rounds - 1).sum())
+            gaps = [after - before for before, after in itertools.pairwise(call.times)]
+            if passes and call.depth is not None:
+                # the last gap is no round: what ends a call
                 longest = STALL * statistics.median(gaps[1:-1])
-                now.calls += 1
-                now.tokens += tokens / passes * (len(gaps) - 2)
-                now.seconds += gaps[0] + sum(min(gap, longest) for gap in gaps[1:])
-            self._last = None
-        return self._measured
+                call.depth.calls += 1
+                call.depth.tokens += tokens / passes * (len(gaps) - 2)
+                call.depth.seconds += gaps[0] + sum(min(gap, longest) for gap in gaps[1:])
+        self._unread = []
 
-    def _choose(self) -> Depth:
+    def _choose(self, rows: int) -> Depth:
         """The depth that may be the fastest; one that was never measured may be anything."""
         kept = 1 - 1 / self.memory
-        for depth in self.measured:
-            depth.calls, depth.tokens = depth.calls * kept, depth.tokens * kept
-            depth.seconds *= kept
 
         def hope(depth: Depth) -> float:
             if not depth.calls:
                 return math.inf
             return depth.speed * (1 + self.doubt / math.sqrt(depth.calls))
 
-        return max(self._measured, key=hope)
+        with self._lock:
+            self._read()
+            self._size, depths = rows, self._of_size(rows)
+            for depth in depths:
+                depth.calls, depth.tokens = depth.calls * kept, depth.tokens * kept
+                depth.seconds *= kept
+            return max(depths, key=hope)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+
+class Measured(NamedTuple):
+    """The times of a call.
+
+    Attributes:
+        depth: What it drafted; ``None``: it was not chosen.
+        length: Tokens of its rows, ``(B,)``.
+        rounds: Rounds of its rows, ``(B,)``.
+        times: Of its begin, of every round and of its end, in seconds.
+    """
+
+    depth: Depth | None
+    length: Tensor
+    rounds: Tensor
+    times: list[float]
+
+
+class AdaptiveSession(DraftSession):
+    """A session that is cut to one depth, and its times.
+
+    Args:
+        call: The call.
+        inner: Of the draft.
+        depth: Chosen; ``None``: nothing is cut.
+        began: When it was opened.
+        note: Called with the times in the end.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        inner: DraftSession,
+        depth: Depth | None,
+        began: float,
+        note: Callable[[Measured], None],
+    ) -> None:
+        super().__init__(call)
+        self.inner, self.depth, self.note = inner, depth, note
+        self.times = [began]
+
+    def propose(self, budget: int) -> Proposal:
         """What the draft proposes, without the levels below the depth."""
-        if self._now is None or self._now.levels is None:
-            return self.draft.propose(call, budget)
-        if self._off:
-            return Proposal.empty(call.batch, call.device)
-        levels = min(budget, self._now.levels)
-        proposal = self.draft.propose(call, levels)  # a fixed tree may take no notice of the levels
+        if self.depth is None or self.depth.levels is None:
+            return self.inner.propose(budget)
+        levels = min(budget, self.depth.levels)
+        proposal = self.inner.propose(levels)  # a fixed tree may take no notice of the levels
         return proposal.masked(proposal.structure()[1] <= levels)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
         """Notes the time; the draft learns what it learns."""
-        self._times.append(time.perf_counter())
-        self._end = (call.rows.length, call.rows.rounds)
-        if not self._off:
-            self.draft.observe(call, proposal, scores, outcome)
+        self.times.append(time.perf_counter())
+        self.inner.observe(proposal, scores, block)
 
-    def reorder(self, rows: Tensor) -> None:
-        """Moves the draft's rows."""
-        self.draft.reorder(rows)
-
-    def reset(self) -> None:
-        """Keeps what was measured, and forgets the call."""
-        times = [*self._times, time.perf_counter()]
-        # a first call warms up: memory, kernels and weights are put in their places
-        if self._now is not None and self._end is not None and self._warm:
-            gaps = [after - before for before, after in itertools.pairwise(times)]
-            self._last = (self._now, *self._end, gaps)
-        self._warm = self._warm or self._end is not None
-        self._now, self._end, self._times = None, None, []
-        self.draft.reset()
+    def close(self) -> None:
+        """Hands over the times."""
+        times, rows = [*self.times, time.perf_counter()], self.call.rows
+        self.inner.close()
+        if len(times) > 2:
+            self.note(Measured(self.depth, rows.length, rows.rounds, times))

@@ -17,8 +17,16 @@ from mmdecode.draft.source import Source
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements, needs_of
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.contracts import (
+    Block,
+    BranchOutput,
+    Drafter,
+    DraftSession,
+    Requirements,
+    needs_of,
+    opened,
+)
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
 
 
@@ -70,14 +78,22 @@ class FirstOf(Drafter):
         """What either wants."""
         return needs_of(self.first, adapter).union(needs_of(self.second, adapter))
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Begins both."""
-        self.first.begin(call, prefill, kind)
-        self.second.begin(call, prefill, kind)
+        first, second = opened(self.first, call, prefill), opened(self.second, call, prefill)
+        return FirstOfSession(call, first, second)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+
+class FirstOfSession(DraftSession):
+    """Two sessions, one before the other."""
+
+    def __init__(self, call: Call, first: DraftSession, second: DraftSession) -> None:
+        super().__init__(call)
+        self.first, self.second = first, second
+
+    def propose(self, budget: int) -> Proposal:
         """One proposal; its rows have shapes of their own where the parts differ in shape."""
-        first, second = self.first.propose(call, budget), self.second.propose(call, budget)
+        first, second = self.first.propose(budget), self.second.propose(budget)
         if not first.size or not second.size:
             return first if first.size else second
         width = max(first.size, second.size)
@@ -85,7 +101,7 @@ class FirstOf(Drafter):
 
         def joined(one: Tensor, other: Tensor) -> Tensor:
             one, other = (
-                pad(part.expand(call.batch, -1), (0, width - part.shape[1]), value=-1)
+                pad(part.expand(self.call.batch, -1), (0, width - part.shape[1]), value=-1)
                 for part in (one, other)
             )
             return torch.where(mine, one, other)
@@ -96,19 +112,14 @@ class FirstOf(Drafter):
         parents = joined(first.structure()[0], second.structure()[0])
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
         """Both learn from every round, whoever drafted it."""
-        self.first.observe(call, proposal, scores, outcome)
-        self.second.observe(call, proposal, scores, outcome)
+        self.first.observe(proposal, scores, block)
+        self.second.observe(proposal, scores, block)
 
-    def reorder(self, rows: Tensor) -> None:
-        """Moves the rows of both."""
-        self.first.reorder(rows)
-        self.second.reorder(rows)
-
-    def reset(self) -> None:
-        """Both forget the call."""
-        self.first.reset()
-        self.second.reset()
+    def close(self) -> None:
+        """Closes both."""
+        try:
+            self.first.close()
+        finally:
+            self.second.close()

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call, WindowMode
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
@@ -58,8 +59,6 @@ class Jacobi(Drafter):
     summary = "guesses of one pass are the drafts of the next: for image tokens"
     source = "Teng et al. 2024"
     capabilities = DrafterCapabilities(graph_safe=True)
-    _layout: Layout | None
-    _laws: Tensor | None
 
     def __init__(
         self,
@@ -81,180 +80,185 @@ class Jacobi(Drafter):
             )
         self.window, self.start, self.continuation = window, start, continuation
         self.siblings, self.levels = siblings, min(levels, window - 1)
-        self._paths: list[tuple[int, ...]] = []
-        self._tree: Tree | None = None
+        self.paths: list[tuple[int, ...]] = []
+        self.tree: Tree | None = None
         if siblings > 1 and self.levels:
-            self._tree, self._paths = front_tree(window - 1, siblings, self.levels)
-        drawn: Kind = "iid" if self._tree is None else "without_replacement"
-        self.kinds: tuple[Kind, ...] = ("coupled", "deterministic", drawn)
+            self.tree, self.paths = front_tree(window - 1, siblings, self.levels)
+        sampled: Kind = "iid" if self.tree is None else "without_replacement"
+        self.kinds: tuple[Kind, ...] = ("coupled", "deterministic", sampled)
         own: WindowMode = continuation  # type: ignore[assignment]
         modes: dict[Kind, WindowMode] = {
             "coupled": "coupled",
             "deterministic": "redraw",
-            drawn: own,
+            sampled: own,
         }
-        self.needs = Requirements(window_modes=modes)
-        self.reset()
+        self._modes = modes
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Makes room for guesses by place, and for their laws where something reads these.
+    def needs(self, adapter: Adapter) -> Requirements:
+        """How the rest of a window is refilled, by kind of proposal."""
+        return Requirements(window_modes=self._modes)
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Makes room for guesses by position.
 
         Raises:
             OptionError: The window is larger than the image.
         """
-        self._kind = kind
-        layout = self._layout = getattr(call.plan.adapter, "layout", None)
+        layout: Layout | None = getattr(call.plan.adapter, "layout", None)
         if layout is not None and self.window > layout.length:
             raise OptionError(
                 f"a window of {self.window} tokens is larger than the image, which has "
                 f"{layout.length}: give a window of at most {layout.length}"
             )
-        vocab = prefill.logits.shape[-1]
-        self._ids = torch.arange(vocab, device=call.device)
+        return JacobiSession(call, self, layout, prefill.logits.shape[-1])
+
+
+class JacobiSession(DraftSession):
+    """The window of each row.
+
+    Args:
+        call: The call.
+        drafter: Its options.
+        layout: Of the image; ``None``: there is no grid.
+        vocab: Tokens of the target.
+    """
+
+    def __init__(self, call: Call, drafter: Jacobi, layout: Layout | None, vocab: int) -> None:
+        super().__init__(call)
+        self.window, self.start, self.layout = drafter.window, drafter.start, layout
+        self.shared = drafter.continuation == "shared"
+        self.siblings, self.levels, self.tree = drafter.siblings, drafter.levels, drafter.tree
+        self.kind = call.plan.kind
+        device = call.device
+        # what may be guessed
+        self.ids = torch.arange(vocab, device=device)
         if layout is not None:
-            self._ids = layout.ids.to(call.device)
-        self._uniform = torch.full((vocab,), -torch.inf, device=call.device)
-        self._uniform[self._ids] = 0.0
-        self._known = torch.zeros_like(call.rows.length)  # first place of each row without a guess
+            self.ids = layout.ids.to(device)
+        self.uniform = torch.full((vocab,), -torch.inf, device=device)
+        self.uniform[self.ids] = 0.0
+        self.known = torch.zeros_like(call.rows.length)  # first position without a guess, per row
         size = call.request.max_new_tokens + self.window
-        self._guesses = torch.zeros((call.batch, size), dtype=torch.long, device=call.device)
-        drawn = kind in ("iid", "without_replacement")
-        if drawn or self._tree is not None or self.start.endswith("_law"):
-            # the window, and as far back as neighbours lie: a ring, by place modulo its size
+        self.guesses = torch.zeros((call.batch, size), dtype=torch.long, device=device)
+        self.log_q: Tensor | None = None  # that guesses were sampled from, where something reads it
+        sampled = self.kind in ("iid", "without_replacement")
+        if sampled or self.tree is not None or self.start.endswith("_law"):
+            # the window, and as far back as neighbours lie: a ring, by position modulo its size
             back = layout.stride if layout is not None and self.start == "above_law" else 1
-            self._laws = self._uniform.repeat(call.batch, self.window + back, 1)
-        self._depths, self._ranks = (
-            torch.tensor(part, device=call.device)
-            for part in ([len(path) - 1 for path in self._paths], [p[-1] for p in self._paths])
+            self.log_q = self.uniform.repeat(call.batch, self.window + back, 1)
+        self.depths, self.ranks = (
+            torch.tensor(part, device=device)
+            for part in ([len(p) - 1 for p in drafter.paths], [p[-1] for p in drafter.paths])
         )
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Notes what is left of the window, and the law each guess was drawn from."""
-        window = outcome.window
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Notes what is left of the window, and the distribution each guess was sampled from."""
+        window, length = block.window, self.call.rows.length
         assert window is not None, "the loop refills it"
-        places = call.rows.length[:, None] + torch.arange(
-            window.tokens.shape[1], device=call.device
-        )
-        self._guesses.scatter_(1, places, window.tokens.clamp_min(0))
-        if self._laws is not None:
-            logits = window.logits
-            self._laws.scatter_(1, self._ring(places).expand_as(logits), logits)
-        self._known.copy_(call.rows.length + (window.tokens >= 0).sum(1))
+        positions = length[:, None] + torch.arange(window.tokens.shape[1], device=length.device)
+        self.guesses.scatter_(1, positions, window.tokens.clamp_min(0))
+        if self.log_q is not None:
+            index = self._ring(positions).expand_as(window.logits)
+            self.log_q.scatter_(1, index, window.logits)
+        self.known.copy_(length + (window.tokens >= 0).sum(1))
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def propose(self, budget: int) -> Proposal:
         """What is left of the window, then fresh guesses."""
+        call, layout = self.call, self.layout
         if self.window == 1:
             return Proposal.empty(call.batch, call.device)
-        places = call.rows.length[:, None] + torch.arange(self.window - 1, device=call.device)
-        fresh, start = self._begun(call, places)
-        missing = places >= self._known[:, None]
-        tokens = torch.where(missing, fresh, self._guesses.gather(1, places))
-        if self._layout is not None and self._layout.has_forced:
-            forced = self._layout.forced(places)
+        order = torch.arange(self.window - 1, device=call.device)
+        positions = call.rows.length[:, None] + order
+        fresh, start = self._begun(positions)
+        missing = positions >= self.known[:, None]
+        tokens = torch.where(missing, fresh, self.guesses.gather(1, positions))
+        if layout is not None and layout.has_forced:
+            forced = layout.forced(positions)
             tokens = torch.where(forced >= 0, forced, tokens)
-        if self._laws is None:
-            return Proposal(tokens=tokens, kind=self._kind)
-        index = self._ring(places).expand(-1, -1, self._laws.shape[-1])
-        laws = torch.where(missing[..., None], start, self._laws.gather(1, index))
-        if self._layout is not None and self._layout.has_forced:
-            laws = torch.where((forced >= 0)[..., None], one_hot(forced, laws), laws)
-        self._laws.scatter_(1, index, laws)  # neighbours may read them
-        if self._tree is None:
-            return Proposal(
-                tokens=tokens, kind=self._kind, log_q=laws if self._kind == "iid" else None
-            )
-        return self._with_siblings(call, places, tokens, laws)
+        if self.log_q is None:
+            return Proposal(tokens=tokens, kind=self.kind)
+        index = self._ring(positions).expand(-1, -1, self.log_q.shape[-1])
+        log_q = torch.where(missing[..., None], start, self.log_q.gather(1, index))
+        if layout is not None and layout.has_forced:
+            log_q = torch.where((forced >= 0)[..., None], one_hot(forced, log_q), log_q)
+        self.log_q.scatter_(1, index, log_q)  # neighbours may read it
+        if self.tree is None:
+            given = log_q if self.kind == "iid" else None
+            return Proposal(tokens=tokens, kind=self.kind, log_q=given)
+        return self._with_siblings(self.tree, positions, tokens, log_q)
 
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        self._known, self._guesses = self._known[rows], self._guesses[rows]
-        self._laws = None if self._laws is None else self._laws[rows]
+    def _ring(self, positions: Tensor) -> Tensor:
+        """Where the distributions of ``positions (B, N)`` are kept, ``(B, N, 1)``."""
+        assert self.log_q is not None
+        return (positions % self.log_q.shape[1])[..., None]
 
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._layout = None
-        self._laws = None
-        self._known = self._guesses = self._ids = self._uniform = torch.empty(0)
-        self._depths = self._ranks = torch.empty(0)
-
-    def _ring(self, places: Tensor) -> Tensor:
-        """Where the laws of ``places (B, N)`` are kept, ``(B, N, 1)``."""
-        assert self._laws is not None
-        return (places % self._laws.shape[1])[..., None]
-
-    def _begun(self, call: Call, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Guesses at ``places (B, N)`` by nothing but their neighbours, and their log-laws."""
-        law = self._uniform.expand(*places.shape, -1)
-        source = self._source(places)
+    def _begun(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Guesses at ``positions (B, N)`` by nothing but their neighbours, and their log q."""
+        call, log_q = self.call, self.uniform.expand(*positions.shape, -1)
+        source = self._source(positions)
         if source is None:
-            return self._draw(call, places, law), law
+            return self._sampled(positions, log_q), log_q
         found, source = (source >= 0)[..., None], source.clamp_min(0)
         if self.start.endswith("_law"):
-            assert self._laws is not None
-            index = self._ring(source).expand_as(law)
-            law = torch.where(found, self._laws.gather(1, index), law)
-            return self._draw(call, places, law), law
-        told = call.rows.ids.gather(1, source + call.prompt_length)
-        told = torch.where(
-            source < call.rows.length[:, None], told, self._guesses.gather(1, source)
-        )
-        tokens = torch.where(found[..., 0], told, self._draw(call, places, law))
-        return tokens, torch.where(found, one_hot(told, law), law)
+            assert self.log_q is not None
+            index = self._ring(source).expand_as(log_q)
+            log_q = torch.where(found, self.log_q.gather(1, index), log_q)
+            return self._sampled(positions, log_q), log_q
+        neighbour = call.rows.ids.gather(1, source + call.prompt_length)
+        committed = source < call.rows.length[:, None]
+        neighbour = torch.where(committed, neighbour, self.guesses.gather(1, source))
+        tokens = torch.where(found[..., 0], neighbour, self._sampled(positions, log_q))
+        return tokens, torch.where(found, one_hot(neighbour, log_q), log_q)
 
-    def _source(self, places: Tensor) -> Tensor | None:
-        """The place each of ``places (B, N)`` begins from, -1 where it has none that is known."""
-        layout = self._layout
+    def _source(self, positions: Tensor) -> Tensor | None:
+        """Where each of ``positions (B, N)`` begins from, -1 where that is not known."""
+        layout = self.layout
         if self.start == "random" or layout is None:
             return None
-        end = self._known[:, None]
+        end = self.known[:, None]
         if self.start.startswith("above"):
-            above = layout.above(places)
+            above = layout.above(positions)
             return torch.where(above < end, above, -1)
-        # the nearest known place of the same row
-        nearest = torch.minimum(layout.left(places), end - 1)
-        return torch.where(nearest >= places - places % layout.stride, nearest, -1)
+        # the nearest known position of the same row
+        nearest = torch.minimum(layout.left(positions), end - 1)
+        return torch.where(nearest >= positions - positions % layout.stride, nearest, -1)
 
-    def _draw(self, call: Call, places: Tensor, law: Tensor) -> Tensor:
-        """A token from each ``law (B, N, V)``, by noise that suits the kind of proposal."""
-        trial = None if self.continuation == "shared" else call.rows.rounds
+    def _sampled(self, positions: Tensor, log_q: Tensor) -> Tensor:
+        """A token from each ``log_q (B, N, V)``, by noise that suits the kind of proposal."""
+        call, noise, vocab = self.call, self.call.request.noise, log_q.shape[-1]
+        trial = None if self.shared else call.rows.rounds
         if not self.start.endswith("_law"):  # uniform, where coupling would gain next to nothing
-            unit = call.request.noise.uniform(places, Role.DRAFT, trial=trial)
-            return self._ids[(unit * len(self._ids)).long()]
+            unit = noise.uniform(positions, Role.DRAFT, trial=trial)
+            return self.ids[(unit * len(self.ids)).long()]
         if not call.request.do_sample:
-            return law.argmax(-1)
-        if self._kind == "coupled":
-            return (law + call.request.noise.gumbel(places, Role.TARGET, law.shape[-1])).argmax(-1)
-        return (
-            law + call.request.noise.gumbel(places, Role.DRAFT, law.shape[-1], trial=trial)
-        ).argmax(-1)
+            return log_q.argmax(-1)
+        if self.kind == "coupled":
+            return (log_q + noise.gumbel(positions, Role.TARGET, vocab)).argmax(-1)
+        return (log_q + noise.gumbel(positions, Role.DRAFT, vocab, trial=trial)).argmax(-1)
 
-    def _with_siblings(self, call: Call, places: Tensor, tokens: Tensor, laws: Tensor) -> Proposal:
-        """The chain with further draws from the laws of its first places, without replacement."""
-        assert self._tree is not None
-        front = laws[:, : self.levels]
+    def _with_siblings(
+        self, tree: Tree, positions: Tensor, tokens: Tensor, log_q: Tensor
+    ) -> Proposal:
+        """The chain with further samples at its first positions, without replacement."""
+        call, front = self.call, log_q[:, : self.levels]
         if call.request.do_sample:
-            coupled = self._kind == "coupled"
+            coupled = self.kind == "coupled"
             role, trial = (Role.TARGET, None) if coupled else (Role.DRAFT, call.rows.rounds)
-            noise = call.request.noise.gumbel(
-                places[:, : self.levels], role, laws.shape[-1], trial=trial
-            )
-            front = front + noise
+            at, vocab = positions[:, : self.levels], log_q.shape[-1]
+            front = front + call.request.noise.gumbel(at, role, vocab, trial=trial)
         first = tokens[:, : self.levels, None]
         more = front.scatter(2, first, -torch.inf).topk(self.siblings - 1, -1)
         others = more.indices.masked_fill(more.values == -torch.inf, -1)
         choices = torch.cat([first, others], -1)
         choices = pad(choices, (0, 0, 0, tokens.shape[1] - self.levels), value=-1)
         choices[:, self.levels :, 0] = tokens[:, self.levels :]
-        nodes = choices[:, self._depths, self._ranks]
-        _, _, ancestors = self._tree.tensors(call.device)
-        lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # behind a sibling that is none
+        nodes = choices[:, self.depths, self.ranks]
+        _, _, ancestors = tree.tensors(call.device)
+        lost = (ancestors[1:, 1:] & (nodes < 0)[:, None]).any(-1)  # after a sibling that is none
         return Proposal(
             tokens=nodes.masked_fill(lost, -1),
-            kind=self._kind,
-            tree=self._tree,
-            log_q=laws[:, self._depths] if self._kind == "without_replacement" else None,
+            kind=self.kind,
+            tree=tree,
+            log_q=log_q[:, self.depths] if self.kind == "without_replacement" else None,
         )
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
-from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession
+from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import OptionError
 
 POOL = 512
@@ -53,65 +53,66 @@ class Lookahead(Drafter):
                 "ngram >= 2 and guesses >= 0"
             )
         self.window, self.ngram, self.guesses = window, ngram, guesses
-        self._rows: list[Tensor] = []  # of the window, each (B, W)
-        self._pool: Tensor | None = None  # (B, POOL, N), -1 where nothing is known
-        self._next = 0  # where the next n-grams go
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """The first guesses; nothing is known yet."""
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """The first guesses are what is most likely after the prompt."""
         vocab = prefill.logits.shape[-1]
         best = prefill.logits[:, -1].topk(min(self.window, vocab)).indices
-        self._rows = [
-            best[:, torch.arange(self.window, device=call.device) % max(best.shape[1], 1)]
-        ]
-        self._pool = torch.full((call.batch, POOL, self.ngram), -1, device=call.device)
-        self._next = 0
+        order = torch.arange(self.window, device=call.device) % max(best.shape[1], 1)
+        return LookaheadSession(call, best[:, order], self.ngram, self.guesses)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+
+class LookaheadSession(DraftSession):
+    """The window of each row, and its pool of n-grams.
+
+    Args:
+        call: The call.
+        guesses: The window's first row, ``(B, W)``.
+        ngram: As of `Lookahead`.
+        most: N-grams that are candidates at once.
+    """
+
+    def __init__(self, call: Call, guesses: Tensor, ngram: int, most: int) -> None:
+        super().__init__(call)
+        self.ngram, self.most, self.window = ngram, most, guesses.shape[1]
+        self.rows = [guesses]  # of the window, each (B, W)
+        # -1 where nothing is known
+        self.pool = torch.full((call.batch, POOL, ngram), -1, device=call.device)
+        self.next = 0  # where the next n-grams go
+
+    def propose(self, budget: int) -> Proposal:
         """N-grams that begin with the root, newest first, then the window."""
+        call = self.call
         if budget <= 0 or not self.window:
             return Proposal.empty(call.batch, call.device)
-        assert self._pool is not None, "begin was not called"
-        age = (self._next - 1 - torch.arange(POOL, device=call.device)) % POOL
-        fits = self._pool[:, :, 0] == call.last(1)
-        best = torch.where(fits, POOL - age, 0).topk(self.guesses, dim=1)
-        place = best.indices[..., None].expand(-1, -1, self.ngram - 1)
-        known = self._pool[:, :, 1:].gather(1, place)
+        age = (self.next - 1 - torch.arange(POOL, device=call.device)) % POOL
+        fits = self.pool[:, :, 0] == call.last(1)
+        best = torch.where(fits, POOL - age, 0).topk(self.most, dim=1)
+        index = best.indices[..., None].expand(-1, -1, self.ngram - 1)
+        known = self.pool[:, :, 1:].gather(1, index)
         known = known.masked_fill((best.values == 0)[..., None], -1).flatten(1)
-        tree = _tree(self.guesses, self.ngram - 1, self.window, len(self._rows))
-        tokens = torch.cat([known, *self._rows], 1)
+        tree = _tree(self.most, self.ngram - 1, self.window, len(self.rows))
+        tokens = torch.cat([known, *self.rows], 1)
         return Proposal(tokens=tokens, kind="deterministic", tree=tree)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Guesses anew behind every column, and notes the n-grams of full ones."""
-        assert self._pool is not None
-        first = self.guesses * (self.ngram - 1)
-        if proposal.size < first + len(self._rows) * self.window or not self.window:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Guesses again after every column, and notes the n-grams of full ones."""
+        first = self.most * (self.ngram - 1)
+        if proposal.size < first + len(self.rows) * self.window or not self.window:
             return  # the prompt's round, or one at the end that was cut short
-        last = self._rows[-1]
+        last = self.rows[-1]
         scored = proposal.tokens[:, -self.window :] >= 0
         guess = torch.where(scored, scores.logits[:, -self.window :].argmax(-1), last)
-        self._rows.append(guess)
-        if len(self._rows) < self.ngram:
+        self.rows.append(guess)
+        if len(self.rows) < self.ngram:
             return
-        grams = torch.stack(self._rows, 2)  # (B, W, N)
-        again = (self._pool[:, :, None] == grams[:, None]).all(-1).any(2)
-        self._pool.masked_fill_(again[..., None], -1)  # each is known once
-        places = (self._next + torch.arange(self.window, device=call.device)) % POOL
-        self._pool[:, places] = grams
-        self._next = (self._next + self.window) % POOL
-        del self._rows[0]
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        self._rows = [row[rows] for row in self._rows]
-        self._pool = None if self._pool is None else self._pool[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._rows, self._pool = [], None
+        grams = torch.stack(self.rows, 2)  # (B, W, N)
+        again = (self.pool[:, :, None] == grams[:, None]).all(-1).any(2)
+        self.pool.masked_fill_(again[..., None], -1)  # each is known once
+        slots = (self.next + torch.arange(self.window, device=self.call.device)) % POOL
+        self.pool[:, slots] = grams
+        self.next = (self.next + self.window) % POOL
+        del self.rows[0]
 
 
 @lru_cache

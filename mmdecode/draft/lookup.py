@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
@@ -40,23 +41,28 @@ class PromptLookup(Drafter):
                 f"length={length}, ngram={ngram}; expected length >= 0 and ngram >= 1"
             )
         self.length, self.ngram = length, ngram
-        self._vocab = 0
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Notes how many tokens there are: a prompt may hold ids that are never generated."""
-        self._vocab = prefill.logits.shape[-1]
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a call of V tokens; a prompt may hold ids beyond these, never generated."""
+        return LookupSession(call, self.length, self.ngram, prefill.logits.shape[-1])
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+
+class LookupSession(DraftSession):
+    """Looks up the last tokens of each row in its own text; options as of `PromptLookup`."""
+
+    def __init__(self, call: Call, length: int, ngram: int, vocab: int) -> None:
+        super().__init__(call)
+        self.length, self.ngram, self.vocab = length, ngram, vocab
+
+    def propose(self, budget: int) -> Proposal:
         """A chain per row, or nothing where nothing matches."""
-        length = min(self.length, budget)
+        call, length = self.call, min(self.length, budget)
         if length <= 0:
             return Proposal.empty(call.batch, call.device)
         ids, end = call.rows.ids, call.end()[:, None]
         columns = torch.arange(ids.shape[1], device=call.device)
-        real = torch.nn.functional.pad(
-            call.request.prompt_mask, (0, ids.shape[1] - call.prompt_length), value=True
-        )
-        real = real & (ids < self._vocab)
+        mask, generated = call.request.prompt_mask, ids.shape[1] - call.prompt_length
+        real = pad(mask, (0, generated), value=True) & (ids < self.vocab)
         longest = suffix_matches(ids, real, call.last(self.ngram))
         usable = (columns < end) & (longest > 0)
         rank = torch.where(usable, longest * ids.shape[1] + columns, -1)
@@ -65,7 +71,7 @@ class PromptLookup(Drafter):
         source = best + torch.arange(length, device=call.device)
         inside = source.clamp_max(ids.shape[1] - 1)
         drafted = found & (source < end) & real.gather(1, inside)
-        drafted = drafted.long().cumprod(1).bool()  # nothing behind an id that is never generated
+        drafted = drafted.long().cumprod(1).bool()  # nothing after an id that is never generated
         tokens = ids.gather(1, inside).masked_fill(~drafted, -1)
         return Proposal(tokens=tokens, kind="deterministic")
 
@@ -85,8 +91,8 @@ def suffix_matches(ids: Tensor, real: Tensor, tail: Tensor) -> Tensor:
     longest = torch.zeros_like(ids)
     alive = torch.ones_like(real)
     for back in range(1, size + 1):
-        before = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
-        known = torch.nn.functional.pad(real, (back, 0), value=False)[:, :width]
+        before = pad(ids, (back, 0), value=-1)[:, :width]
+        known = pad(real, (back, 0), value=False)[:, :width]
         alive = alive & (before == tail[:, size - back, None]) & known
         longest = longest + alive
     return longest

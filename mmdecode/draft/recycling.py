@@ -13,6 +13,7 @@ writes; each row has its own table, unless it is kept from call to call.
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from torch import Tensor
 from mmdecode.draft.trees import Path, plan
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
-from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession
+from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import OptionError
 
 
@@ -64,39 +65,59 @@ class Recycling(Drafter):
             list(paths if paths is not None else default_paths(nodes, ranks))
         )
         self.ranks, self.keep = ranks, keep
-        self._ranks = [path[-1] for path in order]
+        self._ranks = tuple(path[-1] for path in order)
         if any(path[-1] >= ranks for path in order):
             raise OptionError(
                 f"a path names rank {max(path[-1] for path in order)}; with ranks={ranks} the "
                 f"highest is {ranks - 1}"
             )
-        self._table: Tensor | None = None
-        self._root: Tensor | None = None
+        self._kept: Tensor | None = None
+        self._lock = Lock()
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """An empty table per row, or the one that was kept."""
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """An empty table per row, or the one that is kept."""
         vocab = prefill.logits.shape[-1]
+        # entry V is scratch: what must not be written goes there
+        shape = (1 if self.keep else call.batch, vocab + 1, min(self.ranks, vocab))
+        if not self.keep:
+            table = torch.full(shape, -1, dtype=torch.int32, device=call.device)
+            return RecyclingSession(call, self.tree, self._ranks, table)
+        with self._lock:
+            if self._kept is None or self._kept.shape != shape:
+                self._kept = torch.full(shape, -1, dtype=torch.int32)
+            self._kept = self._kept.to(call.device)
+            return RecyclingSession(call, self.tree, self._ranks, self._kept)
+
+
+class RecyclingSession(DraftSession):
+    """Reads trees off a table of candidates, and writes it.
+
+    Args:
+        call: The call.
+        tree: What is drafted.
+        ranks: Of each of its nodes among the candidates.
+        table: Candidates by token, ``(B or 1, V + 1, k)`` int32, -1 where unknown;
+            written in place.
+    """
+
+    def __init__(self, call: Call, tree: Tree, ranks: tuple[int, ...], table: Tensor) -> None:
+        super().__init__(call)
+        self.tree, self.ranks, self.table = tree, ranks, table
         root = call.rows.length.new_full((call.batch, 1), -1)
         if call.prompt_length:
             root = call.request.prompt_ids[:, -1:]
-        self._root = root.masked_fill(root >= vocab, -1)  # an id that is read, never generated
-        if self.keep and self._table is not None and self._table.shape[1] == vocab + 1:
-            self._table = self._table.to(call.device)
-            return
-        # entry V is scratch: what must not be written goes there
-        shape = (1 if self.keep else call.batch, vocab + 1, min(self.ranks, vocab))
-        self._table = torch.full(shape, -1, dtype=torch.int32, device=call.device)
+        vocab = table.shape[1] - 1
+        self.root = root.masked_fill(root >= vocab, -1)  # an id that is read, never generated
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def propose(self, budget: int) -> Proposal:
         """The tree below the last token, as far as its candidates are known."""
-        assert self._table is not None and self._root is not None, "begin was not called"
-        self._root.copy_(call.last(1))
+        call, table = self.call, self.table
+        self.root.copy_(call.last(1))
         if budget <= 0 or not len(self.tree):
             return Proposal.empty(call.batch, call.device)
-        table, ranks = self._table, self._table.shape[2]
         row = torch.arange(call.batch, device=call.device) % len(table)
-        level, levels = self._root, []
-        for index in _levels(self.tree, tuple(self._ranks), ranks, call.device):
+        level, levels = self.root, []
+        for index in _levels(self.tree, self.ranks, table.shape[2], call.device):
             known = table[row[:, None], level].long()  # (B, n, k); -1 reads the scratch entry
             known = known.masked_fill(level[..., None] < 0, -1).flatten(1)
             known = torch.nn.functional.pad(known, (0, 1), value=-1)  # for ranks beyond V
@@ -104,34 +125,18 @@ class Recycling(Drafter):
             levels.append(level)
         return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Writes the best candidates of every scored node behind its token."""
-        assert self._table is not None and self._root is not None
-        vocab = self._table.shape[1] - 1
-        best = scores.logits.topk(self._table.shape[2], dim=-1).indices.int()
-        tokens = torch.cat([self._root, proposal.tokens], 1)
-        if len(self._table) == 1:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Writes the best candidates after every scored node to its token."""
+        table, vocab = self.table, self.table.shape[1] - 1
+        best = scores.logits.topk(table.shape[2], dim=-1).indices.int()
+        tokens = torch.cat([self.root, proposal.tokens], 1)
+        if len(table) == 1:
             tokens, best = tokens.reshape(1, -1), best.reshape(1, -1, best.shape[-1])
         used = torch.where(tokens < 0, vocab, tokens)
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = order.new_zeros(len(tokens), vocab + 1).scatter_reduce(1, used, order, "amax")
         written = torch.where(last.gather(1, used) == order, used, vocab)
-        self._table.scatter_(1, written[..., None].expand_as(best), best)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._root is not None:
-            self._root = self._root[rows]
-        if self._table is not None and not self.keep:
-            self._table = self._table[rows]
-
-    def reset(self) -> None:
-        """Forgets the call, and the table unless it is kept."""
-        self._root = None
-        if not self.keep:
-            self._table = None
+        table.scatter_(1, written[..., None].expand_as(best), best)
 
 
 @lru_cache(maxsize=64)

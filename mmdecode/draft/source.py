@@ -25,8 +25,8 @@ from torch import Tensor
 from mmdecode.draft.lookup import suffix_matches
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
 
 _MANY = 1 << 20
@@ -70,18 +70,14 @@ class Source(Drafter):
                 "and least from 0 to ngram"
             )
         self.length, self.ngram, self.least, self.ids = length, ngram, least, ids
-        self._source: Tensor | None = None  # (B, T, W): T texts per row
-        self._expected: Tensor | None = None  # where each text would stand, (B, T)
-        self._agreed: Tensor | None = None  # tokens it had right, (B, T)
-        self._seen: Tensor | None = None
 
     @classmethod
     def from_options(cls, length: int = 16, ngram: int = 3, least: int = 0) -> Source:
         """From a string; the source comes with the call."""
         return cls(length, ngram, least=least)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Lines up the texts of the rows, -1 behind their ends."""
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Lines up the texts of the rows, -1 after their ends."""
         given: Any = self.ids if self.ids is not None else call.request.inputs.get("source_ids")
         if given is None:
             raise InputError(
@@ -113,33 +109,44 @@ class Source(Drafter):
             for row in rows
         ]
         source = torch.tensor(padded, dtype=torch.long)
-        self._source = source.repeat_interleave(call.batch // len(rows), 0).to(call.device)
-        self._expected = call.rows.length.new_zeros(self._source.shape[:2])
-        self._agreed = torch.zeros_like(self._expected)
-        self._seen = torch.zeros_like(call.rows.length)
+        texts_of_rows = source.repeat_interleave(call.batch // len(rows), 0).to(call.device)
+        return SourceSession(call, texts_of_rows, self.length, self.ngram, self.least)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+
+class SourceSession(DraftSession):
+    """Where each row stands in its texts.
+
+    Args:
+        call: The call.
+        texts: T texts per row, ``(B, T, W)``, -1 after their ends.
+        length: As of `Source`, like all below.
+        ngram: Longest suffix that is looked up.
+        least: Tokens that have to match.
+    """
+
+    def __init__(self, call: Call, texts: Tensor, length: int, ngram: int, least: int) -> None:
+        super().__init__(call)
+        self.length, self.ngram, self.least = length, ngram, least
+        # a column per token, and one after the last: there the text is at its end
+        self.texts = torch.nn.functional.pad(texts, (0, 1), value=-1)
+        self.expected = call.rows.length.new_zeros(texts.shape[:2])  # where each would stand
+        self.agreed = torch.zeros_like(self.expected)  # tokens each had right
+        self.seen = torch.zeros_like(call.rows.length)
+
+    def propose(self, budget: int) -> Proposal:
         """A chain per row, or nothing where its texts are at their ends."""
-        source, expected = self._source, self._expected
-        agreed, seen = self._agreed, self._seen
-        assert source is not None and expected is not None
-        assert agreed is not None and seen is not None
-        length = min(self.length, budget)
-        # a column per token, and one behind the last: there the text is at its end
-        ids = torch.nn.functional.pad(source, (0, 1), value=-1)
-        width = ids.shape[2]
+        call, texts, written = self.call, self.texts, self.call.rows.length
+        length, width = min(self.length, budget), texts.shape[2]
         order = torch.arange(self.ngram, device=call.device)
-        own = (
-            order >= self.ngram - call.rows.length[:, None]
-        )  # the prompt's tokens are not looked up
-        tail = call.last(self.ngram).masked_fill(~own, -2).repeat_interleave(ids.shape[1], 0)
-        longest = suffix_matches(ids.flatten(0, 1), ids.flatten(0, 1) >= 0, tail).view_as(ids)
-        new = (call.rows.length - seen)[:, None]
-        standing = expected + new
-        place = torch.arange(width, device=call.device)
-        distance = (place - standing[..., None]).abs()
+        own = order >= self.ngram - written[:, None]  # the prompt's tokens are not looked up
+        tail = call.last(self.ngram).masked_fill(~own, -2).repeat_interleave(texts.shape[1], 0)
+        flat = texts.flatten(0, 1)
+        longest = suffix_matches(flat, flat >= 0, tail).view_as(texts)
+        new = (written - self.seen)[:, None]
+        standing = self.expected + new
+        distance = (torch.arange(width, device=call.device) - standing[..., None]).abs()
         if self.least:
-            enough = call.rows.length.clamp_max(self.least)[:, None, None]
+            enough = written.clamp_max(self.least)[:, None, None]
             usable = (longest > 0) & (longest >= enough)
         else:
             # a single token occurs in many places: it counts only close by
@@ -149,29 +156,17 @@ class Source(Drafter):
         best = rank.argmax(2, keepdim=True)  # in each text
         found = usable.gather(2, best)[..., 0]
         matched = longest.gather(2, best)[..., 0].where(found, 0)
-        expected.copy_(torch.where(found, best[..., 0], standing))
-        agreed.add_(new * (matched >= new.clamp_max(self.ngram)))
-        seen.copy_(call.rows.length)
+        self.expected.copy_(torch.where(found, best[..., 0], standing))
+        self.agreed.add_(new * (matched >= new.clamp_max(self.ngram)))
+        self.seen.copy_(written)
         if length <= 0:
             return Proposal.empty(call.batch, call.device)
-        standings = (matched * _MANY + agreed).masked_fill(~found, -1)
+        standings = (matched * _MANY + self.agreed).masked_fill(~found, -1)
         text = standings.argmax(1, keepdim=True)
         columns = best.gather(1, text[..., None])[..., 0] + torch.arange(length, device=call.device)
-        chosen = ids.gather(1, text[..., None].expand(-1, -1, width))[:, 0]
+        chosen = texts.gather(1, text[..., None].expand(-1, -1, width))[:, 0]
         tokens = chosen.gather(1, columns.clamp_max(width - 1))
         return Proposal(tokens=tokens.masked_fill(~found.gather(1, text), -1), kind="deterministic")
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._seen is not None:
-            assert self._source is not None and self._expected is not None
-            assert self._agreed is not None
-            self._source, self._seen = self._source[rows], self._seen[rows]
-            self._expected, self._agreed = self._expected[rows], self._agreed[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._source = self._expected = self._agreed = self._seen = None
 
 
 def _texts_of(row: Any) -> list[list[int]]:

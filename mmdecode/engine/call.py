@@ -158,9 +158,11 @@ class Call:
         ids = prompt_ids if generated is None else torch.cat([prompt_ids, generated], 1)
         if length is None:
             length = ids.shape[1] - prompt_ids.shape[1]
+        if prompt_mask is None:
+            prompt_mask = torch.ones_like(prompt_ids)
         request = Request(
             prompt_ids=prompt_ids,
-            prompt_mask=torch.ones_like(prompt_ids).bool() if prompt_mask is None else prompt_mask,
+            prompt_mask=prompt_mask.bool(),
             max_new_tokens=max_new_tokens,
             eos_token_ids=zeros.new_empty(0) if eos_token_ids is None else eos_token_ids,
             noise=noise or Noise.of(0, range(batch), device),

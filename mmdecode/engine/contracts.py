@@ -197,6 +197,35 @@ class DraftSession:
         """Called once when the call ends, whether or not it failed."""
 
 
+class Bridge(DraftSession):
+    """A drafter of before."""
+
+    def __init__(self, call: Call, drafter: Any, main: BranchOutput) -> None:
+        super().__init__(call)
+        self.drafter = drafter
+        drafter.begin(call, main, call.plan.kind)
+
+    def propose(self, budget: int) -> Proposal:
+        """As of before."""
+        return self.drafter.propose(self.call, budget)
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """As of before."""
+        self.drafter.observe(self.call, proposal, scores, block)
+
+    def close(self) -> None:
+        """As of before."""
+        self.drafter.reset()
+
+
+def opened(drafter: Any, call: Call, main: BranchOutput) -> DraftSession:
+    """A session of any drafter, those of before included."""
+    if hasattr(drafter, "propose"):
+        return Bridge(call, drafter, main)
+    session: DraftSession = drafter.begin(call, main)
+    return session
+
+
 class Drafter(Part):
     """Base of what proposes tokens: configuration and weights, which outlive calls.
 

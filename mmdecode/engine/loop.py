@@ -34,6 +34,7 @@ from mmdecode.engine.contracts import (
     DraftSession,
     Guide,
     Outcome,
+    opened,
 )
 from mmdecode.engine.output import Committed, Listener, TargetScores
 from mmdecode.engine.proposal import MAX_NODES, Proposal
@@ -41,27 +42,6 @@ from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.engine.trace import NoTrace
-
-
-class Bridge(DraftSession):
-    """A drafter of before."""
-
-    def __init__(self, call: Call, drafter: Any, main: BranchOutput) -> None:
-        super().__init__(call)
-        self.drafter = drafter
-        drafter.begin(call, main, call.plan.kind)
-
-    def propose(self, budget: int) -> Proposal:
-        """As of before."""
-        return self.drafter.propose(self.call, budget)
-
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
-        """As of before."""
-        self.drafter.observe(self.call, proposal, scores, block)
-
-    def close(self) -> None:
-        """As of before."""
-        self.drafter.reset()
 
 
 class RoundResult(NamedTuple):
@@ -165,9 +145,7 @@ class Run:
         left = self.call.request.max_new_tokens > 1 and not self.seen_to_end()
         if not left:
             return DraftSession(self.call)
-        if hasattr(self.drafter, "propose"):
-            return Bridge(self.call, self.drafter, main)
-        return self.drafter.begin(self.call, main)
+        return opened(self.drafter, self.call, main)
 
     def step(self) -> Callable[[Proposal], RoundResult]:
         """A round, or what replays captured ones."""

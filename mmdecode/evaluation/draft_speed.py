@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.special import entr
 
 from mmdecode.decoder import Decoder
-from mmdecode.engine.contracts import Drafter, Guide
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
+from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.stopwatch import Cost, interleaved, timed
@@ -308,22 +309,33 @@ def _draft_share(
 @contextmanager
 def _clocked(draft: Drafter) -> Iterator[list[float]]:
     """Sums up the seconds of a draft's steps, those on a device included."""
-    spent = [0.0]
-
-    def clock(step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_step(call: Any, *args: Any) -> Any:
-            seconds, result = timed(call.device, partial(step, call, *args))
-            spent[0] += seconds
-            return result
-
-        return timed_step
-
+    spent, begin = [0.0], draft.begin
     wrapped: Any = draft
     try:
-        wrapped.propose, wrapped.observe = clock(draft.propose), clock(draft.observe)
+        wrapped.begin = lambda call, prefill: _Clocked(begin(call, prefill), spent)
         yield spent
     finally:
-        del wrapped.propose, wrapped.observe
+        del wrapped.begin
+
+
+class _Clocked(DraftSession):
+    """A session whose steps are timed; their seconds are added to ``spent[0]``."""
+
+    def __init__(self, inner: DraftSession, spent: list[float]) -> None:
+        super().__init__(inner.call)
+        self.inner, self.spent = inner, spent
+        self.close = inner.close  # type: ignore[method-assign]
+
+    def propose(self, budget: int) -> Proposal:
+        return self._timed(partial(self.inner.propose, budget))
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        self._timed(partial(self.inner.observe, proposal, scores, block))
+
+    def _timed(self, step: Callable[[], Any]) -> Any:
+        seconds, result = timed(self.call.device, step)
+        self.spent[0] += seconds
+        return result
 
 
 def _ours(

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from mmdecode.decoder import Decoder
-from mmdecode.draft.none import NoDraft
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import AcceptanceRule, Outcome
+from mmdecode.engine.contracts import AcceptanceRule, BranchOutput, Drafter, DraftSession, Outcome
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
@@ -267,16 +266,28 @@ class Play(AcceptanceRule):
         return Outcome(path=path, num_accepted=count, next_token=token)
 
 
-class Blocks(NoDraft):
+class Blocks(Drafter):
     """Drafts the given tokens, `BLOCK` at a time."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a session."""
+        return BlocksSession(call, self.tokens)
+
+
+class BlocksSession(DraftSession):
+    """How far the row is in the given tokens."""
+
+    def __init__(self, call: Call, tokens: Sequence[int]) -> None:
+        super().__init__(call)
+        self.tokens = tokens
+
+    def propose(self, budget: int) -> Proposal:
         """What comes next in them."""
-        place = int(call.rows.length[0])
-        block = list(self.tokens[place : place + min(BLOCK, budget)])
+        call, done = self.call, int(self.call.rows.length[0])
+        block = list(self.tokens[done : done + min(BLOCK, budget)])
         if not block:
             return Proposal.empty(call.batch, call.device)
         return Proposal(tokens=torch.tensor([block], device=call.device), kind="deterministic")

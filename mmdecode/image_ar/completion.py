@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import Drafter
+from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
@@ -180,11 +180,22 @@ class Given(Drafter):
     def __init__(self, most: int = 64) -> None:
         self.most = most
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """The given codes up to the next free place."""
-        places = call.rows.length[:, None] + torch.arange(
-            min(self.most, budget), device=call.device
-        )
-        tokens = call.plan.adapter.layout.forced(places)
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a session."""
+        return GivenSession(call, self.most)
+
+
+class GivenSession(DraftSession):
+    """Reads given codes off the layout, at most ``most`` at once."""
+
+    def __init__(self, call: Call, most: int) -> None:
+        super().__init__(call)
+        self.most = most
+
+    def propose(self, budget: int) -> Proposal:
+        """The given codes up to the next free position."""
+        call = self.call
+        order = torch.arange(min(self.most, budget), device=call.device)
+        tokens = call.plan.adapter.layout.forced(call.rows.length[:, None] + order)
         ahead = (tokens >= 0).long().cumprod(1).bool()
         return Proposal(tokens=tokens.masked_fill(~ahead, -1), kind="deterministic")

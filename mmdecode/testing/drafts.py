@@ -8,24 +8,50 @@ import torch
 from torch import Tensor
 
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Drafter
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 
 
 class TestDrafter(Drafter):
-    """A deterministic draft that proposes nothing; the others override `propose`."""
+    """A deterministic drafter without a memory; the others override `draft`, here of nothing.
+
+    Attributes:
+        vocab: Tokens of the target at the last call.
+    """
+
+    __test__ = False  # it is no test
+    vocab = 0
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a session that asks this."""
+        self.vocab = prefill.logits.shape[-1]
+        return TestSession(call, self)
+
+    def draft(self, call: Call, budget: int) -> Proposal:
+        """What is proposed next."""
+        return Proposal.empty(call.batch, call.device)
+
+    def learn(self, call: Call, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """What is made of a round."""
+
+
+class TestSession(DraftSession):
+    """Asks its drafter in every round."""
 
     __test__ = False  # it is no test
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Notes which kind is wanted."""
-        self._kind: Kind = kind
-        self.vocab = prefill.logits.shape[-1]
+    def __init__(self, call: Call, drafter: TestDrafter) -> None:
+        super().__init__(call)
+        self.drafter = drafter
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """The empty proposal."""
-        return Proposal.empty(call.batch, call.device)
+    def propose(self, budget: int) -> Proposal:
+        """What the drafter makes of the call."""
+        return self.drafter.draft(self.call, budget)
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Hands a round on."""
+        self.drafter.learn(self.call, proposal, scores, block)
 
 
 class Constant(TestDrafter):
@@ -34,7 +60,7 @@ class Constant(TestDrafter):
     def __init__(self, token: int, length: int = 4) -> None:
         self.token, self.length = token, length
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """A chain of it."""
         tokens = torch.full((call.batch, self.length), self.token, device=call.device)
         return Proposal(tokens=tokens, kind="deterministic")
@@ -53,7 +79,7 @@ class Random(TestDrafter):
         self.tree, self.ragged = tree or Tree.chain(4), ragged
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """Any tokens, cut where ``ragged``."""
         shape = (call.batch, len(self.tree))
         tokens = torch.randint(self.vocab, shape, generator=self.generator)
@@ -70,7 +96,7 @@ class RandomTrees(TestDrafter):
         self.nodes = nodes
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """Parents are any earlier node, or the root."""
         shape = (call.batch, self.nodes)
         limits = torch.arange(self.nodes) + 1
@@ -89,7 +115,7 @@ class FullTree(TestDrafter):
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """``V + V^2 + ...`` nodes."""
         parents: list[int] = []
         tokens: list[int] = []
@@ -122,7 +148,7 @@ class Known(TestDrafter):
         self.rows = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
         self.length, self.wrong_at = length, torch.tensor(list(wrong_at), dtype=torch.long)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """What follows the committed tokens, shifted by one id at the wrong positions."""
         index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
         rows = self.rows.to(call.device)
@@ -131,10 +157,6 @@ class Known(TestDrafter):
         wrong = torch.isin(index, self.wrong_at.to(call.device)) & (tokens >= 0)
         tokens = torch.where(wrong, (tokens + 1) % self.vocab, tokens)
         return Proposal(tokens=tokens, kind="deterministic")
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        self.rows = self.rows[rows]
 
 
 class Bigram(TestDrafter):
@@ -156,7 +178,7 @@ class Bigram(TestDrafter):
     ) -> None:
         self.logits, self.length, self.kinds, self.ragged = logits, length, kinds, ragged
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """Token after token, each from the row of the token before."""
         previous, tokens, laws = call.last(1)[:, 0], [], []
         table = self.logits.to(call.device)
@@ -171,15 +193,15 @@ class Bigram(TestDrafter):
             index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
             ended = (index % 3 == 0).long().cumsum(1) > 0
             drafted = drafted.masked_fill(ended, -1)
-        log_q = torch.stack(laws, 1) if self._kind == "iid" else None
-        return Proposal(tokens=drafted, kind=self._kind, log_q=log_q)
+        log_q = torch.stack(laws, 1) if call.plan.kind == "iid" else None
+        return Proposal(tokens=drafted, kind=call.plan.kind, log_q=log_q)
 
     def draw(self, call: Call, law: Tensor, position: Tensor) -> Tensor:
         """One token per row from ``law (B, V)``."""
-        if self._kind == "deterministic":
+        if call.plan.kind == "deterministic":
             return law.argmax(-1)
         role, trial = (
-            (Role.TARGET, None) if self._kind == "coupled" else (Role.DRAFT, call.rows.rounds)
+            (Role.TARGET, None) if call.plan.kind == "coupled" else (Role.DRAFT, call.rows.rounds)
         )
         gumbel = call.request.noise.gumbel(position, role, law.shape[-1], trial=trial)
         return (law + gumbel[:, 0]).argmax(-1)
@@ -212,7 +234,7 @@ class Siblings(TestDrafter):
             parents += [parent for parent, _ in below]
         self.tree = Tree(tuple(parents))
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def draft(self, call: Call, budget: int) -> Proposal:
         """Level by level, siblings side by side."""
         level = call.last(1)
         tokens: list[Tensor] = []
@@ -226,17 +248,19 @@ class Siblings(TestDrafter):
             level = chosen.flatten(1)
             tokens.append(level.masked_fill(ended, -1))
             laws.append(law.repeat_interleave(width, 1))
-        log_q = None if self._kind == "deterministic" else torch.cat(laws, 1)
-        return Proposal(tokens=torch.cat(tokens, 1), kind=self._kind, tree=self.tree, log_q=log_q)
+        log_q = None if call.plan.kind == "deterministic" else torch.cat(laws, 1)
+        return Proposal(
+            tokens=torch.cat(tokens, 1), kind=call.plan.kind, tree=self.tree, log_q=log_q
+        )
 
     def draw(self, call: Call, law: Tensor, position: Tensor, width: int) -> Tensor:
         """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
-        if self._kind == "deterministic":
+        if call.plan.kind == "deterministic":
             return law.topk(width, dim=-1).indices
         batch, nodes, vocab = law.shape
         size = nodes * width * vocab
         gumbel = call.request.noise.gumbel(position, Role.DRAFT, size, trial=call.rows.rounds)
         noisy = law[:, :, None] + gumbel.view(batch, nodes, width, vocab)
-        if self._kind == "iid":
+        if call.plan.kind == "iid":
             return noisy.argmax(-1)
         return noisy[:, :, 0].topk(width, dim=-1).indices

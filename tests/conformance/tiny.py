@@ -271,8 +271,8 @@ class HiddenPath(drafts.Known):
         super().__init__(rows, length)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, call, budget):
-        right = super().propose(call, budget).tokens
+    def draft(self, call, budget):
+        right = super().draft(call, budget).tokens
         tokens, parents = [], []
         for row in right.tolist():
             nodes, above, parent = [], [], -1

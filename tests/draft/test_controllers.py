@@ -100,13 +100,13 @@ def test_batches_of_another_size_are_measured_apart(monkeypatch):
     for _ in range(60):
         size = dice.choice([1, 13, 16])
         call = call_after(21, size)
-        adaptive.begin(call, None, "deterministic")
-        levels = adaptive._now.levels
+        session = adaptive.begin(call, None)
+        levels = session.depth.levels
         pays = size == 1  # a draft does with one row, and loses with many
         for _ in range(21):
-            adaptive.observe(call, None, None, None)
+            session.observe(None, None, None)
             clock.now += 0.5 if (levels is None) == pays else 1.0
-        adaptive.reset()
+        session.close()
         used[1 if size == 1 else 16].append(levels)
     assert used[1][-8:].count(None) >= 7
     assert used[16][-15:].count(0) >= 13

@@ -11,7 +11,7 @@ from mmdecode.errors import OptionError
 @pytest.mark.parametrize(
     ("part", "given", "message"),
     [
-        ("draft", 5, "draft=5 is no draft (no propose); give a name as 'mmdecode methods draft'"),
+        ("draft", 5, "draft=5 is no draft (no begin); give a name as 'mmdecode methods draft'"),
         ("draft", 0, "draft=0 is no draft"),
         ("draft", ["lookup"], "draft=['lookup'] is no draft"),
         ("draft", PromptLookup, "it is a class; make one"),
@@ -37,17 +37,17 @@ def test_a_capability_that_does_not_exist_is_refused_with_the_one_that_was_meant
 
 
 def test_a_name_that_is_nearly_one_of_a_parts_base_is_refused():
-    with pytest.raises(OptionError, match=r"Hasty.observed is nothing .*'observe'"):
+    with pytest.raises(OptionError, match=r"Hasty.begins is nothing .*'begin'"):
 
         class Hasty(mm.Drafter):
-            def observed(self, call, proposal, scores, outcome):
+            def begins(self, call, prefill):
                 """Misspelt."""
 
     class Late(mm.Drafter):
         def __init__(self):
             self.capability = DrafterCapabilities(graph_safe=True)
 
-        def propose(self, call, budget):
+        def begin(self, call, prefill):
             """Nothing."""
 
     with pytest.raises(OptionError, match=r"Late.capability is nothing .*'capabilities'"):
@@ -56,7 +56,7 @@ def test_a_name_that_is_nearly_one_of_a_parts_base_is_refused():
 
 def test_a_part_without_its_base_is_refused():
     class Alone:
-        def propose(self, call, budget):
+        def begin(self, call, prefill):
             """Nothing."""
 
     with pytest.raises(OptionError, match=r"class Alone is no subclass of mmdecode\.Drafter"):

@@ -18,6 +18,8 @@ from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.proposal import MAX_NODES, Proposal
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide import Linear
+from mmdecode.testing import drafts
+from tests.support.sessions import Wrapped
 
 
 def llama(**options):
@@ -69,9 +71,13 @@ def test_padding_that_is_not_on_the_left_is_refused(row):
 
 def test_a_longer_draft_than_can_be_scored_is_cut():
     class Long(PromptLookup):
-        def propose(self, call, budget):
+        def begin(self, call, prefill):
+            return Watched(super().begin(call, prefill))
+
+    class Watched(Wrapped):
+        def propose(self, budget):
             assert budget <= MAX_NODES
-            return super().propose(call, budget)
+            return super().propose(budget)
 
     ids = torch.cat([IDS[:, :3]] * 150, 1)
     call = {"ids": ids, "mask": torch.ones_like(ids), "max_new_tokens": 320}
@@ -79,8 +85,8 @@ def test_a_longer_draft_than_can_be_scored_is_cut():
 
 
 def test_a_tree_of_too_many_nodes_is_refused():
-    class Huge(PromptLookup):
-        def propose(self, call, budget):
+    class Huge(drafts.TestDrafter):
+        def draft(self, call, budget):
             tokens = torch.ones(call.batch, MAX_NODES + 1, dtype=torch.long)
             return Proposal(tokens=tokens, kind="deterministic")
 
@@ -89,13 +95,18 @@ def test_a_tree_of_too_many_nodes_is_refused():
 
 
 def test_a_draft_that_changes_its_kind_is_refused():
-    class Liar(PromptLookup):
+    class Liar(drafts.TestDrafter):
         kinds = ("iid",)
+
+        def draft(self, call, budget):
+            return Proposal(
+                tokens=torch.ones(call.batch, 1, dtype=torch.long), kind="deterministic"
+            )
 
     ids = torch.cat([IDS[:, :3]] * 3, 1)
     with pytest.raises(IncompatibleError, match="kind"):
         generate(
-            Decoder(Liar(ngram=1), accept="rejection"),
+            Decoder(Liar(), accept="rejection"),
             ids=ids,
             mask=torch.ones_like(ids),
             do_sample=True,

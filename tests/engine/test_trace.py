@@ -102,8 +102,8 @@ class Rising(Linear):
 class Second(drafts.Known):
     """Proposes a wrong token, and beside it two that follow each other and are right."""
 
-    def propose(self, call, budget):
-        right = super().propose(call, budget).tokens
+    def draft(self, call, budget):
+        right = super().draft(call, budget).tokens
         wrong = ((right[:, :1] + 1) % self.vocab).masked_fill(right[:, :1] < 0, -1)
         tokens = torch.cat([wrong, right], 1)
         return Proposal(tokens=tokens, kind="deterministic", tree=Tree((-1, -1, 1)))

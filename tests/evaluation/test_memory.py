@@ -159,21 +159,24 @@ def test_what_holds_more_is_found(mutant, monkeypatch):
 class Watcher(drafts.TestDrafter):
     """Notes in which rounds the states of the prompt are still there."""
 
-    needs = Requirements(prompt_hidden=True)
+    there = None
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
+    def needs(self, adapter):
+        return Requirements(prompt_hidden=True)
+
+    def begin(self, call, prefill):
         self.states, self.there = weakref.ref(prefill.prompt_hidden["last"]), []
+        return super().begin(call, prefill)
 
-    def propose(self, call, budget):
+    def draft(self, call, budget):
         self.there.append(self.states() is not None)
-        return super().propose(call, budget)
+        return super().draft(call, budget)
 
 
 def test_the_states_of_the_prompt_are_let_go_when_it_is_read():
     draft = Watcher()
     decode(model_of("llama", 100), torch.ones(2, 9, dtype=torch.long), Decoder(draft))
-    assert draft.there == [True] + [False] * 11
+    assert draft.there == [True] + [False] * 9  # nothing is drafted for the last two tokens
 
 
 # A row's keys and values in every family, and the counting itself

@@ -15,7 +15,7 @@ from mmdecode.accept.exact import GreedyMatch
 from mmdecode.accept.rejection import Asked, Rejection, residual
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import BranchOutput, DraftWindow, Outcome
+from mmdecode.engine.contracts import Block, BranchOutput, DraftWindow
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal
@@ -39,10 +39,10 @@ def of(case):
     return SimpleNamespace(**{k.split(".", 1)[1]: v for k, v in parts.items()})
 
 
-def context(rows, length=1, adapter=None, ids=None, noise=None):
+def context(rows, length=1, adapter=None, ids=None, noise=None, kind="deterministic"):
     ids = torch.zeros(rows, 40, dtype=torch.long) if ids is None else ids
     prompt = ids[:, :0]
-    plan = Plan(adapter=adapter)
+    plan = Plan(adapter=adapter, kind=kind)
     return Call.of(
         prompt, generated=ids, length=length, max_new_tokens=20, room=0, plan=plan, noise=noise
     )
@@ -131,7 +131,7 @@ def test_the_plain_jacobi_rule_keeps_what_did_not_change():
     scores = torch.nn.functional.one_hot(following, VOCAB).float()
     law = SimpleNamespace(vectorised=True, all=lambda: scores)
     proposal = Proposal(tokens=drafted[:, 1:], kind="deterministic")
-    outcome = GreedyMatch()(proposal, law, None, context(1))
+    outcome = GreedyMatch()(proposal, law, context(1))
     assert torch.equal(outcome.num_accepted + 1, VALUES["jacobi.out.committed"])
 
 
@@ -141,20 +141,23 @@ def begun(start, layout):
     offset, new = SETUP["init"]["prefill_offset"], SETUP["init"]["new_tokens"]
     generated = history[:, offset:]
     ids = torch.nn.functional.pad(generated, (0, 40))
-    call = context(1, generated.shape[1], SimpleNamespace(layout=layout), ids)
+    adapter = SimpleNamespace(layout=layout)
+    call = context(1, generated.shape[1], adapter, ids, kind="iid")
     draft = Jacobi(1 + SETUP["init"]["carried"] + new, start)
-    draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, VOCAB)), "iid")
-    nothing = torch.empty(1, 0, dtype=torch.long)
-    left = Outcome(
-        path=nothing,
-        num_accepted=torch.zeros(1),
-        next_token=history[:, -1],
+    scores = BranchOutput(logits=torch.zeros(1, 1, VOCAB))
+    session = draft.begin(call, scores)
+    none = torch.zeros(1, dtype=torch.long)
+    left = Block(
+        path=torch.empty(1, 0, dtype=torch.long),
+        tokens=history[:, -1:],
+        num_accepted=none,
+        num_drafted=none,
+        count=none + 1,
+        ended=none > 0,
         window=DraftWindow(tokens=carried, logits=VALUES["init.in.carried_scores"].log()),
     )
-    draft.observe(
-        call, Proposal.empty(1, call.device), BranchOutput(logits=torch.zeros(1, 1, VOCAB)), left
-    )
-    proposal = draft.propose(call, 20)
+    session.observe(Proposal.empty(1, call.device), scores, left)
+    proposal = session.propose(20)
     assert torch.equal(proposal.tokens[:, :2], carried)
     return proposal.tokens[0, 2:], proposal.log_q[0, 2:].softmax(-1)
 

@@ -90,8 +90,8 @@ def test_an_assistant_draws_what_it_claims():
 class RowTrees(drafts.Siblings):
     """The same trees as every row's own."""
 
-    def propose(self, call, budget):
-        proposal = super().propose(call, budget)
+    def draft(self, call, budget):
+        proposal = super().draft(call, budget)
         parents = torch.tensor(self.tree.parents).expand(call.batch, -1)
         return replace(proposal, tree=None, parents=parents)
 

@@ -29,6 +29,7 @@ from mmdecode.testing.checks import (
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of
 from tests.support.clock import call_after
+from tests.support.sessions import Wrapped
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SOURCE = [0, 1, 2, 3, 1, 1, 0, 2, 4, 4, 1, 2]
@@ -52,25 +53,25 @@ def test_they_pass_the_public_check(name):
 
 
 def recycled(draft, tokens, tree, logits, root):
-    """The draft after one round in which ``tokens`` were scored below ``root``."""
+    """The session after one round in which ``tokens`` were scored below ``root``."""
     call = call_of([[0]] * len(tokens))
     vocab = logits.shape[-1]
-    draft.begin(call, BranchOutput(logits=torch.zeros(len(tokens), 1, vocab)), "deterministic")
+    session = draft.begin(call, BranchOutput(logits=torch.zeros(len(tokens), 1, vocab)))
     call.rows.ids[:, 1] = torch.tensor(root)
     call.rows.length.fill_(1)
-    draft.propose(call, 9)
+    session.propose(9)
     proposal = Proposal(tokens=torch.tensor(tokens), kind="deterministic", tree=tree)
-    draft.observe(call, proposal, BranchOutput(logits=logits), None)
-    return call
+    session.observe(proposal, BranchOutput(logits=logits), None)
+    return session
 
 
 def test_the_table_holds_the_best_of_each_scored_node_and_the_deepest_of_equals():
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     draft = Recycling(ranks=3)
     tree = Tree((-1, -1, 0, 1))
-    recycled(draft, [[3, 5, 3, -1], [1, 2, 6, 1]], tree, logits, [4, 1])
+    session = recycled(draft, [[3, 5, 3, -1], [1, 2, 6, 1]], tree, logits, [4, 1])
     best = logits.topk(3, dim=-1).indices.tolist()
-    rows = draft._table[:, :7].tolist()
+    rows = session.table[:, :7].tolist()
     none = [-1] * 3
     wanted = {3: best[0][3], 4: best[0][0], 5: best[0][2]}  # 3 was scored twice, -1 not at all
     assert rows[0] == [wanted.get(token, none) for token in range(7)]
@@ -81,10 +82,10 @@ def test_the_table_holds_the_best_of_each_scored_node_and_the_deepest_of_equals(
 def test_a_kept_table_is_one_for_all_rows():
     logits = torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(0))
     draft = Recycling(ranks=2, keep=True)
-    recycled(draft, [[3], [3]], Tree((-1,)), logits, [1, 2])
+    session = recycled(draft, [[3], [3]], Tree((-1,)), logits, [1, 2])
     best = logits.topk(2, dim=-1).indices.tolist()
     wanted = {1: best[0][0], 2: best[1][0], 3: best[1][1]}  # of equals the last row decides
-    assert draft._table[:, :7].tolist() == [[wanted.get(t, [-1, -1]) for t in range(7)]]
+    assert session.table[:, :7].tolist() == [[wanted.get(t, [-1, -1]) for t in range(7)]]
 
 
 def test_a_tree_is_read_off_the_table():
@@ -93,8 +94,8 @@ def test_a_tree_is_read_off_the_table():
     logits = torch.full((1, 3, 3), -9.0)  # three tokens: rank 3 never exists
     for row, order in enumerate([[1, 2, 0], [2, 0, 1], [0, 1, 2]]):  # after 0, 1 and 2
         logits[0, row, order] = torch.tensor([3.0, 2.0, 1.0])
-    call = recycled(draft, [[1, 2]], Tree((-1, -1)), logits, [0])
-    proposal = draft.propose(call, 9)
+    session = recycled(draft, [[1, 2]], Tree((-1, -1)), logits, [0])
+    proposal = session.propose(9)
     after = {0: [1, 2, 0, -1], 1: [2, 0, 1, -1], 2: [0, 1, 2, -1]}
     tree, order = Tree.from_paths(paths)
     assert proposal.tree == tree
@@ -375,14 +376,14 @@ class Costly(drafts.Known):
         super().__init__(rows, length=5)
         self.clock, self.cost, self.once, self.begun = clock, cost, once, 0
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
+    def begin(self, call, prefill):
         self.clock.now += self.once
         self.begun += 1
+        return super().begin(call, prefill)
 
-    def propose(self, call, budget):
+    def draft(self, call, budget):
         self.clock.now += self.cost * min(budget, self.length)
-        return super().propose(call, budget)
+        return super().draft(call, budget)
 
 
 class Timed(Adaptive):
@@ -392,13 +393,20 @@ class Timed(Adaptive):
         super().__init__(draft, depths, **options)
         self.clock, self.used = clock, []
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
-        self.used.append(self._now.levels)
+    def begin(self, call, prefill):
+        session = super().begin(call, prefill)
+        self.used.append(session.depth.levels)
+        return Ticking(session, self.clock)
 
-    def observe(self, call, proposal, scores, outcome):
-        self.clock.now += float(call.rows.rounds.max() > 1)  # the prompt's round costs no pass
-        super().observe(call, proposal, scores, outcome)
+
+class Ticking(Wrapped):
+    def __init__(self, inner, clock):
+        super().__init__(inner)
+        self.clock = clock
+
+    def observe(self, proposal, scores, block):
+        self.clock.now += float(self.call.rows.rounds.max() > 1)  # the prompt's costs no pass
+        super().observe(proposal, scores, block)
 
 
 @pytest.mark.parametrize(("cost", "once", "levels"), [(0.1, 0, None), (3.0, 0, 0), (0.1, 30.0, 0)])
@@ -414,8 +422,8 @@ def test_the_depth_that_measures_fastest_is_used(cost, once, levels, monkeypatch
     assert draft.begun == 9 - adaptive.used.count(0)  # where it is off, it is not even begun
     speeds = {depth.levels: depth.speed for depth in adaptive.measured}
     assert speeds[0] == pytest.approx(1.0)  # a token a pass
-    # six proposals for five passes: one follows the last token, before its end is seen
-    assert speeds[None] == pytest.approx(30 / (5 + 6 * 5 * cost + once))
+    # five proposals for five passes: none follows the last token
+    assert speeds[None] == pytest.approx(30 / (5 + 5 * 5 * cost + once))
 
 
 class World:
@@ -429,15 +437,15 @@ class World:
     def call(self, speeds, noise=0.0, stall=0.0):
         """Seconds of a call, and the depth it used."""
         began = self.clock.now
-        self.adaptive.begin(self.rows, None, "deterministic")
-        levels = self.adaptive._now.levels
+        session = self.adaptive.begin(self.rows, None)
+        levels = session.depth.levels
         pace = math.exp(self.draws.gauss(0, noise)) / speeds[levels]
         for _ in range(20):
-            self.adaptive.observe(self.rows, None, None, None)
+            session.observe(None, None, None)
             self.clock.now += pace
         self.clock.now += stall
-        self.adaptive.observe(self.rows, None, None, None)
-        self.adaptive.reset()
+        session.observe(None, None, None)
+        session.close()
         return self.clock.now - began, levels
 
 

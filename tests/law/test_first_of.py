@@ -28,10 +28,10 @@ class Fixed(drafts.TestDrafter):
     def __init__(self, tokens, tree=None):
         self.tokens, self.tree, self.seen = torch.tensor(tokens), tree, []
 
-    def propose(self, call, budget):
+    def draft(self, call, budget):
         return Proposal(tokens=self.tokens, kind="deterministic", tree=self.tree)
 
-    def observe(self, call, proposal, scores, outcome):
+    def learn(self, call, proposal, scores, block):
         self.seen.append(proposal)
 
 
@@ -67,27 +67,28 @@ def test_each_row_has_the_first_proposal_there_is():
     chain = [[1, 2, 3, 4], [-1] * 4, [-1] * 4]
     tree = Tree((-1, -1, 0))
     leaves = [[5, 6, 7], [5, 6, 7], [-1] * 3]
-    both = FirstOf(Fixed(chain), Fixed(leaves, tree))
+
+    def proposed(first, second):
+        prefill = BranchOutput(logits=torch.zeros(3, 1, 12))
+        return FirstOf(first, second).begin(call, prefill).propose(9)
+
     branch = [(5,), (5, 7), (6,)]
     run = [(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]
-    assert rows_of(both.propose(call, 9)) == [run, branch, []]
-    assert rows_of(FirstOf(Fixed(leaves, tree), Fixed(chain)).propose(call, 9)) == [
+    assert rows_of(proposed(Fixed(chain), Fixed(leaves, tree))) == [run, branch, []]
+    assert rows_of(proposed(Fixed(leaves, tree), Fixed(chain))) == [
         branch,
         branch,
         [],
     ]
     short = [[9], [-1], [8]]
-    joined = FirstOf(Fixed(short), Fixed(chain)).propose(call, 9)
+    joined = proposed(Fixed(short), Fixed(chain))
     assert joined.is_chain and joined.tokens.tolist() == [
         [9, -1, -1, -1],
         [-1] * 4,
         [8, -1, -1, -1],
     ]
-    for empty in (
-        FirstOf(drafts.TestDrafter(), Fixed(chain)),
-        FirstOf(Fixed(chain), drafts.TestDrafter()),
-    ):
-        assert empty.propose(call, 9).tokens.tolist() == chain
+    for pair in ((drafts.TestDrafter(), Fixed(chain)), (Fixed(chain), drafts.TestDrafter())):
+        assert proposed(*pair).tokens.tolist() == chain
 
 
 def test_both_learn_from_every_round():
@@ -108,10 +109,10 @@ def test_a_source_with_a_least_match_is_silent_until_it_matches():
     def proposed(least, said):
         call = call_of([[0]])
         draft = Source(length=3, ids=[[1, 2, 3, 4, 1, 9]], least=least)
-        draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, 12)), "deterministic")
+        session = draft.begin(call, BranchOutput(logits=torch.zeros(1, 1, 12)))
         call.rows.ids[0, 1 : 1 + len(said)] = torch.tensor(said)
         call.rows.length = torch.tensor([len(said)])
-        return draft.propose(call, 9).tokens.tolist()[0]
+        return session.propose(9).tokens.tolist()[0]
 
     assert proposed(2, [7]) == proposed(2, [7, 1]) == proposed(2, [7, 8, 9, 1]) == [-1] * 3
     assert proposed(2, [1]) == [2, 3, 4]  # all there is matches

@@ -127,6 +127,7 @@ class Mark(NamedTuple):
     scored: int
     slots: int
     spare: bool
+    asked: bool
     count: int
 
 
@@ -144,19 +145,21 @@ def run(family, draft, lengths):
 def rounds(counter, family, draft, lengths, monkeypatch):
     """What each round counts, with what the host knows of its kind.
 
-    That is: nodes drafted, nodes scored, nodes drafted next, whether the cache grew, and whether it
-    has slots to spare.
+    That is: nodes drafted, nodes scored, nodes drafted next, whether the cache grew, whether it
+    has slots to spare, and whether the drafter was asked.
     """
     marks = []
 
     def marking(sync):
         def marked(this, result, count):
+            # whether the drafter was asked for more, which it is not for a last token
+            asked = this.call.request.max_new_tokens - this.shortest > 2
             before = work.count  # what makes the next proposal narrow belongs to its round
             state, cache = sync(this, result, count), this.runners[0].cache
             slots = cache.layers[0].keys.shape[2]
             spare = slots > cache.rows.visible
             sizes = result.proposal.size, state.proposal.size
-            marks.append(Mark(*sizes, slots, spare, before))
+            marks.append(Mark(*sizes, slots, spare, asked, before))
             return state
 
         return marked
@@ -166,7 +169,7 @@ def rounds(counter, family, draft, lengths, monkeypatch):
         run(family, draft, lengths)
     found = []
     for a, b in itertools.pairwise(marks[1:]):  # the prompt is counted otherwise
-        kind = (a.drafted, a.scored, b.drafted, b.slots > a.slots, b.spare)
+        kind = (a.drafted, a.scored, b.drafted, b.slots > a.slots, b.spare, b.asked)
         found.append((kind, b.count - a.count))
     return found
 
@@ -219,7 +222,7 @@ def test_a_loop_over_what_is_committed_is_found(loop, counter, monkeypatch):
     def draft():
         kept = []
         looping = drafts.Random()
-        looping.observe = lambda call, *rest: loop(call, kept)
+        looping.learn = lambda call, *rest: loop(call, kept)
         return looping
 
     with pytest.raises(AssertionError, match="work grows"):

@@ -11,7 +11,7 @@ import torch
 
 from mmdecode.accept import rejection as rejection_rule
 from mmdecode.decoder import Decoder
-from mmdecode.draft.jacobi import STARTS, Jacobi
+from mmdecode.draft.jacobi import STARTS, Jacobi, JacobiSession
 from mmdecode.engine import window
 from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError
@@ -239,30 +239,28 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
 
 
 def test_siblings_that_forget_which_came_first_are_caught(monkeypatch):
-    sound = Jacobi._with_siblings
+    sound = JacobiSession._with_siblings
 
-    def shuffled(self, call, places, tokens, laws):
-        proposal = sound(self, call, places, tokens, laws)
+    def shuffled(self, *given):
+        proposal = sound(self, *given)
         first, second = proposal.tokens[:, :1], proposal.tokens[:, 1:2]
         swap = second > first  # by their value: no longer in the order of drawing
         front = torch.where(swap, torch.cat([second, first], 1), proposal.tokens[:, :2])
         return replace(proposal, tokens=torch.cat([front, proposal.tokens[:, 2:]], 1))
 
-    monkeypatch.setattr(Jacobi, "_with_siblings", shuffled)
+    monkeypatch.setattr(JacobiSession, "_with_siblings", shuffled)
     caught({"siblings": 2, "levels": 1})
 
 
 def test_a_guess_that_reads_the_noise_of_its_own_test_is_caught(monkeypatch):
-    sound = Jacobi._draw
+    from mmdecode.engine.noise import Role
 
-    def leaked(self, call, places, law):
-        from mmdecode.engine.noise import Role
+    def leaked(self, positions, log_q):
+        noise, trial = self.call.request.noise, self.call.rows.rounds
+        return (
+            log_q + noise.gumbel(positions, Role.RESIDUAL, log_q.shape[-1], trial=trial)
+        ).argmax(-1)
 
-        noise = call.request.noise.gumbel(
-            places, Role.RESIDUAL, law.shape[-1], trial=call.rows.rounds
-        )
-        return (law + noise).argmax(-1)
-
-    assert sound is not leaked
-    monkeypatch.setattr(Jacobi, "_draw", leaked)
+    assert callable(JacobiSession._sampled)
+    monkeypatch.setattr(JacobiSession, "_sampled", leaked)
     caught()

@@ -247,10 +247,10 @@ class Hot(Rejection):
 
 
 class Selfish(drafts.Bigram):
-    def propose(self, call, budget):
-        if self._kind == "iid":
+    def draft(self, call, budget):
+        if call.plan.kind == "iid":
             raise IncompatibleError("this does not fit")
-        return super().propose(call, budget)
+        return super().draft(call, budget)
 
 
 def chain(*kinds, cls=drafts.Bigram):

@@ -150,8 +150,8 @@ class OtherTemperature(drafts.Bigram):
 
 
 class QOffByOne(drafts.Bigram):
-    def propose(self, call, budget):
-        proposal = super().propose(call, budget)
+    def draft(self, call, budget):
+        proposal = super().draft(call, budget)
         return replace(proposal, log_q=proposal.log_q.roll(1, 1))
 
 
@@ -163,7 +163,7 @@ def test_a_draft_that_claims_another_law_is_found(draft):
 class Peeking(drafts.TestDrafter):
     """Chooses how far to draft by the noise that will decide: the positions' rounds are biased."""
 
-    def propose(self, call, budget):
+    def draft(self, call, budget):
         positions = call.rows.length[:, None] + torch.arange(2)
         noise = call.request.noise.gumbel(
             positions, Role.ACCEPT, self.vocab, trial=call.rows.rounds + 1
@@ -275,10 +275,8 @@ class SameSiblings(drafts.Siblings):
     def draw(self, call, law, position, width):
         if not self.distinct:
             return super().draw(call, law, position, 1).expand(-1, -1, width)
-        self._kind = "without_replacement"
-        drawn = super().draw(call, law, position, width)
-        self._kind = "iid"
-        return drawn
+        plan = replace(call.plan, kind="without_replacement")
+        return super().draw(replace(call, plan=plan), law, position, width)
 
 
 class Ranked(drafts.Siblings):

@@ -10,7 +10,7 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchOutput, Guide, Outcome, Requirements
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
@@ -23,6 +23,7 @@ from mmdecode.testing.checks import (
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of, left_pad
 from tests.law.windows import window
+from tests.support.sessions import Wrapped
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
@@ -36,8 +37,18 @@ class Watched(Jacobi):
 
     seen = 0
 
-    def observe(self, call, proposal, scores, outcome):
-        super().observe(call, proposal, scores, outcome)
+    def begin(self, call, prefill):
+        return Watching(super().begin(call, prefill), self)
+
+
+class Watching(Wrapped):
+    def __init__(self, inner, drafter):
+        super().__init__(inner)
+        self.drafter = drafter
+
+    def observe(self, proposal, scores, block):
+        super().observe(proposal, scores, block)
+        call, outcome = self.call, block
         tail, law = outcome.window.tokens, outcome.window.logits
         assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
         used = tail >= 0
@@ -59,11 +70,11 @@ class Watched(Jacobi):
             assert count > 0
         drawn = (law + noise).argmax(-1)
         assert torch.equal(drawn[used], tail[used]), "the law is the one each was drawn from"
-        self.seen += int(used.sum())
+        self.drafter.seen += int(used.sum())
 
-    def propose(self, call, budget):
-        self.before_length = call.rows.length.clone()
-        return super().propose(call, budget)
+    def propose(self, budget):
+        self.before_length = self.call.rows.length.clone()
+        return super().propose(budget)
 
 
 @modes
@@ -268,13 +279,14 @@ def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
 class Listener(drafts.Random):
     """Keeps the states of every round beside what they belong to."""
 
-    needs = Requirements(hidden=frozenset({0, "last"}), prompt_hidden=True)
+    def needs(self, adapter):
+        return Requirements(hidden=frozenset({0, "last"}), prompt_hidden=True)
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
+    def begin(self, call, prefill):
         self.prompt, self.rounds, self.root = prefill, [], None
+        return super().begin(call, prefill)
 
-    def observe(self, call, proposal, scores: BranchOutput, outcome: Outcome):
+    def learn(self, call, proposal, scores, block):
         if self.root is not None:
             self.rounds.append((self.root, proposal, scores))
         self.root = [

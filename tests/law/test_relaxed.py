@@ -37,6 +37,7 @@ from mmdecode.testing.table import Table, TableAdapter, decode
 from tests.conformance.tiny_images import GRID as EMU3_GRID
 from tests.conformance.tiny_images import draw, image_model
 from tests.law.test_syncs import most_syncs
+from tests.support.sessions import Wrapped
 
 V = 4
 GRID = Layout(rows=2, columns=2, ids=torch.arange(V))
@@ -465,11 +466,15 @@ def tail_fits_its_law():
     seen = []
 
     class Spy(Jacobi):
-        def observe(self, call, proposal, scores, outcome):
-            super().observe(call, proposal, scores, outcome)
+        def begin(self, call, prefill):
+            return Watching(super().begin(call, prefill))
+
+    class Watching(Wrapped):
+        def observe(self, proposal, scores, block):
+            super().observe(proposal, scores, block)
             if proposal.size and not seen:
-                first = outcome.num_accepted == 0
-                seen.append((outcome.window.tokens[first, 0], outcome.window.logits[first, 0]))
+                first = block.num_accepted == 0
+                seen.append((block.window.tokens[first, 0], block.window.logits[first, 0]))
 
     decode(
         blind,

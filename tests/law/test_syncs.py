@@ -155,8 +155,8 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_second_wait_is_found(name, monkeypatch):
     class Waiting(drafts.Random):
-        def propose(self, call, budget):
+        def draft(self, call, budget):
             PLANTED[name](call)
-            return super().propose(call, budget)
+            return super().draft(call, budget)
 
     assert len(most_syncs(Waiting(), monkeypatch)) >= 2
