@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         zoo,
     )
     from mmdecode.decoder import Decoder
-    from mmdecode.engine.contracts import AcceptanceRule, Drafter, DraftSession, Guide
+    from mmdecode.engine.adapter import Adapter
+    from mmdecode.engine.contracts import AcceptanceRule, BranchRunner, Drafter, DraftSession, Guide
     from mmdecode.frontdoor import attach, generate
     from mmdecode.loading import load
 
@@ -34,6 +35,8 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AcceptanceRule",
+    "Adapter",
+    "BranchRunner",
     "Decoder",
     "DraftSession",
     "Drafter",
@@ -57,6 +60,8 @@ __all__ = [
 
 _HOME = {
     "AcceptanceRule": "mmdecode.engine.contracts",
+    "Adapter": "mmdecode.engine.adapter",
+    "BranchRunner": "mmdecode.engine.contracts",
     "Decoder": "mmdecode.decoder",
     "DraftSession": "mmdecode.engine.contracts",
     "Drafter": "mmdecode.engine.contracts",

@@ -204,6 +204,7 @@ class Decoder:
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         adapter = mm_adapter or registry.adapter_for(model, mm_model)
+        checks.refuse_no_part("adapter", adapter)
         wanted = needs_of(guide, adapter)
         checks.refuse_guide(guide, wanted, adapter)
         asked = request.request_of(

@@ -274,7 +274,7 @@ def adapter_for(model: Any, around: Any = None) -> Any:
     if around is not None and around is not model:
         with contextlib.suppress(UnsupportedModelError):
             cls = adapter_class(_model_type(around))
-            if hasattr(cls, "inner") and cls.inner(around) is model:
+            if cls.inner(around) is model:
                 return cls(around)
     try:
         cls = adapter_class(_model_type(model))

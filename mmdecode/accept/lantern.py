@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.accept.rejection import Asked, Relaxed
-from mmdecode.engine.adapter import model_name
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import Outcome
 from mmdecode.engine.proposal import Proposal
@@ -149,11 +148,11 @@ def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
     Raises:
         IncompatibleError: It has none.
     """
-    codes = adapter.codebook() if hasattr(adapter, "codebook") else None
+    codes = adapter.codebook()
     if codes is None:
         raise IncompatibleError.between(
             f"accept {type(rule).__name__}",
-            model_name(adapter),
+            adapter.name,
             "the rule compares the codes of an image tokenizer, and this model has no codebook",
             "use accept 'cool', which needs none, or an exact rule",
         )
@@ -168,7 +167,7 @@ def codes_at(asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
         whether a drafted one may be compared, ``(...)``: it is a code, its place not a forced one.
     """
     vocab, device = asked.p.shape[-1], asked.p.device
-    layout = getattr(asked.adapter, "layout", None)
+    layout = asked.adapter.layout if asked.adapter is not None else None
     if layout is None:
         every = torch.arange(vocab, device=device)
         return every, every, torch.ones_like(asked.token, dtype=torch.bool)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
+from mmdecode.engine.adapter import Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
@@ -19,13 +19,11 @@ from mmdecode.errors import IncompatibleError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mmdecode.engine.cache import RaggedCache
-
 _EMBEDS = "inputs_embeds"
 """Given beside ids by models that merge images themselves, InstructBLIP among them."""
 
 
-class DecoderOnlyAdapter:
+class DecoderOnlyAdapter(Adapter):
     """Llama-like models: `base_model` gives states after the final norm, a linear head logits.
 
     Layers may see a window each, or all of them one; logits may be scaled or soft-capped.
@@ -45,7 +43,7 @@ class DecoderOnlyAdapter:
         "gemma2",
         "gemma3_text",
     )
-    inputs: frozenset[str] = frozenset()
+    shows_inside = True
     no_views: ClassVar = (
         "a text model has no input to change",
         "use a prompt instead, or a model with images or audio; where another model gave it "
@@ -59,8 +57,8 @@ class DecoderOnlyAdapter:
         self.model = model
         self.vocab = config.vocab_size
         self.num_layers = config.num_hidden_layers
-        self.windows: Mapping[str, int | None] = windows_of(config)
-        self.max_positions: int | None = steady_positions(config)
+        self.windows = windows_of(config)
+        self.max_positions = steady_positions(config)
         self._cap = getattr(config, "final_logit_softcapping", None)
         self._scale = getattr(config, "logit_scale", None) or 1.0
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -68,11 +66,6 @@ class DecoderOnlyAdapter:
         self._causal = getattr(config, "is_causal", True) and not both_ways
         self._body = model.base_model
         self._head = model.get_output_embeddings()
-
-    @property
-    def name(self) -> str:
-        """What messages call the model: the class that the caller knows."""
-        return type(self.model).__name__
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
@@ -117,14 +110,6 @@ class DecoderOnlyAdapter:
     def masks_itself(self, prompt: Prompt) -> bool:
         """From left to right, where nothing is padding."""
         return self._causal and prompt.sees is None and bool(prompt.mask.all())
-
-    def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """The ragged cache itself."""
-        return cache
-
-    def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
-        """The ragged cache itself."""
-        return cache
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """The prompt like any block, by its embeddings where these were given."""
@@ -175,10 +160,6 @@ class DecoderOnlyAdapter:
     def attention_sites(self) -> Sequence[torch.nn.Module]:
         """The layers' self-attention."""
         return [layer.get_submodule("self_attn") for layer in self.layers()]
-
-    def image_mask(self, ids: Tensor) -> Tensor:
-        """Text has no images."""
-        return torch.zeros_like(ids, dtype=torch.bool)
 
 
 def steady_positions(config: Any) -> int | None:

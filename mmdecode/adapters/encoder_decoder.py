@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
+from mmdecode.engine.adapter import Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.errors import IncompatibleError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmdecode.engine.cache import RaggedCache
 
 
-class EncoderDecoderAdapter:
+class EncoderDecoderAdapter(Adapter):
     """Runs the decoder alone; the encoder's states and their padding arrive with the prompt.
 
     Args:
@@ -28,9 +28,6 @@ class EncoderDecoderAdapter:
         num_layers: Of its decoder; a view may run fewer, but each keeps its place in the cache.
     """
 
-    inputs: frozenset[str] = frozenset()
-    windows: ClassVar[Mapping[str, int | None]] = {"full_attention": None}
-    max_positions: int | None = None
     source_is_padded: ClassVar = True
     """Whether some of the encoder's states may be padding; see `source_mask`."""
     takes_positions: ClassVar = False
@@ -55,7 +52,7 @@ class EncoderDecoderAdapter:
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the source it came with."""
-        name = type(self.model).__name__
+        name = self.name
         if spec.view is not None or isinstance(spec.prompt, Tensor):
             raise IncompatibleError.between(
                 f"branch {spec.name!r}",
@@ -88,10 +85,6 @@ class EncoderDecoderAdapter:
         inputs = {name: torch.cat([p.inputs[name] for p in prompts]) for name in names}
         return [Prompt.stacked(prompts, inputs)]
 
-    def masks_itself(self, prompt: Prompt) -> bool:
-        """Never: prompts of decoders are short."""
-        return False
-
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
         """Never needed: all prompts are read in one pass."""
         raise AssertionError("one pass reads all prompts")
@@ -99,10 +92,6 @@ class EncoderDecoderAdapter:
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Ragged self-attention beside a cross-attention cache that is filled once."""
         return SourcePast(cache, prompt)
-
-    def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """The prompt like any block: the source lies in ``past``."""
-        return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the decoder's final norm."""

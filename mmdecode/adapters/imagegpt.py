@@ -79,7 +79,7 @@ class ImageGPTAdapter(ImageAdapter):
         opens = torch.full((count, 1), self._opens, device=self.model.device)
         return {"opening": opens}
 
-    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+    def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
         """All alike."""
         return [b""] * len(inputs["opening"])
 

@@ -13,7 +13,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -51,14 +51,12 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
     """One family of models that write image tokens; see `mmdecode.engine.adapter.Adapter`.
 
     Attributes:
-        image_types: Its ``config.model_type``.
         layout: Where codes stand among the generated tokens.
         vocab: Tokens that can be generated.
         preset: Its published guidance and sampling.
     """
 
     model_types = ()
-    image_types: ClassVar[tuple[str, ...]] = ()
     layout: Layout
     preset: Preset
 
@@ -71,7 +69,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         """What images are drawn of, checked, as `Call.model_inputs`; rows first."""
 
     @abstractmethod
-    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+    def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
         """What tells the rows of a `condition` apart, padding left out."""
 
     @abstractmethod
@@ -116,10 +114,6 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
                 "use guide 'guidance'",
             )
         return self.drawn_of(call.request.model_kwargs, nothing=spec.view == UNCONDITIONAL)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of generated tokens, ``(..., H)``."""
-        return self.model.get_input_embeddings()(tokens)
 
     def telling(self, tokens: Tensor) -> Self:
         """This adapter with prompts that go on with generated ``tokens (B, n)``, for one pass."""
@@ -276,7 +270,7 @@ class PromptedAdapter(ImageAdapter):
                 f"has {places} positions: shorten the {what} to {places - self.layout.length}"
             )
 
-    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+    def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
         """Ids of the prompt."""
         rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].cpu(), strict=True)
         return [ids[mask].numpy().tobytes() for ids, mask in rows]

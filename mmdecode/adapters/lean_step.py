@@ -3,7 +3,7 @@
 At small batch a step of a stock decoder spends more time between the operations than in them:
 module calls, dropout that drops nothing, attention dispatch, mask utilities. This runs the same
 weights through the same formulas in 14 to 20 operations a layer. A family says by
-`LeanAdapter.describe` where its layers hold their weights, and by `LeanAdapter.embed` what goes
+`LeanAdapter.describe` where its layers hold their weights, and by `LeanAdapter.embed_at` what goes
 into the first one.
 
 It is used only where it gives what the modules give. Two things are looked at: the modules are
@@ -142,7 +142,7 @@ class LeanAdapter(EncoderDecoderAdapter):
         """Where a layer of the family, which reads ``source (B, S, H)``, has its weights."""
 
     @abstractmethod
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
         """What the first layer is given of ``(B, Q)`` tokens, and how all layers rotate."""
 
     @abstractmethod
@@ -169,7 +169,7 @@ class LeanAdapter(EncoderDecoderAdapter):
             past: From `open`.
         """
         assert isinstance(mask, Tensor), "layers of one type"
-        hidden, rotation = self.embed(tokens, positions)
+        hidden, rotation = self.embed_at(tokens, positions)
         for layer in past.read(self._decoder.layers):
             hidden = run_layer(layer, hidden, mask, past.cache.layers[layer.place], rotation)
         return torch.layer_norm(hidden, *norm(self.final_norm()))

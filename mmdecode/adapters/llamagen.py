@@ -118,7 +118,7 @@ class LlamaGenAdapter(ImageAdapter):
         features, mask = pad(features, (0, 0, room, 0)), pad(mask, (room, 0))
         return {"features": features.to(device, self.model.dtype), "slot_mask": mask.to(device)}
 
-    def names(self, inputs: Mapping[str, Any]) -> list[bytes]:
+    def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
         """The class, or the features."""
         if "classes" in inputs:
             return [b"class %d" % label for label in inputs["classes"].tolist()]

@@ -120,7 +120,7 @@ class MoonshineAdapter(LeanAdapter):
             padding=0 if source.device.type == "cpu" else own.head_dim_padding,
         )
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         """Embeddings, and the rotation of queries and keys, one for all layers."""
         hidden = self._decoder.embed_tokens.weight[tokens]
         return hidden, self._turns.at(positions, hidden.dtype)

@@ -92,7 +92,7 @@ class WhisperAdapter(LeanAdapter):
             down=affine(layer.fc2),
         )
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
         """Scaled embeddings with learned positions added; nothing is rotated."""
         decoder = self._decoder
         hidden = decoder.embed_tokens.weight[tokens]

@@ -44,7 +44,7 @@ from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput
+from mmdecode.engine.contracts import BranchOutput, BranchRunner
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import OptionError
@@ -332,7 +332,7 @@ def log_sum(values: np.ndarray) -> float:
     return float(best + np.log(np.exp((values - best).astype(np.float64)).sum()))
 
 
-class AcousticScorer:
+class AcousticScorer(BranchRunner):
     """A recogniser that scores a language model's likeliest tokens as text.
 
     See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. What is heard
@@ -421,7 +421,7 @@ class AcousticScorer:
                     for token in tokens
                 ]
             )
-        scores = torch.tensor(self.scores(asked)).reshape(best.shape).to(logits)
+        scores = torch.tensor(self.weigh(asked)).reshape(best.shape).to(logits)
         self.choices.see(best[..., 0], self._likely(likeliest, scores))
         candidates = best.masked_fill(scores == -torch.inf, -1)
         return {ACOUSTIC: BranchOutput(logits=scores, candidates=candidates)}
@@ -455,7 +455,7 @@ class AcousticScorer:
         piece = self.pieces[token] if token < len(self.pieces) else None
         return None if piece is None else (text + piece, False)
 
-    def scores(self, asked: Sequence[Sequence[tuple[str, bool] | None]]) -> list[list[float]]:
+    def weigh(self, asked: Sequence[Sequence[tuple[str, bool] | None]]) -> list[list[float]]:
         """Scores of texts by row, ``-inf`` for what is no text."""
         while True:
             found = [

@@ -117,7 +117,7 @@ class Assistant(Drafter):
                 self._loaded[type(target)] = _loaded(model, target)
             model = self._loaded[type(target)].to(device=call.device, dtype=target.dtype)
         # a model of image tokens knows what it takes to write the same images
-        adapter = getattr(call.plan.adapter, "beside", registry.adapter_for)(model)
+        adapter = call.plan.adapter.beside(model) or registry.adapter_for(model)
         if adapter.vocab != prefill.logits.shape[-1]:
             raise IncompatibleError.between(
                 f"assistant {type(model).__name__}",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
 from mmdecode.draft.target import DraftTarget
-from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt, model_name
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
@@ -423,7 +423,7 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
     """
     if drafter.rotary.sections is None:
         return positions
-    if getattr(adapter, "on_grid", False):
+    if adapter.on_grid:
         return adapter.grid_places(positions)
     return positions[:, None].expand(-1, 3, -1)
 
@@ -446,7 +446,7 @@ def refuse_foreign(
         if wanted is not None and wanted != found:
             raise IncompatibleError.between(
                 f"draft {type(drafter).__name__}",
-                model_name(adapter),
+                adapter.name,
                 f"the drafter expects {what} {wanted}, the model has {found}",
                 "use a drafter that was trained for this model",
             )
@@ -459,7 +459,7 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
     if highest >= adapter.num_layers:
         raise IncompatibleError.between(
             f"draft {type(drafter).__name__}",
-            model_name(adapter),
+            adapter.name,
             f"the drafter reads the input of layer {highest}, the model has {adapter.num_layers} "
             "layers",
             "use a drafter that was trained for this model",

@@ -104,7 +104,8 @@ class Jacobi(Drafter):
         Raises:
             OptionError: The window is larger than the image.
         """
-        layout: Layout | None = getattr(call.plan.adapter, "layout", None)
+        adapter = call.plan.adapter
+        layout: Layout | None = None if adapter is None else adapter.layout
         if layout is not None and self.window > layout.length:
             raise OptionError(
                 f"a window of {self.window} tokens is larger than the image, which has "

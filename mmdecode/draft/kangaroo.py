@@ -20,7 +20,6 @@ from torch import Tensor
 from mmdecode.draft.assistant import Assistant, Going
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
-from mmdecode.engine.adapter import model_name
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
@@ -98,7 +97,7 @@ class Kangaroo(LayerSkip):
         if not 1 <= first <= count:
             raise IncompatibleError.between(
                 f"draft Kangaroo behind layer {first}",
-                model_name(adapter),
+                adapter.name,
                 f"the model has {count} layers",
                 "use an adapter that was trained for this model",
             )
@@ -123,7 +122,7 @@ def refuse_unsuited(adapter: Any) -> None:
     if not (plain and hasattr(decoder, "rotary_emb") and hasattr(decoder, "norm")):
         raise IncompatibleError.between(
             "draft Kangaroo",
-            model_name(adapter),
+            adapter.name,
             "the adapter goes behind layers that see all tokens at rotary positions, with a norm "
             "before the head",
             "use layer_skip",

@@ -24,7 +24,6 @@ from torch.nn.functional import cosine_similarity
 from mmdecode import registry
 from mmdecode.draft.layer_skip import shallow, without_hooks
 from mmdecode.draft.mirror import CacheCopyDrafter
-from mmdecode.engine.adapter import model_name
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput
@@ -84,7 +83,7 @@ class LayerSearch(CacheCopyDrafter):
         if len(call.plan.adapter.windows) > 1:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
-                model_name(call.plan.adapter),
+                call.plan.adapter.name,
                 "its layers differ in what they see, by their place in the model",
                 "use layer_skip with exit_layer, which keeps every layer in its place",
             )

@@ -218,12 +218,12 @@ class Medusa(Drafter):
             names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
             family = AutoConfig.for_model(**dict.fromkeys(names, 0) | target)
             adapter = registry.adapter_class(target["model_type"])
-            if not hasattr(adapter, "extra_layer"):
+            layer = adapter.extra_layer(family)
+            if layer is None:
                 raise UnsupportedModelError(
                     f"{name} brings a block for {target['model_type']!r}, whose adapter has none; "
                     "use heads without a block"
                 )
-            layer = adapter.extra_layer(family)
             layer.load_state_dict({key: value.float() for key, value in block.items()})
         cpu_nodes = None if paths else config.get("cpu_nodes")
         paths = paths or _paths(config.get("medusa_choices"))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.assistant import Assistant
-from mmdecode.engine.adapter import model_name
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
@@ -60,10 +59,10 @@ class CacheCopyDrafter(Assistant):
                 "the guide scores the main branch itself, and shows no keys and values",
                 "use a draft that has a cache of its own: layer_skip, amateur or assistant",
             )
-        if not hasattr(call.plan.adapter, "attention_sites"):
+        if not call.plan.adapter.shows_inside:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
-                model_name(call.plan.adapter),
+                call.plan.adapter.name,
                 f"{type(call.plan.adapter).__name__} does not show the inside of its model",
                 "use layer_skip or assistant, or a decoder-only or vision-language model",
             )

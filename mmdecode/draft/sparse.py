@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.mirror import CacheCopyDrafter
-from mmdecode.engine.adapter import model_name
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.engine.proposal import Kind
@@ -65,7 +64,7 @@ class Sparse(CacheCopyDrafter):
         if any(window is not None for window in call.plan.adapter.windows.values()):
             raise IncompatibleError.between(
                 "draft Sparse",
-                model_name(call.plan.adapter),
+                call.plan.adapter.name,
                 "some of its layers see a window of tokens, which is counted in slots",
                 "use layer_skip or amateur",
             )

@@ -88,7 +88,7 @@ class TargetDistribution:
 
 def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:
     """Logits ``(B, k, D)`` with -inf at tokens that the image's layout has no place for."""
-    layout = getattr(call.plan.adapter, "layout", None)
+    layout = call.plan.adapter.layout if call.plan.adapter is not None else None
     vocab = logits.shape[-1] if own is None else call.plan.adapter.vocab
     if layout is None or not layout.binds(vocab):
         return logits

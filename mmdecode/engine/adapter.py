@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.engine.call import Call
+from mmdecode.engine.capabilities import Part
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import BranchRunner
@@ -85,63 +87,152 @@ Mask = Tensor | Mapping[str, Tensor] | None
 needs."""
 
 
-class Adapter(Protocol):
-    """What a branch needs to run one model family; `mmdecode.adapters` holds them."""
+class Adapter(Part):
+    """Base of what runs one model family; a family says what it has and others do not.
 
+    What a family does not override is not there: no inputs but ids, no grid, no codebook, no look
+    inside. `mmdecode.adapters` holds the families; most inherit of its classes, not of this one.
+
+    Attributes:
+        summary: What the family is, in a line.
+        source: Where the model was published.
+        model_types: Its ``config.model_type``.
+        image_types: The same, of models that write image tokens.
+        model: The model.
+        vocab: Tokens that can be generated.
+        num_layers: Layers with keys and values.
+        max_positions: Size of a learned position table; ``None`` where positions are unbounded.
+        inputs: What the model reads other than ids: ``"image"``, ``"audio"``.
+        windows: Tokens a layer sees, by layer type, itself included; ``None``: all. With several
+            types a mask is a dict by type.
+        shows_inside: Whether `layers`, `norm` and `attention_sites` let parts read and edit what
+            happens inside.
+        layout: Where generated tokens stand in a grid, a `mmdecode.models.image_layout.Layout`;
+            ``None``: in none.
+    """
+
+    summary: str = ""
+    source: str = ""
+    model_types: tuple[str, ...] = ()
+    image_types: tuple[str, ...] = ()
     model: Any
     vocab: int
     num_layers: int
-    max_positions: int | None
-    """Size of a learned position table; ``None`` where positions are unbounded."""
-    inputs: frozenset[str]
-    """What the model reads other than ids: ``"image"``, ``"audio"``."""
-    windows: Mapping[str, int | None]
-    """Tokens a layer sees, by layer type, itself included; ``None``: all. With several types a mask
-    is a dict by type."""
+    max_positions: int | None = None
+    inputs: frozenset[str] = frozenset()
+    windows: Mapping[str, int | None] = MappingProxyType({"full_attention": None})
+    shows_inside: bool = False
+    layout: Any = None
+
+    @staticmethod
+    def inner(model: Any) -> Any:
+        """The part of a model that ``generate`` hands a decoder in its place; ``None``: itself."""
+        return None
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether it may run a model whose type it does not name."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """What messages call the model: the class that the caller knows."""
+        return type(self.model).__name__
+
+    # a pass
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The whole prompt of a branch."""
+        raise NotImplementedError
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of all branches, in order, as few passes as they can be read in."""
+        return list(prompts)
 
     def masks_itself(self, prompt: Prompt) -> bool:
         """Whether the model reads a prompt right without a mask of the engine's.
 
         Most spare a mask of all queries and keys where nothing is padding.
         """
+        return False
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
         """What the model is given as ``past_key_values``, around the engine's ragged cache."""
+        return cache
 
     def join(self, pasts: Sequence[Any], cache: Any) -> Any:
         """As `open`, around a cache joined of several that `open` was given, in order."""
+        return cache
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States of the whole prompt; a model that sees images or mixes directions looks here."""
+        return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """States after the final norm, ``(B, Q, H)``; ``mask`` is additive, ``(B, 1, Q, K)``."""
+        raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of ``(..., H)``."""
+        raise NotImplementedError
+
+    # what parts may ask for
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of generated tokens, ``(..., H)``."""
+        return self.model.get_input_embeddings()(tokens)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """By the shared output matrix alone, which extra heads use too."""
+        return self.head(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """By the norm behind the last layer: what `head` wants of an earlier layer's states."""
+        """By the norm after the last layer: what `head` wants of an earlier layer's states."""
+        raise NotImplementedError
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The decoder's layers, first to last."""
+        raise NotImplementedError
 
     def attention_sites(self) -> Sequence[torch.nn.Module]:
         """The decoder's self-attention, by layer: the modules that call an attention function."""
+        return ()
 
     def image_mask(self, ids: Tensor) -> Tensor:
         """Which tokens of a prompt stand for parts of an image, bool ``(B, P)``."""
+        return torch.zeros_like(ids, dtype=torch.bool)
 
+    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+        """Tokens of each image of a prompt, row by row; ``None``: not known."""
+        return None
 
-def model_name(adapter: Any) -> str:
-    """What messages call the model of an adapter."""
-    return getattr(adapter, "name", type(adapter.model).__name__)
+    def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
+        """Inputs of each row that the caller handed over, to name it by."""
+        return [[] for _ in ids]
+
+    def codebook(self) -> Tensor | None:
+        """What each code of `layout` stands for, ``(C, d)``; ``None``: not known here."""
+        return None
+
+    @property
+    def on_grid(self) -> bool:
+        """Whether `grid_places` knows where a position lies."""
+        return False
+
+    def grid_places(self, positions: Tensor) -> Tensor:
+        """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``."""
+        raise NotImplementedError
+
+    def beside(self, model: Any) -> Adapter | None:
+        """The adapter of another model that writes the same; ``None``: the registered one."""
+        return None
+
+    @staticmethod
+    def extra_layer(config: Any) -> torch.nn.Module | None:
+        """A decoder layer of the family, untrained; ``None``: drafters can bring none."""
+        return None
+
+    @staticmethod
+    def run_extra_layer(layer: torch.nn.Module, hidden: Tensor, mask: Tensor, past: Any) -> Tensor:
+        """``hidden (B, Q, H)`` through such a layer; ``past`` comes from `open`."""
+        raise NotImplementedError

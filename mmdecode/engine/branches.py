@@ -22,7 +22,7 @@ from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.attention import AttentionEdit, AttentionPlan, layer_range, planned
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
-from mmdecode.engine.checks import refuse_closed, refuse_memory
+from mmdecode.engine.checks import refuse_closed, refuse_memory, refuse_no_part
 from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements, StateEdit
 from mmdecode.engine.hooks import of_this_thread
 from mmdecode.engine.masks import block_mask, chain, places
@@ -31,7 +31,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
-class ModelRunner:
+class ModelRunner(BranchRunner):
     """One model, M branches, M * B rows: see `mmdecode.engine.contracts.BranchRunner`.
 
     Args:
@@ -428,6 +428,7 @@ def runners_of(
     for spec in guide.branches if guide else ():
         if spec.build is not None:
             built.append(spec.build(call))
+            refuse_no_part("runner", built[-1])
         else:
             groups.setdefault((spec.stage, id(spec.model) if spec.model else 0), []).append(spec)
     edits = guide.edits if guide else ()

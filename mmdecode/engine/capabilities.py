@@ -7,6 +7,7 @@ the class is defined; so is a public name of a part that is nearly one of those 
 from __future__ import annotations
 
 import difflib
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -66,10 +67,12 @@ class Part:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_near_misses(vars(cls), cls)
+        kind: Any = cls
+        refuse_near_misses(tuple(vars(cls)), kind)
 
 
-def refuse_near_misses(names: Any, cls: type) -> None:
+@functools.lru_cache(maxsize=256)  # adapters are looked at in every call
+def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
     """Refuses names of a part that are nearly those its base declares, and are none of them.
 
     Args:

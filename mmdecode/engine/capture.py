@@ -63,7 +63,7 @@ def step(run: Run) -> Callable[[Proposal], RoundResult]:
 
     All of it, or the scoring alone where the rest has something to do on the host.
     """
-    own = [type(r).__name__ for r in run.runners if not getattr(r, "graph_safe", False)]
+    own = [type(r).__name__ for r in run.runners if not r.graph_safe]
     if own:
         warn(f"no round is captured: {own[0]} scores a branch by rules of its own", stacklevel=2)
         return run.round

@@ -15,11 +15,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from mmdecode._compat import attention_implementation
-from mmdecode.engine.adapter import MAIN, Adapter, Prompt, model_name
+from mmdecode.engine.adapter import MAIN, Adapter, Prompt
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.capabilities import Part, refuse_near_misses
-from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, StateEdit
+from mmdecode.engine.contracts import (
+    AcceptanceRule,
+    BranchRunner,
+    Drafter,
+    Guide,
+    Requirements,
+    StateEdit,
+)
 from mmdecode.engine.proposal import MAX_NODES, Kind, Proposal
 from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused, Verdict
 from mmdecode.errors import IncompatibleError, InputError, OptionError
@@ -212,11 +219,19 @@ def _text_config(adapter: Adapter) -> Any:
     return choose(decoder=True) if choose is not None else None
 
 
-_BASES: dict[str, type[Part]] = {"draft": Drafter, "guide": Guide, "accept": AcceptanceRule}
+_BASES: dict[str, type[Part]] = {
+    "draft": Drafter,
+    "guide": Guide,
+    "accept": AcceptanceRule,
+    "adapter": Adapter,
+    "runner": BranchRunner,
+}
 _MEMBERS = {
     "draft": ("begin",),
     "guide": ("neutral", "apply"),
     "accept": ("guarantee", "kinds", "modes", "__call__"),
+    "adapter": ("model", "vocab", "num_layers", "prompt", "forward", "head"),
+    "runner": ("prefill", "score", "keep"),
 }
 """What a part of a decoder has of its own at least."""
 
@@ -232,7 +247,7 @@ def refuse_no_part(part: str, given: Any) -> None:
     if isinstance(given, str) and part == "accept":
         return
     base = _BASES[part]
-    missing = [name for name in _MEMBERS[part] if not hasattr(given, name)]
+    missing = [name for name in _MEMBERS[part] if _lacks(given, name, base)]
     if isinstance(given, type):
         why = "it is a class; make one"
     elif missing:
@@ -240,11 +255,21 @@ def refuse_no_part(part: str, given: Any) -> None:
     elif not isinstance(given, base):
         why = f"its class {type(given).__name__} is no subclass of mmdecode.{base.__name__}"
     else:
-        return refuse_near_misses(vars(given), type(given))
-    raise OptionError(
-        f"{part}={given!r} is no {part} ({why}); give a name as 'mmdecode methods {part}' "
-        "lists them, with options as name:key=value, or an object"
+        kind: Any = type(given)
+        return refuse_near_misses(tuple(vars(given)), kind)
+    advice = (
+        f"make an object of a class that inherits from mmdecode.{base.__name__}"
+        if part in ("adapter", "runner")
+        else f"give a name as 'mmdecode methods {part}' lists them, with options as "
+        "name:key=value, or an object"
     )
+    raise OptionError(f"{part}={given!r} is no {part} ({why}); {advice}")
+
+
+def _lacks(given: Any, name: str, base: type) -> bool:
+    """Whether a part lacks what its base declares and does not have."""
+    own = getattr(type(given), name, None)
+    return not hasattr(given, name) or (own is not None and own is vars(base).get(name))
 
 
 def refuse_looking(guide: Guide | None) -> None:
@@ -323,7 +348,7 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
     if "image" in guide.requires_inputs and "image" not in adapter.inputs:
         raise IncompatibleError.between(
             name,
-            model_name(adapter),
+            adapter.name,
             "the guide needs images, and this model reads none itself",
             "use a vision-language model; one that hands its images to an inner language model "
             "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
@@ -331,7 +356,7 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
     if "audio" in guide.requires_inputs and "audio" not in adapter.inputs:
         raise IncompatibleError.between(
             name,
-            model_name(adapter),
+            adapter.name,
             "the guide changes what is heard, and this model hears nothing",
             "use a Whisper model",
         )
@@ -346,10 +371,10 @@ def refuse_closed(
         IncompatibleError: Both named.
     """
     inside = edits or needs.attention or needs.text_attention or needs.exits
-    if inside and not hasattr(adapter, "attention_sites"):
+    if inside and not adapter.shows_inside:
         raise IncompatibleError.between(
             part,
-            model_name(adapter),
+            adapter.name,
             f"{type(adapter).__name__} does not show the inside of its model",
             "use it with a decoder-only or vision-language model",
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -271,28 +271,35 @@ class StateEdit:
     layers: tuple[float, float] = (0.0, 1.0)
 
 
-class BranchRunner(Protocol):
-    """One or more branches that are scored in one go.
+class BranchRunner(Part):
+    """Base of what scores one or more branches in one go.
 
-    A class attribute ``graph_safe = True`` says that every `score` and `keep` of a shape runs the
-    same operations on the same tensors: captured, they may be replayed.
+    Attributes:
+        stage: Runners of a later stage see the outputs of earlier ones.
+        graph_safe: Every `score` and `keep` of a shape runs the same operations on the same
+            tensors: captured, they may be replayed.
     """
 
-    stage: int
+    stage: int = 1
+    graph_safe: bool = False
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the whole prompt."""
+        raise NotImplementedError
 
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Scores root and nodes, behind what was kept."""
+        """Scores root and nodes, after what was kept."""
+        raise NotImplementedError
 
     def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Keeps root and accepted nodes: ``path (B, D)``, ``count (B,)`` slots, root included."""
+        raise NotImplementedError
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the rows ``rows``, in that order; repeating them is a fork."""
+        """Keeps the rows ``rows``, in that order; repeating them is a fork."""
+        raise NotImplementedError
 
 
 class Guide(Part):

@@ -188,9 +188,7 @@ def _requests(
         return [request_key(name, row % copies) for row, name in enumerate(names)]
     known = {name: mm_inputs[name] for name in _CONTENT if name in mm_inputs}
     known = {name: value for name, value in known.items() if len(value) * copies == len(ids)}
-    seen: list[list[Tensor]] = [[] for _ in ids]
-    if hasattr(adapter, "contents"):
-        seen = adapter.contents(mm_inputs, ids[::copies])
+    seen = adapter.contents(mm_inputs, ids[::copies])
     keys = []
     rows, masks = ids.tolist(), mask.bool().tolist()
     for row, (tokens, real) in enumerate(zip(rows, masks, strict=True)):

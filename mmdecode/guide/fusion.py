@@ -29,7 +29,7 @@ from transformers.modeling_outputs import ModelOutput
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Guide
+from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide
 from mmdecode.engine.encoding import Inputs, encode_unpadded
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import InputError, OptionError
@@ -229,7 +229,7 @@ class Choices:
         self.kept = [list(self.kept[row]) for row in rows.tolist()]
 
 
-class SecondModel:
+class SecondModel(BranchRunner):
     """An encoder-decoder that writes the main model's words, and reads an input of its own.
 
     It sees what the row has generated, behind a prompt of its own. What it reads is the call's
@@ -250,8 +250,6 @@ class SecondModel:
         InputError: The call brings no input for it, or not one per row.
         OptionError: Its vocabulary is not the main model's.
     """
-
-    stage = 1
 
     def __init__(
         self, call: Call, model: Any, prompt: Sequence[int], ids: Tensor | None = None

@@ -104,7 +104,7 @@ def generate(
         decoder.draft = decoder.draft.under(guide if guided else None, warp.sampling.warp)
     if seed is not None:
         decoder.seed = seed
-    names = adapter.names(inputs)
+    names = adapter.row_names(inputs)
     layout = adapter.layout
     processors = LogitsProcessorList()
     if layout.binds(adapter.vocab):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmdecode.engine.adapter import MAIN, model_name
+from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call, Plan
@@ -85,17 +85,17 @@ class ZipAR:
             raise OptionError(
                 f"window must be 1 or more, got {window}; the width of the grid is plain decoding"
             )
-        if getattr(adapter, "layout", None) is None:
+        if adapter.layout is None:
             raise IncompatibleError.between(
                 "ZipAR",
-                model_name(adapter),
+                adapter.name,
                 "rows are decoded side by side, and this model writes no grid of image codes",
                 "use a model of image tokens in raster order, or another way of decoding",
             )
         if any(adapter.windows.values()):
             raise IncompatibleError.between(
                 "ZipAR",
-                model_name(adapter),
+                adapter.name,
                 "some of its layers see the latest tokens alone, which out of order are not those "
                 "before a cell",
                 "use a Jacobi window: --draft jacobi",
@@ -169,7 +169,7 @@ class ZipAR:
         inputs: Mapping[str, Any],
     ) -> Call:
         """The rows of a batch before their first token, as the engine opens them."""
-        names = self.adapter.names(inputs)
+        names = self.adapter.row_names(inputs)
         request = ordinals(names) if request is None else request
         if len(request) != len(names):
             raise OptionError(

@@ -332,8 +332,7 @@ class FeatureDrafter(nn.Module):
 
 def embedded(ids: Tensor, adapter: Any) -> Tensor:
     """Embeddings of the target's ids, by its own table."""
-    embed = getattr(adapter, "embed", None) or adapter.model.get_input_embeddings()
-    return embed(ids)
+    return adapter.embed(ids)
 
 
 def save_drafter(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmdecode.engine.adapter import BranchSpec, Prompt
+from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
@@ -192,15 +192,13 @@ class TablePast:
         self.salt = self.salt[rows]
 
 
-class TableAdapter:
-    """Runs a `Table`; see `mmdecode.engine.adapter.Adapter`."""
+class TableAdapter(Adapter):
+    """Runs a `Table`; each prompt is read alone, so that joining them is tested."""
 
     summary = "the exact table models of mmdecode.testing"
     model_types = ("mmdecode_table",)
-    max_positions = None
-    inputs: frozenset[str] = frozenset()
-    windows: ClassVar = {"full_attention": None}
     num_layers = LAYERS
+    shows_inside = True
 
     def __init__(self, model: Table) -> None:
         self.model, self.vocab, self.layout = model, model.vocab, model.layout
@@ -229,14 +227,6 @@ class TableAdapter:
             ids, mask = ids[:, -1:], mask[:, -1:]
         return Prompt(ids=ids, mask=mask, inputs={"salt": salt})
 
-    def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Each prompt is read alone, so that joining them is tested."""
-        return list(prompts)
-
-    def masks_itself(self, prompt: Prompt) -> bool:
-        """Never."""
-        return False
-
     def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
         """The cache with the salt of all."""
         return TablePast(cache, torch.cat([past.salt for past in pasts]))
@@ -245,11 +235,7 @@ class TableAdapter:
         """The cache with the salt."""
         return TablePast(cache, prompt.inputs["salt"])
 
-    def prefill(self, prompt: Prompt, mask: Tensor, positions: Tensor, past: TablePast) -> Tensor:
-        """The prompt like any block."""
-        return self.forward(prompt.ids, mask, positions, past)
-
-    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, past: TablePast) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Any, positions: Tensor, past: TablePast) -> Tensor:
         """Integer states ``(R, Q, 1)``."""
         states = self.model.embed(tokens, positions, past.salt)
         for layer in self.model.decoder_layers:
@@ -267,14 +253,6 @@ class TableAdapter:
     def layers(self) -> Sequence[nn.Module]:
         """The layers."""
         return list(self.model.decoder_layers)
-
-    def attention_sites(self) -> Sequence[nn.Module]:
-        """None: layers sum what the mask shows."""
-        return []
-
-    def image_mask(self, ids: Tensor) -> Tensor:
-        """Text alone."""
-        return torch.zeros_like(ids, dtype=torch.bool)
 
 
 def decode(

@@ -29,7 +29,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
 from mmdecode.draft.none import NoDraft
 from mmdecode.draft.target import DraftTarget
-from mmdecode.engine.adapter import Adapter, model_name
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Requirements
 from mmdecode.engine.proposal import Kind
@@ -267,7 +267,7 @@ def train(
     worker = worker or Alone()
     if target.kinds is not None and options.kind not in target.kinds:
         raise OptionError(
-            f"kind={options.kind!r}: drafters of {model_name(target.adapter)} are of kind "
+            f"kind={options.kind!r}: drafters of {target.adapter.name} are of kind "
             f"{' or '.join(target.kinds)}; choose one of these"
         )
     ends = [len(requests) - options.tested - options.held_out, len(requests) - options.tested]

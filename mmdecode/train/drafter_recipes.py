@@ -600,9 +600,9 @@ def sizes_of(adapter: Any) -> dict[str, Any]:
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     places = getattr(config, "max_position_embeddings", adapter.max_positions)
     images: dict[str, Any] = {}
-    if hasattr(adapter, "layout"):
+    if adapter.layout is not None:
         images["draws_images"] = True
-    if getattr(adapter, "on_grid", False):
+    if adapter.on_grid:
         # frequencies by turns of rows and of columns
         sections = (width // heads // 4) * [0, 1, 1]
         images["rope_parameters"] = {"rope_theta": theta, "mrope_section": sections}

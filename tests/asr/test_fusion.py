@@ -224,7 +224,7 @@ class Fixed:
 
     @torch.no_grad()
     def __call__(self, asked):
-        return self.scorer.scores(asked)
+        return self.scorer.weigh(asked)
 
 
 def texts_of(said, rng):

@@ -170,8 +170,8 @@ def test_rotations_that_change_with_the_length_are_left_to_the_modules():
 
 
 def test_an_unrotated_lean_step_is_found(monkeypatch):
-    embed = MoonshineAdapter.embed
-    monkeypatch.setattr(MoonshineAdapter, "embed", lambda *args: (embed(*args)[0], None))
+    embed = MoonshineAdapter.embed_at
+    monkeypatch.setattr(MoonshineAdapter, "embed_at", lambda *args: (embed(*args)[0], None))
     assert_falls_back(fresh("moonshine"), "moonshine")
 
 

@@ -1,11 +1,14 @@
 """What is given to a decoder as its parts."""
 
 import pytest
+import torch
 
 import mmdecode as mm
 from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.capabilities import DrafterCapabilities, RuleCapabilities
 from mmdecode.errors import OptionError
+from mmdecode.testing.table import Table, TableAdapter, decode
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,79 @@ def test_a_part_without_its_base_is_refused():
 
     with pytest.raises(OptionError, match=r"class Alone is no subclass of mmdecode\.Drafter"):
         mm.Decoder(Alone())
+
+
+class Foreign:
+    """Has what an adapter needs, and is none."""
+
+    def __init__(self, model):
+        self.model, self.vocab, self.num_layers = model, model.vocab, 2
+
+    def prompt(self, call, spec):
+        """Nothing."""
+
+    def forward(self, tokens, mask, positions, past):
+        """Nothing."""
+
+    head = None
+
+
+class Headless(mm.Adapter):
+    """Says nothing of logits, nor how many layers it has."""
+
+    def __init__(self, model):
+        self.model, self.vocab = model, model.vocab
+
+    prompt = Foreign.prompt
+    forward = Foreign.forward
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: object(), r"\(no model, vocab, num_layers, prompt, forward, head\)"),
+        (Foreign, r"its class Foreign is no subclass of mmdecode\.Adapter"),
+        (Headless, r"\(no num_layers, head\).* inherits from mmdecode\.Adapter"),
+        (lambda model: TableAdapter, "it is a class; make one"),
+    ],
+)
+def test_an_adapter_without_its_base_or_its_members_is_refused(make, message):
+    model = Table(8, seed=1)
+    with pytest.raises(OptionError, match=message):
+        decode(model, torch.ones(1, 2).long(), mm.Decoder(), inputs={"mm_adapter": make(model)})
+
+
+def test_a_name_that_is_nearly_one_of_an_adapters_base_is_refused():
+    with pytest.raises(OptionError, match=r"Odd.window is nothing .* Adapter .*'windows'"):
+
+        class Odd(TableAdapter):
+            window = 3
+
+    class Quiet(TableAdapter):
+        def __init__(self, model):
+            super().__init__(model)
+            self.max_position = 4
+
+    model = Table(8, seed=1)
+    with pytest.raises(OptionError, match=r"Quiet.max_position is nothing .*'max_positions'"):
+        decode(model, torch.ones(1, 2).long(), mm.Decoder(), inputs={"mm_adapter": Quiet(model)})
+
+
+def test_a_runner_of_branches_without_its_base_is_refused():
+    class Running:
+        stage = 1
+
+        def prefill(self, call, earlier):
+            """Nothing."""
+
+        score = keep = prefill
+
+    class Both(mm.Guide):
+        branches = (BranchSpec(name="own", build=lambda call: Running()),)
+        neutral = False
+
+        def apply(self, constants, call, proposal, scores):
+            """Nothing."""
+
+    with pytest.raises(OptionError, match=r"Running is no subclass of mmdecode\.BranchRunner"):
+        decode(Table(8, seed=1), torch.ones(1, 2).long(), mm.Decoder(guide=Both()))

@@ -2,14 +2,14 @@
 
 import torch
 
-from mmdecode.engine.adapter import Prompt
+from mmdecode.engine.adapter import Adapter, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput, Outcome
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 
 
-class Given:
+class Given(Adapter):
     """What drafts ask of an adapter: a head, embeddings, and where images are.
 
     Args:
@@ -35,9 +35,6 @@ class Given:
 
     def image_mask(self, ids):
         return self.images
-
-    def image_sizes(self, prompt):
-        return None
 
 
 def begin(draft, adapter, ids, hidden, merged):

@@ -246,7 +246,7 @@ class FieldAdapter(TableAdapter):
     def condition(self, count):
         return {"salt": torch.zeros(count, dtype=torch.long)}
 
-    def names(self, inputs):
+    def row_names(self, inputs):
         return [b""] * len(inputs["salt"])
 
     def prompt(self, call, spec):

@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import Guide, Requirements
+from mmdecode.engine.contracts import BranchRunner, Guide, Requirements
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
 from mmdecode.testing.table import Table
 
@@ -101,7 +101,7 @@ class Layers(Probe):
         return scores
 
 
-class Edited:
+class Edited(BranchRunner):
     """Scores the prompt with one added to what every layer hands on, in every pass."""
 
     stage = 1

@@ -10,7 +10,7 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
-from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
+from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements
 from mmdecode.engine.noise import Noise, Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
@@ -112,7 +112,7 @@ TEXT = ["a", "bc", "d", " ", "abc"]
 LETTERS = "abcd "
 
 
-class TextScorer:
+class TextScorer(BranchRunner):
     """Scores the candidates of stage 1 as text: pairs of letters are its tokens."""
 
     stage = 2
