@@ -240,7 +240,10 @@ class Drafter(Part):
 
     kinds: tuple[Kind, ...] = ("deterministic",)
     capabilities: DrafterCapabilities = DrafterCapabilities()
-    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
+
+    def needs(self, adapter: Adapter) -> Requirements:
+        """What it wants of the passes of a model."""
+        return Requirements()
 
     def observe(self, *given: Any) -> None:
         """As of before."""
@@ -311,7 +314,6 @@ class Guide(Part):
     guide is one object for all calls, and a drafter is not.
 
     Attributes:
-        needs: What it wants of the passes; a method where that depends on the model's depth.
         branches: Conditionings of the model other than the main one.
         edits: Changes of what happens inside branches.
         requires_inputs: Kinds of inputs that the model must read: ``"image"``, ``"audio"``.
@@ -321,13 +323,16 @@ class Guide(Part):
         neutral: Whether the settings leave the main branch's logits untouched; then nothing is run.
     """
 
-    needs: Requirements | Callable[[Adapter], Requirements] = Requirements()
     branches: Sequence[BranchSpec] = ()
     edits: Sequence[AttentionEdit | StateEdit] = ()
     requires_inputs: Sequence[str] = ()
     lookback: bool = False
     lookahead: bool = False
     neutral: bool
+
+    def needs(self, adapter: Adapter) -> Requirements:
+        """What it wants of the passes of a model."""
+        return Requirements()
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Any:
         """Per-row constants, computed once."""
@@ -363,7 +368,8 @@ def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
     """What a part wants of the passes of a model."""
     if part is None:
         return Requirements()
-    return part.needs(adapter) if callable(part.needs) else part.needs
+    needs: Any = part.needs  # drafters may still have it as an attribute
+    return needs(adapter) if callable(needs) else needs
 
 
 def plain_main(guide: Guide | None) -> bool:

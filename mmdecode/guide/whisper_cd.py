@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.engine.adapter import BranchSpec
+from mmdecode.engine.adapter import Adapter, BranchSpec
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
@@ -137,7 +137,6 @@ class WhisperCD(Guide):
             raise OptionError(f"no_speech must be in 0..1, got {no_speech}; 1 is no gate")
         self.no_speech, self.structure = no_speech, structure
         self.asks = no_speech < 1 or structure is not None
-        self.needs = Requirements(prompt_hidden=self.asks)
         self.tau = tau
         changes: dict[str, Change] = {}
         if snr is not None:
@@ -168,6 +167,10 @@ class WhisperCD(Guide):
             for name, change in heard.items()
         ]
         self.neutral = not (alpha or beta or gate or self.asks)
+
+    def needs(self, adapter: Adapter) -> Requirements:
+        """The states of the prompt, where it asks for the probability of no speech."""
+        return Requirements(prompt_hidden=self.asks)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Vocabulary:
         """Which tokens are text, how a window ends, which rows are timed, and which unspoken."""

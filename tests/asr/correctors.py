@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.engine.contracts import Guide, Requirements
+from mmdecode.engine.contracts import Guide
 
 LISTS = [
     NBestList("a", ("the cat sat on a mat", "the cat sits on the mat", "a cat sat on a map")),
@@ -80,7 +80,6 @@ class Writes(Guide):
         texts: By the row's first hypothesis, as ids with their end.
     """
 
-    needs = Requirements()
     branches = ()
     neutral = False
 

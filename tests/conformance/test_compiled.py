@@ -101,7 +101,8 @@ def test_a_machine_without_a_compiler_runs_as_usual(counter, monkeypatch):
 
 def test_states_of_inner_layers_are_taken_as_usual(counter):
     class Guided(Linear):
-        needs = Requirements(hidden=frozenset((1,)))
+        def needs(self, adapter):
+            return Requirements(hidden=frozenset((1,)))
 
     other = BranchSpec(name="other", prompt="last_token")
 

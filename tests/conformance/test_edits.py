@@ -35,11 +35,13 @@ class Edited(Guide):
 
     neutral = False
     branches = ()
-    needs = Requirements()
 
     def __init__(self, *edits, needs=None, branches=()):
-        self.edits, self.branches, self.needs = edits, branches, needs or Requirements()
+        self.edits, self.branches, self.wanted = edits, branches, needs or Requirements()
         self.seen = []
+
+    def needs(self, adapter):
+        return self.wanted
 
     def begin(self, call, prefill):
         self.confidence = prefill["main"].logits.softmax(-1).amax(-1)

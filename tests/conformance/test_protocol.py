@@ -252,7 +252,7 @@ def test_decoding_leaves_no_trace_on_the_model(family):
     for draft in table.values():
         ours(Decoder(draft(family, [[1] * NEW] * 3)), family)
     reads_layers = drafts.Constant(3)
-    reads_layers.needs = Requirements(hidden=frozenset({0, 1, "last"}))
+    reads_layers.needs = lambda adapter: Requirements(hidden=frozenset({0, 1, "last"}))
     ours(Decoder(reads_layers), family)
 
     class Broken(StoppingCriteria):

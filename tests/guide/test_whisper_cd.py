@@ -274,9 +274,9 @@ def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(ga
 
 
 def test_the_prompt_is_read_for_the_no_speech_token_alone():
-    assert not WhisperCD().needs.prompt_hidden
-    assert WhisperCD(structure=0.5).needs.prompt_hidden
-    assert WhisperCD(no_speech=0.5).needs.prompt_hidden
+    assert not WhisperCD().needs(ADAPTER).prompt_hidden
+    assert WhisperCD(structure=0.5).needs(ADAPTER).prompt_hidden
+    assert WhisperCD(no_speech=0.5).needs(ADAPTER).prompt_hidden
 
 
 # What is heard

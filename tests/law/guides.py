@@ -19,7 +19,6 @@ from mmdecode.testing.table import Table
 class Probe(Guide):
     """A guide with nothing but its formula; ``law(model)`` is the same on plain lists of tokens."""
 
-    needs = Requirements()
     branches = ()
     neutral = False
 
@@ -86,7 +85,8 @@ class Against(Probe):
 class Layers(Probe):
     """The last layer against the first, through the model's own head."""
 
-    needs = Requirements(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
+    def needs(self, adapter):
+        return Requirements(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
 
     def apply(self, constants, call, proposal, scores):
         main = scores["main"]

@@ -160,7 +160,6 @@ class TextScorer(BranchRunner):
 class TextFusion(Guide):
     """Log-linear fusion over the candidates; other tokens are excluded."""
 
-    needs = Requirements()
     neutral = False
     branches = (BranchSpec(name="text", stage=2, build=lambda call: TextScorer(call, 3)),)
 

@@ -7,5 +7,6 @@ from mmdecode.engine.contracts import Requirements
 def window(nodes, tail, kinds=None, make=Jacobi, **options):
     draft = make(nodes + 1, **options)
     draft.kinds = kinds or draft.kinds
-    draft.needs = Requirements(window_modes=dict.fromkeys(draft.kinds, tail))
+    wanted = Requirements(window_modes=dict.fromkeys(draft.kinds, tail))
+    draft.needs = lambda adapter: wanted
     return draft
