@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
 from mmdecode.engine.adapter import Mask, Prompt
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError, UnsupportedModelError
+from mmdecode.models.image_layout import Layout
 
 if TYPE_CHECKING:
     from transformers import ImageGPTForCausalImageModeling

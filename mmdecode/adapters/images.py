@@ -24,9 +24,9 @@ from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.request import left_padded
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.models.image_layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

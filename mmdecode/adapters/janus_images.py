@@ -15,8 +15,8 @@ from torch.nn.functional import normalize
 
 from mmdecode.adapters.images import Preset, PromptedAdapter, named_id, to_unit
 from mmdecode.engine.adapter import Mask
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError, UnsupportedModelError
+from mmdecode.models.image_layout import Layout
 
 if TYPE_CHECKING:
     from transformers import JanusForConditionalGeneration

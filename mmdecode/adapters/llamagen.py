@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
 from mmdecode.engine.adapter import Mask, Prompt
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.models.image_layout import Layout
 from mmdecode.models.llamagen import left_padded
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call, WindowMode
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal, Tree
 from mmdecode.errors import OptionError
+from mmdecode.models.image_layout import Layout
 
 STARTS = ("random", "left", "left_law", "above", "above_law")
 CONTINUATIONS = ("adaptive", "redraw", "shared")

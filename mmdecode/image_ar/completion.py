@@ -22,9 +22,9 @@ from torch import Tensor
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.models.image_layout import Layout
 
 Completion = Literal["continued", "locally constrained", "laid over"]
 

@@ -34,13 +34,13 @@ from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.raster import ImageTokens, ordinals
 from mmdecode.image_ar.sampling import Sampling
+from mmdecode.models.image_layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

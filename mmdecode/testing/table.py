@@ -29,9 +29,9 @@ from transformers import (
 
 from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError
+from mmdecode.models.image_layout import Layout
 
 if TYPE_CHECKING:
     from mmdecode.decoder import Decoder

@@ -9,12 +9,12 @@ from torch import nn
 from mmdecode import registry
 from mmdecode.adapters.images import Preset
 from mmdecode.engine.adapter import Prompt
-from mmdecode.engine.layout import Layout
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar import rows as rows_loop
 from mmdecode.image_ar.rows import ZipAR, raster_mask, schedule
+from mmdecode.models.image_layout import Layout
 from mmdecode.testing.checks import LEVEL, p_value
 from mmdecode.testing.table import Table, TableAdapter
 from tests.conformance.tiny_images import (

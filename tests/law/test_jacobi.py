@@ -13,9 +13,9 @@ from mmdecode.accept import rejection as rejection_rule
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import STARTS, Jacobi, JacobiSession
 from mmdecode.engine import window
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError
 from mmdecode.image_ar.grammar import Grammar
+from mmdecode.models.image_layout import Layout
 from mmdecode.testing import mistakes
 from mmdecode.testing.checks import (
     PROMPTS,

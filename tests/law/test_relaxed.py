@@ -16,11 +16,11 @@ from mmdecode.accept.rejection import Asked, Rejection, residual
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine import window
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.evaluation.relaxed import one_token
 from mmdecode.image_ar.grammar import Grammar
 from mmdecode.image_ar.sampling import Sampling
+from mmdecode.models.image_layout import Layout
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import (
     LEVEL,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmdecode.engine.layout import Layout
 from mmdecode.errors import OptionError, ShapeError
+from mmdecode.models.image_layout import Layout
 
 IDS = torch.tensor([7, 3, 9])
 PLAIN = Layout(rows=2, columns=3, ids=IDS)
