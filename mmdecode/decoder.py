@@ -246,7 +246,7 @@ class Decoder:
             guide=guide,
             rule=rule,
             runners=runners_of(adapter, guide, needs, call, registry.adapter_for),
-            processors=Processors(processors),
+            processors=Processors(processors, adapter.node_processors()),
             stopping=Stopping(criteria, asked.eos_token_ids, asked.max_new_tokens),
             stats=self.stats,
             listeners=listeners,

@@ -12,9 +12,11 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode.adapters import audio_views
 from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
+from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.request import token_ids
+from mmdecode.engine.target_logits import NodeProcessors
 
 if TYPE_CHECKING:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -103,6 +105,10 @@ class WhisperAdapter(LeanAdapter):
     def final_norm(self) -> torch.nn.LayerNorm:
         """After the last layer."""
         return self._decoder.layer_norm
+
+    def node_processors(self) -> NodeProcessors:
+        """The grammar of timestamps."""
+        return NODE_PROCESSORS
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.asr.audio import import_or_explain
 from mmdecode.asr.letters import CTCModel, Letters, letters_of
 from mmdecode.asr.words import Token, is_marks, opens, split_units
@@ -378,6 +379,6 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
     most = len(window.tokens) + 1
     call = Call.of(prompt, generated=tokens, length=0, max_new_tokens=most)
     proposal = Proposal(tokens=tokens, kind="deterministic")
-    law = TargetLogits(logits[None], call, proposal, Processors(window.rules))
+    law = TargetLogits(logits[None], call, proposal, Processors(window.rules, NODE_PROCESSORS))
     scores = law.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
     return scores.softmax(-1).gather(1, tokens[0, :, None])[:, 0].tolist()

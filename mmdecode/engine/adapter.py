@@ -19,6 +19,7 @@ from mmdecode.engine.capabilities import Part
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import BranchRunner
+    from mmdecode.engine.target_logits import NodeProcessors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,10 @@ class Adapter(Part):
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:
         """Inputs of each row that the caller handed over, to name it by."""
         return [[] for _ in ids]
+
+    def node_processors(self) -> NodeProcessors:
+        """Processors of the family's own that can be evaluated at all nodes together."""
+        return {}
 
     def codebook(self) -> Tensor | None:
         """What each code of `layout` stands for, ``(C, d)``; ``None``: not known here."""

@@ -345,20 +345,16 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
                 "give the branches beside it a later stage",
             )
     refuse_closed(name, adapter, guide.edits, needs)
-    if "image" in guide.requires_inputs and "image" not in adapter.inputs:
+    missing = [kind for kind in guide.requires_inputs if kind not in adapter.inputs]
+    if missing:
+        reads = " and ".join(sorted(adapter.inputs)) or "ids alone"
         raise IncompatibleError.between(
             name,
             adapter.name,
-            "the guide needs images, and this model reads none itself",
-            "use a vision-language model; one that hands its images to an inner language model "
-            "needs mmdecode.generate, or generate inside mmdecode.attach(model)",
-        )
-    if "audio" in guide.requires_inputs and "audio" not in adapter.inputs:
-        raise IncompatibleError.between(
-            name,
-            adapter.name,
-            "the guide changes what is heard, and this model hears nothing",
-            "use a Whisper model",
+            f"the guide requires inputs of kind {' and '.join(missing)}, and this model reads "
+            f"{reads} itself",
+            f"use a model that reads {' and '.join(missing)}; one that hands such inputs to an "
+            "inner model needs mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
 
 

@@ -2,23 +2,24 @@
 
 A processor of transformers sees one position of every row and the row's whole prefix. Here many
 nodes are scored at once, each with its own prefix. Processors of known exact type are evaluated at
-all nodes together, without looking at the device. As soon as one of another type is in the list,
-the list runs as transformers would run it: node by node along the accepted path, batch-shaped for
-each distinct prefix length, never past the first rejection. A processor of our own says by a method
+all nodes together, without looking at the device; a family's adapter may know further types. As
+soon as one of another type is in the list, the list runs as transformers would run it: node by node
+along the accepted path, batch-shaped for each distinct prefix length, never past the first
+rejection. A processor of our own says by a method
 ``at_nodes(scores (B, N + 1, V), nodes) -> scores`` what it makes of all nodes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from mmdecode._compat import detects_timestamps_from_logprob
 from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 
@@ -102,6 +103,8 @@ def _arange(size: int, device: torch.device) -> Tensor:
 
 
 Vectorised = Callable[[Tensor, Nodes], Tensor]
+NodeProcessors = Mapping[type, Callable[..., Vectorised]]
+"""By exact type of a processor, what makes of one a function of all nodes together."""
 
 
 def _flat(processor: lp.LogitsProcessor) -> Vectorised:
@@ -166,71 +169,39 @@ def _min_new_tokens(processor: lp.MinNewTokensLengthLogitsProcessor) -> Vectoris
     return run
 
 
-def _whisper_timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
-    """Timestamps in pairs, never decreasing, first of all, and wherever they outweigh all text.
-
-    What the stock processor bans are ranges: text below ``low_text``, timestamps outside
-    ``low_stamp..high_stamp``. Whether timestamps outweigh text is asked of the scores themselves:
-    the normaliser of their softmax cancels.
-    """
-    first, begin = processor.timestamp_begin, processor.begin_index
-    eos = processor.eos_token_id
-    eos = min(eos) if isinstance(eos, (list, tuple)) else int(eos)
-    latest = processor.max_initial_timestamp_index
-
-    def run(scores: Tensor, nodes: Nodes) -> Tensor:
-        size = scores.shape[-1]
-        tokens, since_begin = nodes.tokens, nodes.prefix_length - begin
-        last_is = (tokens >= first) & (since_begin >= 1)
-        previous_is = (nodes.previous() >= first) | (since_begin < 2)
-        last = nodes.last_on_path(last_is, nodes.last_committed(first, begin))
-        opening = last_is & ~previous_is  # text has just been closed by a timestamp
-        at_begin = since_begin == 0
-        low_text = torch.where(at_begin, first, opening * eos)
-        low_stamp = torch.where(last >= first, last + (~opening).long(), first)
-        low_stamp = torch.where(last_is & previous_is, size, low_stamp)
-        vocab = nodes.vocabulary(size)
-        text, stamps = scores[..., :first], scores[..., first:]
-        text = text.masked_fill(vocab[:first] < low_text[..., None], -torch.inf)
-        text[..., processor.no_timestamps_token_id] = -torch.inf
-        banned = vocab[first:] < low_stamp[..., None]
-        if latest is not None:
-            banned |= at_begin[..., None] & (vocab[first:] > first + latest)
-        stamps = stamps.masked_fill(banned, -torch.inf)
-        if detects_timestamps_from_logprob(processor):
-            only_stamps = stamps.logsumexp(-1) > text.amax(-1)
-            text = text.masked_fill(only_stamps[..., None], -torch.inf)
-        return torch.cat([text, stamps], -1)
-
-    return run
-
-
-_KNOWN: dict[type, Callable[..., Vectorised]] = {
+_KNOWN: NodeProcessors = {
     **dict.fromkeys(_PREFIX_FREE, _flat),
     lp.SuppressTokensLogitsProcessor: _suppress,
     lp.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
     lp.MinLengthLogitsProcessor: _min_length,
     lp.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
-    lp.WhisperTimeStampLogitsProcessor: _whisper_timestamps,
 }
 
 
-def _vectorised(processor: lp.LogitsProcessor) -> Vectorised | None:
+def _vectorised(processor: lp.LogitsProcessor, table: NodeProcessors) -> Vectorised | None:
     """What it makes of all nodes together; ``None``: it is of a type that nobody knows."""
-    known = _KNOWN.get(type(processor))
+    known = table.get(type(processor))
     return known(processor) if known else getattr(processor, "at_nodes", None)
 
 
 class Processors:
     """The caller's processors, sorted once per call into vectorised ones and others.
 
+    Args:
+        processors: In order.
+        known: Further types that can be evaluated at all nodes together, as the model's adapter
+            names them.
+
     Attributes:
         vectorised: Whether every processor can be evaluated at all nodes together.
     """
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
+    def __init__(
+        self, processors: LogitsProcessorList, known: NodeProcessors = MappingProxyType({})
+    ) -> None:
         self.processors = processors
-        runs = [_vectorised(processor) for processor in processors]
+        table = {**_KNOWN, **known}
+        runs = [_vectorised(processor, table) for processor in processors]
         self._runs = [run for run in runs if run is not None]
         self.vectorised = len(self._runs) == len(runs)
 

@@ -27,9 +27,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.engine.target_logits import NodeProcessors
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.image_layout import Layout
 
@@ -245,6 +247,10 @@ class TableAdapter(Adapter):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""
         return self.model.logits(hidden)
+
+    def node_processors(self) -> NodeProcessors:
+        """Whisper's grammar of timestamps, so that exact models test it."""
+        return NODE_PROCESSORS
 
     def norm(self, hidden: Tensor) -> Tensor:
         """There is none."""

@@ -7,7 +7,8 @@ import mmdecode as mm
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.capabilities import DrafterCapabilities, RuleCapabilities
-from mmdecode.errors import OptionError
+from mmdecode.engine.contracts import Requirements
+from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.table import Table, TableAdapter, decode
 
 
@@ -140,3 +141,44 @@ def test_a_runner_of_branches_without_its_base_is_refused():
 
     with pytest.raises(OptionError, match=r"Running is no subclass of mmdecode\.BranchRunner"):
         decode(Table(8, seed=1), torch.ones(1, 2).long(), mm.Decoder(guide=Both()))
+
+
+def test_an_adapter_without_what_a_guide_requires_is_refused_with_both_sides():
+    class Deep(mm.Guide):
+        requires_inputs = ("depth", "audio")
+        neutral = False
+
+        def apply(self, constants, call, proposal, scores):
+            """Nothing."""
+
+    class Hears(TableAdapter):
+        inputs = frozenset({"audio"})
+
+    model = Table(8, seed=1)
+    with pytest.raises(
+        IncompatibleError,
+        match=r"guide Deep does not fit Table: .* kind depth, and this model reads audio itself; "
+        "use a model that reads depth",
+    ):
+        given = {"mm_adapter": Hears(model)}
+        decode(model, torch.ones(1, 2).long(), mm.Decoder(guide=Deep()), inputs=given)
+
+
+@pytest.mark.parametrize("wanted", [{"attention": frozenset({0})}, {"exits": frozenset({0})}])
+def test_an_adapter_that_does_not_show_the_inside_that_a_guide_needs_is_refused(wanted):
+    class Looks(mm.Guide):
+        neutral = False
+
+        def needs(self, adapter):
+            return Requirements(**wanted)
+
+        def apply(self, constants, call, proposal, scores):
+            """Nothing."""
+
+    class Closed(TableAdapter):
+        shows_inside = False
+
+    model = Table(8, seed=1)
+    with pytest.raises(IncompatibleError, match=r"guide Looks .* Closed does not show the inside"):
+        given = {"mm_adapter": Closed(model)}
+        decode(model, torch.ones(1, 2).long(), mm.Decoder(guide=Looks()), inputs=given)

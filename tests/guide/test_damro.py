@@ -175,7 +175,7 @@ def test_bad_settings_are_refused():
         with pytest.raises(OptionError):
             DAMRO(**wrong)
     assert registry.create("guide", "damro:k=4,alpha=0.5,heads=joined").k == 4
-    with pytest.raises(IncompatibleError, match="reads none itself"):
+    with pytest.raises(IncompatibleError, match="reads ids alone itself"):
         text_model("llama").generate(
             torch.tensor([[1, 2]]), custom_generate=Decoder(guide=DAMRO()), max_new_tokens=2
         )

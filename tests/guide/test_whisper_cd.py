@@ -343,7 +343,10 @@ def test_options_out_of_range_are_refused(options, says):
 
 
 def test_a_model_that_hears_nothing_is_refused():
-    with pytest.raises(IncompatibleError, match=r"WhisperCD does not fit .*hears nothing"):
+    with pytest.raises(
+        IncompatibleError,
+        match=r"WhisperCD does not fit .*inputs of kind audio, .* reads ids alone",
+    ):
         mm.generate(
             text_model("llama"),
             **prompts(2),

@@ -12,6 +12,7 @@ from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
 from mmdecode.accept.judge import Judge
 from mmdecode.accept.rejection import Rejection
 from mmdecode.accept.typical import Typical
+from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
@@ -311,7 +312,7 @@ def test_the_vectorised_timestamp_rules_are_the_stock_ones(begin_index):
             proposal = Proposal(tokens=tokens, kind="deterministic", parents=parents)
             logits = torch.randn(decoder_rows, nodes + 1, vocab, generator=generator) * 3
             call = context(ids, prompt)
-            found = TargetLogits(logits, call, proposal, Processors([stock])).all()
+            found = TargetLogits(logits, call, proposal, Processors([stock], NODE_PROCESSORS)).all()
             for b in range(decoder_rows):
                 for row in range(nodes + 1):
                     path, node = [], row - 1

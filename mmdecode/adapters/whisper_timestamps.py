@@ -1,0 +1,53 @@
+"""Whisper's grammar of timestamps, evaluated at all nodes of a proposal together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+
+from mmdecode._compat import detects_timestamps_from_logprob
+from mmdecode.engine.target_logits import NodeProcessors, Nodes, Vectorised
+
+
+def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
+    """Timestamps in pairs, never decreasing, first of all, and wherever they outweigh all text.
+
+    What the stock processor bans are ranges: text below ``low_text``, timestamps outside
+    ``low_stamp..high_stamp``. Whether timestamps outweigh text is asked of the scores themselves:
+    the normaliser of their softmax cancels.
+    """
+    first, begin = processor.timestamp_begin, processor.begin_index
+    eos = processor.eos_token_id
+    eos = min(eos) if isinstance(eos, (list, tuple)) else int(eos)
+    latest = processor.max_initial_timestamp_index
+
+    def run(scores: Tensor, nodes: Nodes) -> Tensor:
+        size = scores.shape[-1]
+        tokens, since_begin = nodes.tokens, nodes.prefix_length - begin
+        last_is = (tokens >= first) & (since_begin >= 1)
+        previous_is = (nodes.previous() >= first) | (since_begin < 2)
+        last = nodes.last_on_path(last_is, nodes.last_committed(first, begin))
+        opening = last_is & ~previous_is  # text has just been closed by a timestamp
+        at_begin = since_begin == 0
+        low_text = torch.where(at_begin, first, opening * eos)
+        low_stamp = torch.where(last >= first, last + (~opening).long(), first)
+        low_stamp = torch.where(last_is & previous_is, size, low_stamp)
+        vocab = nodes.vocabulary(size)
+        text, stamps = scores[..., :first], scores[..., first:]
+        text = text.masked_fill(vocab[:first] < low_text[..., None], -torch.inf)
+        text[..., processor.no_timestamps_token_id] = -torch.inf
+        banned = vocab[first:] < low_stamp[..., None]
+        if latest is not None:
+            banned |= at_begin[..., None] & (vocab[first:] > first + latest)
+        stamps = stamps.masked_fill(banned, -torch.inf)
+        if detects_timestamps_from_logprob(processor):
+            only_stamps = stamps.logsumexp(-1) > text.amax(-1)
+            text = text.masked_fill(only_stamps[..., None], -torch.inf)
+        return torch.cat([text, stamps], -1)
+
+    return run
+
+
+NODE_PROCESSORS: NodeProcessors = {lp.WhisperTimeStampLogitsProcessor: timestamps}
+"""What Whisper's adapter adds to the processors that the engine knows."""
