@@ -11,16 +11,17 @@ it keeps a cache of its own, one token behind).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
-from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.assistant import Assistant, AssistantSession
+from mmdecode.draft.target import warp_alone
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Guide
+from mmdecode.engine.contracts import BranchOutput
 
 
 class Amateur(Assistant):
@@ -30,7 +31,7 @@ class Amateur(Assistant):
         length: Tokens per round; 0 is neutral.
         view: What the drafting branch is shown, see `mmdecode.adapters.image_views`; ``None``: as
             the prompt says.
-        prompt: Its prompt, as in `mmdecode.engine.adapter.BranchSpec`.
+        prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
         view_options: Arguments of the view.
 
     Raises:
@@ -59,9 +60,8 @@ class Amateur(Assistant):
         """From a string; ``prompt=last_token`` is for models without images."""
         return cls(length, view) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
 
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
-        """This draft with the target's warp; it has one branch, which is not guided."""
-        return super().under(None, warp)
-
-    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
-        return ModelRunner(call.plan.adapter, [self.spec])
+    def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
+        """Reads what it is shown of the prompt."""
+        branch = ModelRunner(call.plan.adapter, [self.spec])
+        target = warp_alone(call, branch.prefill(call, {}))
+        return AssistantSession(call, branch, target, self.length)

@@ -14,8 +14,9 @@ when both have the same width (distil-Whisper shares the encoder).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
-from mmdecode.draft.target import DraftTarget, noise_of
+from mmdecode.draft.target import TargetDistribution, branches_of, can_follow, noise_of
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.call import Call
+from mmdecode.engine.call import Call, DraftTarget
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Outcome
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
 from mmdecode.engine.masks import chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, InputError, MMDecodeError, OptionError
@@ -58,7 +59,7 @@ class Assistant(Drafter):
     source = "Leviathan et al. 2023"
     kinds: tuple[Kind, ...] = ("deterministic", "iid", "coupled")
     # its cache lacks what another draft proposed
-    capabilities = DrafterCapabilities(graph_safe=True, composable=False)
+    capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class Assistant(Drafter):
             raise OptionError(
                 f"length={length}, risk={risk}; expected length >= 0 and risk from 0 to 1"
             )
-        self.model, self.length, self.law = model, length, DraftTarget(guide, warp)
+        self.model, self.length, self.guide, self.warp = model, length, guide, warp
         self.text_only, self.risk = text_only, risk
-        self._branch: ModelRunner | None = None
-        self._kind: Kind = "deterministic"
-        self._loaded: dict[type, Any] = {}  # by the target's class, also for copies of this
+        # by the target's class, device and dtype
+        self._loaded: dict[tuple[type, torch.device, torch.dtype], Any] = {}
+        self._lock = Lock()
 
     @classmethod
     def from_options(
@@ -96,28 +97,44 @@ class Assistant(Drafter):
             _type_of(model)  # refuse before anything is decoded
         return cls(model, length, text_only=text_only, risk=risk)
 
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
-        """This assistant with the law of a target, where it has none of its own."""
-        alike = copy.copy(self)
-        alike.law = DraftTarget(self.law.guide or guide, self.law.warp or warp)
-        return alike
-
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Reads the prompt with the drafting model."""
-        self._kind = kind
-        self._branch = self._opened(call, prefill)
-        self.law.begin(call, self._branch.prefill(call, {}))
+        adapter = self._adapter(call, prefill)
+        text_only, sees = self.text_only, _sees(call.plan.adapter)
+        if text_only is None:
+            text_only = sees and not _sees(adapter)
+        words = text_only and sees
+        asked = call.plan.draft_target
+        target = DraftTarget(guide=self.guide or asked.guide, warp=self.warp or asked.warp)
+        unguided = None if self.guide else _unguided(target.guide, adapter, words)
+        if unguided is None:
+            try:
+                return self._opened(call, adapter, words, target)
+            except IncompatibleError as error:
+                if self.guide or target.guide is None:
+                    raise
+                unguided = str(error)  # as of a view that this model does not offer
+        session = self._opened(call, adapter, words, replace(target, guide=None))
+        session.unguided = unguided
+        return session
 
-    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
-        """The branch that drafts, before it has read anything."""
-        model = self.model
-        if isinstance(model, str):
-            target = call.plan.adapter.model
-            if type(target) not in self._loaded:
-                self._loaded[type(target)] = _loaded(model, target)
-            model = self._loaded[type(target)].to(device=call.device, dtype=target.dtype)
-        # a model of image tokens knows what it takes to write the same images
-        adapter = call.plan.adapter.beside(model) or registry.adapter_for(model)
+    def _opened(
+        self, call: Call, adapter: Any, words: bool, target: DraftTarget
+    ) -> AssistantSession:
+        """A session that has read the prompt, or its ``words`` alone."""
+        main = _words(call) if words else MAIN
+        branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
+        followed = TargetDistribution(call, target, branch.prefill(call, {}))
+        return AssistantSession(call, branch, followed, self.length, self.risk)
+
+    def _adapter(self, call: Call, prefill: BranchOutput) -> Any:
+        """Of the drafting model.
+
+        Raises:
+            IncompatibleError: It has another vocabulary than the target.
+        """
+        model = self._loaded_for(call) if isinstance(self.model, str) else self.model
+        adapter = adapter_like(call.plan.adapter, model)
         if adapter.vocab != prefill.logits.shape[-1]:
             raise IncompatibleError.between(
                 f"assistant {type(model).__name__}",
@@ -126,22 +143,58 @@ class Assistant(Drafter):
                 f"{prefill.logits.shape[-1]}",
                 "use an assistant with the same tokenizer",
             )
-        text_only = self.text_only
-        if text_only is None:
-            text_only = _sees(call.plan.adapter) and not _sees(adapter)
-        main = _words(call) if text_only and _sees(call.plan.adapter) else MAIN
-        return ModelRunner(adapter, [main, *self.law.specs[1:]])
+        return adapter
 
-    def propose(self, call: Call, budget: int) -> Proposal:
+    def _loaded_for(self, call: Call) -> Any:
+        """The model that was named, on the target's device and in its precision."""
+        target = call.plan.adapter.model
+        key = type(target), call.device, target.dtype
+        with self._lock:
+            if key not in self._loaded:
+                loaded = _loaded(self.model, target)
+                self._loaded[key] = loaded.to(device=call.device, dtype=target.dtype)
+            return self._loaded[key]
+
+
+class AssistantSession(DraftSession):
+    """One call of an `Assistant`, or of another drafter with a branch that drafts a chain.
+
+    Args:
+        call: The call.
+        branch: What drafts, after the prompt.
+        target: What drafts follow.
+        length: Tokens per round.
+        risk: As of `Assistant`.
+
+    Attributes:
+        lag: Tokens that each round reads again.
+        unguided: Why the guide of the call is not followed; ``None``: it is, or there is none.
+    """
+
+    lag = 2
+    unguided: str | None = None
+
+    def __init__(
+        self,
+        call: Call,
+        branch: ModelRunner,
+        target: TargetDistribution,
+        length: int,
+        risk: float = 1.0,
+    ) -> None:
+        super().__init__(call)
+        self.branch, self.target, self.length, self.risk = branch, target, length, risk
+
+    def propose(self, budget: int) -> Proposal:
         """A chain per row."""
-        length, branch = min(self.length, budget), self._branch
-        assert branch is not None, "begin was not called"
+        call, branch, kind = self.call, self.branch, self.call.plan.kind
+        length = min(self.length, budget)
         if length <= 0:
             return Proposal.empty(call.batch, call.device)
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        going = self._going(call)
-        feed, offset = call.last(self._lag(call)), 0
+        scores: list[Tensor] = []
+        going = self.going()
+        feed, offset = call.last(self.read_again()), 0
         # since the transfer each row grew by one block, at most self.length + 1 tokens
         longest = min(call.rows.cur_len + self.length + 1, call.request.max_new_tokens)
         visible = bucket(branch.width + longest + length)
@@ -151,42 +204,30 @@ class Assistant(Drafter):
             states, _ = branch.run(feed, *block, visible=visible, offset=offset)
             offset += feed.shape[1]
             position = (call.rows.length + step)[:, None]
-            logits = self.law(call, branch.adapter.head(states["last"][:, -1:]), position)
-            noise = noise_of(self._kind, call, position, logits.shape[-1])
+            logits = self.target(branch.adapter.head(states["last"][:, -1:]), position)
+            noise = noise_of(kind, call, position, logits.shape[-1])
             token = (logits if noise is None else logits + noise)[:, 0].argmax(-1)
             logits = logits[:, 0]
-            laws.append(logits)
+            scores.append(logits)
             tokens.append(going.submitted(token))
             feed = token[:, None]
             if going.ended(logits, token):
                 break
-        log_q = torch.stack(laws, 1) if self._kind == "iid" else None
-        return Proposal(tokens=torch.stack(tokens, 1), kind=self._kind, log_q=log_q)
+        log_q = torch.stack(scores, 1) if kind == "iid" else None
+        return Proposal(tokens=torch.stack(tokens, 1), kind=kind, log_q=log_q)
 
-    def _going(self, call: Call) -> Going:
+    def going(self) -> Going:
         """Which rows go on in a round."""
-        return Going(self.risk, call)
+        return Going(self.risk, self.call)
 
-    def _lag(self, call: Call) -> int:
-        """Tokens to read again, of those there are: without a prompt of ids, one at first."""
-        return min(2, call.prompt_length + call.rows.cur_len + 1)
+    def read_again(self) -> int:
+        """`lag`, or the tokens there are: without a prompt of ids, one at first."""
+        return min(self.lag, self.call.prompt_length + self.call.rows.cur_len + 1)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Moves the write position behind the last but one committed token."""
-        assert self._branch is not None
-        start = self._branch.width + call.rows.length - self._lag(call)
-        self._branch.cache.set_start(start.repeat(len(self._branch.specs)))
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._branch is not None:
-            self._branch.reorder(rows)
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._branch = None
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Moves the write position to the first of the tokens that are read again."""
+        start = self.branch.width + self.call.rows.length - self.read_again()
+        self.branch.cache.set_start(start.repeat(len(self.branch.specs)))
 
 
 class Going:
@@ -224,6 +265,31 @@ class Going:
     def chance(self, law: Tensor, token: Tensor) -> Tensor:
         """That a token ``(B,)`` is accepted, by the law ``(B, V)`` it was drawn from."""
         return law.gather(1, token[:, None])[:, 0]
+
+
+def adapter_like(adapter: Any, model: Any) -> Any:
+    """The adapter of a drafting model, next to its target's."""
+    # a model of image tokens knows what it takes to write the same images
+    return adapter.beside(model) or registry.adapter_for(model)
+
+
+def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
+    """Why a drafting model cannot follow a guide; ``None``: nothing is known that speaks against.
+
+    Args:
+        guide: The call's.
+        adapter: Of the drafting model.
+        words: Whether it reads a prompt of its own.
+    """
+    if guide is None:
+        return None
+    if words:
+        return "the drafting model reads the words of the prompt alone"
+    if guide.edits:
+        return f"guide {type(guide).__name__} changes what happens inside the model"
+    if not can_follow(guide, adapter):
+        return f"guide {type(guide).__name__} wants more than logits, or branches of its own"
+    return None
 
 
 def _sees(adapter: Any) -> bool:

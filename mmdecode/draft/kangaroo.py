@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from mmdecode.draft.assistant import Assistant, Going
+from mmdecode.draft.assistant import AssistantSession, Going, adapter_like
 from mmdecode.draft.features import placed, refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
+from mmdecode.draft.target import TargetDistribution, warp_alone
+from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
-from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
 from mmdecode.models.kangaroo import Exit
@@ -50,7 +53,6 @@ class Kangaroo(LayerSkip):
 
     summary = "the model's own first layers and a trained adapter draft while they are sure"
     source = "Kangaroo, Liu et al. 2024"
-    needs = Requirements(hidden=frozenset({"last"}))
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
     def __init__(self, drafter: Model, length: int = 6, sure: float = 0.6) -> None:
@@ -58,7 +60,8 @@ class Kangaroo(LayerSkip):
         if not 0 <= sure <= 1:
             raise OptionError(f"sure={sure}; expected a probability from 0 to 1")
         self.drafter, self.sure = drafter.eval(), sure
-        self._running = self.drafter
+        self._copies: dict[tuple[torch.device, torch.dtype], Model] = {}
+        self._lock = Lock()
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Kangaroo:
@@ -83,17 +86,32 @@ class Kangaroo(LayerSkip):
         path = path or shipped(cls.modules, model_id)
         return cls.from_pretrained(path, length=length, sure=sure)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Makes the view, and lets it read the prompt."""
-        refuse_foreign(self.drafter, call.plan.adapter, prefill)
-        self._running = placed(self.drafter, self._running, prefill.hidden["last"])
-        view = self._view(call.plan.adapter)
-        self._inner = _Sure(view, self.length, self.sure, self._running.exit_layer + 1)
-        self._inner.begin(call, prefill, kind)
+    def needs(self, adapter: Adapter) -> Requirements:
+        """States, of which the width and the precision are looked at."""
+        return Requirements(hidden=frozenset({"last"}))
 
-    def _view(self, adapter: Any) -> Any:
-        """The model's first layers with the adapter behind them."""
-        first, count = self._running.exit_layer, len(adapter.layers())
+    def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
+        """Makes the view, and lets it read the prompt."""
+        adapter = call.plan.adapter
+        refuse_foreign(self.drafter, adapter, prefill)
+        own = self._placed(prefill.hidden["last"])
+        view = adapter_like(adapter, self._view(adapter, own))
+        view.num_layers = own.exit_layer + 1  # the drafter's keys and values have a layer too
+        branch = ModelRunner(view, [MAIN])
+        target = warp_alone(call, branch.prefill(call, {}))
+        return KangarooSession(call, branch, target, self.length, self.sure)
+
+    def _placed(self, like: Tensor) -> Model:
+        """The drafter where states ``like`` are."""
+        with self._lock:
+            key = like.device, like.dtype
+            if key not in self._copies:
+                self._copies[key] = placed(self.drafter, self.drafter, like)
+            return self._copies[key]
+
+    def _view(self, adapter: Any, own: Model) -> Any:
+        """The model's first layers with the drafter ``own`` after them."""
+        first, count = own.exit_layer, len(adapter.layers())
         if not 1 <= first <= count:
             raise IncompatibleError.between(
                 f"draft Kangaroo behind layer {first}",
@@ -104,10 +122,10 @@ class Kangaroo(LayerSkip):
         refuse_unsuited(adapter)
 
         def change(index: int, layer: Any) -> Any:
-            return Exit(layer, self._running) if index == first - 1 else layer
+            return Exit(layer, own) if index == first - 1 else layer
 
         view = shallow(adapter, range(first), change)
-        view.get_decoder()._modules["norm"] = self._running.norm
+        view.get_decoder()._modules["norm"] = own.norm
         return view
 
 
@@ -129,20 +147,26 @@ def refuse_unsuited(adapter: Any) -> None:
         )
 
 
-class _Sure(Assistant):
-    """The view as an assistant, in whose cache the adapter has a layer of its own."""
+class KangarooSession(AssistantSession):
+    """One call of a `Kangaroo`.
 
-    def __init__(self, model: Any, length: int, sure: float, layers: int) -> None:
-        super().__init__(model, length)
-        self.sure, self.layers = sure, layers
+    Args:
+        call: As of `mmdecode.draft.assistant.AssistantSession`.
+        branch: Likewise.
+        target: Likewise.
+        length: Likewise.
+        sure: As of `Kangaroo`.
+    """
 
-    def _opened(self, call: Call, prefill: BranchOutput) -> ModelRunner:
-        branch = super()._opened(call, prefill)
-        branch.adapter.num_layers = self.layers
-        return branch
+    def __init__(
+        self, call: Call, branch: ModelRunner, target: TargetDistribution, length: int, sure: float
+    ) -> None:
+        super().__init__(call, branch, target, length)
+        self.sure = sure
 
-    def _going(self, call: Call) -> Going:
-        return _GoingSure(self.sure, call)
+    def going(self) -> Going:
+        """Rows go on while the drafter is sure."""
+        return _GoingSure(self.sure, self.call)
 
 
 class _GoingSure(Going):

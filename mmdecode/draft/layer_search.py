@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from mmdecode import registry
+from mmdecode.draft.assistant import adapter_like
 from mmdecode.draft.layer_skip import shallow, without_hooks
-from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.draft.mirror import CacheCopyDrafter, CopySession
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput
@@ -66,10 +67,6 @@ class LayerSearch(CacheCopyDrafter):
             raise OptionError(f"share={share}, every={every}; expected share 0..1 and every >= 1")
         super().__init__(length, risk)
         self.share, self.every = share, every
-        self.skipped: frozenset[Unit] = frozenset()
-        self._whole: Any = None  # the model's own adapter
-        self._calls = 0  # of propose
-        self._views: dict[frozenset[Unit], Any] = {}
 
     @classmethod
     def from_options(  # type: ignore[override]
@@ -78,8 +75,7 @@ class LayerSearch(CacheCopyDrafter):
         """From a string: ``clasp:share=0.5,length=6``."""
         return cls(share, length, every, risk)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Copies what the model keeps of the prompt; nothing is skipped before the first search."""
+    def _refuse(self, call: Call) -> None:
         if len(call.plan.adapter.windows) > 1:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
@@ -87,36 +83,46 @@ class LayerSearch(CacheCopyDrafter):
                 "its layers differ in what they see, by their place in the model",
                 "use layer_skip with exit_layer, which keeps every layer in its place",
             )
-        super().begin(call, prefill, kind)
-        self._whole, self._calls = call.plan.adapter, 0
+        super()._refuse(call)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """A chain per row, behind a search where one is due."""
-        assert self._branch is not None, "begin was not called"
+
+class SearchSession(CopySession):
+    """One call of a `LayerSearch`.
+
+    Nothing is skipped before the first search.
+
+    Attributes:
+        skipped: What the view leaves out that drafts.
+    """
+
+    def __init__(self, call: Call, prefill: BranchOutput, drafter: LayerSearch) -> None:
+        super().__init__(call, prefill, drafter)
+        self.share, self.every = drafter.share, drafter.every
+        self.skipped: frozenset[Unit] = frozenset()
+        self._whole: Any = call.plan.adapter
+        self._proposals = 0
+        self._views: dict[frozenset[Unit], Any] = {}
+
+    def propose(self, budget: int) -> Proposal:
+        """A chain per row, after a search where one is due."""
         if min(self.length, budget) > 0:
-            if self._calls % self.every == 0 and self.share:
-                self._search(call)
-            self._calls += 1
-            self._branch.use(self._view(self.skipped))
-        return super().propose(call, budget)
+            if self._proposals % self.every == 0 and self.share:
+                self.search()
+            self._proposals += 1
+            self.branch.use(self.view(self.skipped))
+        return super().propose(budget)
 
-    def _search(self, call: Call) -> None:
+    def search(self) -> None:
         """Sets `skipped`, and leaves the cache as it was before the write position."""
         raise NotImplementedError
 
-    def _view(self, skip: frozenset[Unit]) -> Any:
+    def view(self, skip: frozenset[Unit]) -> Any:
         """The adapter of the model without some units."""
+        if not skip:
+            return self._whole
         if skip not in self._views:
-            view = partial(self._whole, skip) if skip else self._whole.model
-            adapt = getattr(self._whole, "beside", registry.adapter_for)
-            self._views[skip] = adapt(view) if skip else self._whole
+            self._views[skip] = adapter_like(self._whole, partial(self._whole, skip))
         return self._views[skip]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        super().reset()
-        self._whole = None
-        self._views.clear()
 
 
 class Swift(LayerSearch):
@@ -155,38 +161,81 @@ class Swift(LayerSearch):
         if window < 1:
             raise OptionError(f"window must be >= 1, got {window}")
         self.window = window
+        self.seed = seed
+        self._found: dict[tuple[Unit, ...], Found] = {}
+        self._lock = Lock()
+
+    def begin(self, call: Call, prefill: BranchOutput) -> SwiftSession:
+        """Goes on with the best set so far of a model that is laid out like this one."""
+        self._refuse(call)
+        return SwiftSession(call, prefill, self)
+
+    def found(self, units: Sequence[Unit]) -> Found:
+        """What is known of models with these units."""
+        with self._lock:
+            return self._found.setdefault(tuple(units), Found(units, self.share, self.seed))
+
+
+class Found:
+    """What Swift has found of models that are laid out alike; their calls share it.
+
+    Args:
+        units: What may be skipped.
+        share: Of them.
+        seed: Of the candidates.
+
+    Attributes:
+        skipped: The best set so far; evenly spread, until something better is known.
+        enough: Whether the search is over.
+    """
+
+    def __init__(self, units: Sequence[Unit], share: float, seed: int) -> None:
+        count = round(share * len(units))
+        self.units, self.enough = units, False
+        self.skipped = frozenset(units[i * len(units) // count] for i in range(count))
         self._dice = random.Random(seed)
-        self._units: list[Unit] = []
-        self._found = False
+        self._lock = Lock()
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Keeps the best set so far, where the model is laid out as the last one."""
-        super().begin(call, prefill, kind)
-        units = units_of(call.plan.adapter)
-        if units != self._units:
-            self._units, self._found = units, False
-            count = round(self.share * len(units))
-            # evenly spread, until something better is known
-            self.skipped = frozenset(units[i * len(units) // count] for i in range(count))
+    def candidate(self) -> frozenset[Unit]:
+        """As many units as are skipped, at random."""
+        with self._lock:
+            return frozenset(self._dice.sample(self.units, len(self.skipped)))
 
-    def _search(self, call: Call) -> None:
-        count, window = len(self.skipped), min(self.window, call.rows.cur_len)
-        if self._found or not 0 < count < len(self._units) or window < 1:
+    def compared(
+        self, best: frozenset[Unit], candidate: frozenset[Unit], shares: Sequence[float]
+    ) -> None:
+        """Keeps the better one, unless another call has replaced ``best`` meanwhile."""
+        with self._lock:
+            if self.skipped == best:
+                self.skipped = candidate if shares[1] > shares[0] else best
+                self.enough = max(shares) >= ENOUGH
+
+
+class SwiftSession(SearchSession):
+    """One call of a `Swift`."""
+
+    def __init__(self, call: Call, prefill: BranchOutput, drafter: Swift) -> None:
+        super().__init__(call, prefill, drafter)
+        self.window, self.found = drafter.window, drafter.found(units_of(call.plan.adapter))
+        self.skipped = self.found.skipped
+
+    def search(self) -> None:
+        """Scores a candidate and the best set so far on the same tokens."""
+        found, window = self.found, min(self.window, self.call.rows.cur_len)
+        self.skipped = best = found.skipped
+        if found.enough or not 0 < len(best) < len(found.units) or window < 1:
             return
-        candidate = frozenset(self._dice.sample(self._units, count))
-        best, new = (self._matches(call, skip, window) for skip in (self.skipped, candidate))
-        shares = torch.stack([best, new]).tolist()
-        if shares[1] > shares[0]:
-            self.skipped = candidate
-        self._found = max(shares) >= ENOUGH
+        candidate = found.candidate()
+        shares = torch.stack([self.matches(skip, window) for skip in (best, candidate)])
+        found.compared(best, candidate, shares.tolist())
+        self.skipped = found.skipped
 
-    def _matches(self, call: Call, skip: frozenset[Unit], window: int) -> Tensor:
+    def matches(self, skip: frozenset[Unit], window: int) -> Tensor:
         """The share of the last tokens that the model without ``skip`` would have drafted."""
-        branch = self._branch
-        assert branch is not None
+        call, branch = self.call, self.branch
         start = branch.cache.start.clone()
         tokens = call.last(window + 1)
-        branch.use(self._view(skip))
+        branch.use(self.view(skip))
         branch.cache.set_start((start - window).clamp_min(0))
         visible = bucket(branch.width + call.rows.cur_len + window)
         states, _ = branch.run(tokens[:, :-1], *chain(window, call.device), visible=visible)
@@ -194,7 +243,7 @@ class Swift(LayerSearch):
         back = torch.arange(window, 0, -1, device=call.device)
         # what stands before the first generated token was never drafted, nor read as ids alone
         written = (back < call.rows.length[:, None]) & call.rows.active[:, None]
-        self._copy(call, branch.cache.start - branch.width, window)
+        self.copy(branch.cache.start - branch.width, window)
         branch.cache.set_start(start)
         right = (drafted == tokens[:, 1:]) & written
         return right.sum() / written.sum().clamp_min(1)
@@ -219,9 +268,18 @@ class Clasp(LayerSearch):
     summary = "the model without the layers that the last tokens could spare drafts a chain"
     source = "CLaSp, Chen et al. 2025"
 
-    def _search(self, call: Call) -> None:
-        branch = self._branch
-        assert branch is not None
+    def begin(self, call: Call, prefill: BranchOutput) -> ClaspSession:
+        """Copies what the model keeps of the prompt."""
+        self._refuse(call)
+        return ClaspSession(call, prefill, self)
+
+
+class ClaspSession(SearchSession):
+    """One call of a `Clasp`."""
+
+    def search(self) -> None:
+        """Runs the programme on the last token."""
+        call, branch = self.call, self.branch
         layers = list(self._whole.layers())
         count = min(round(self.share * len(layers)), len(layers) - 1)
         programme = Programme(count, call.rows.active | ~call.rows.active.any())

@@ -17,13 +17,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.assistant import Assistant, AssistantSession, adapter_like
+from mmdecode.draft.target import warp_alone
+from mmdecode.engine.adapter import MAIN
+from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.contracts import BranchOutput, Drafter
+from mmdecode.engine.proposal import Kind
 from mmdecode.engine.views import mark
 from mmdecode.errors import IncompatibleError, OptionError
 
@@ -49,7 +52,7 @@ class LayerSkip(Drafter):
     source = "Zhang et al. 2023 (Draft & Verify); LayerSkip, Elhoushi et al. 2024"
     kinds: tuple[Kind, ...] = Assistant.kinds
     # its cache lacks what another draft proposed
-    capabilities = DrafterCapabilities(graph_safe=True, composable=False)
+    capabilities = DrafterCapabilities(graph_safe=True, composable=False, follows_target=True)
 
     def __init__(
         self, exit_layer: int | None = None, skip: Sequence[int] | None = None, length: int = 4
@@ -62,7 +65,6 @@ class LayerSkip(Drafter):
         if length < 0:
             raise OptionError(f"length must be >= 0, got {length}")
         self.exit_layer, self.skip, self.length = exit_layer, skip, length
-        self._inner: Assistant | None = None
 
     @classmethod
     def from_options(
@@ -75,7 +77,7 @@ class LayerSkip(Drafter):
             raise OptionError(f"skip={skip!r} lists no layers; write skip=3/5/7") from error
         return cls(exit_layer, layers, length)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Makes the view, and lets it read the prompt."""
         adapter = call.plan.adapter
         count = len(adapter.layers())
@@ -97,29 +99,10 @@ class LayerSkip(Drafter):
                 f"exit_layer={self.exit_layer}, skip={self.skip}; the model has {count} layers: "
                 f"exit_layer may be 1..{count}, skip may hold 0..{count - 1} but not all of them"
             )
-        self._inner = Assistant(shallow(adapter, keep), self.length)
-        self._inner.begin(call, prefill, kind)
-
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """A chain per row."""
-        assert self._inner is not None, "begin was not called"
-        return self._inner.propose(call, budget)
-
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Moves the view's write position."""
-        assert self._inner is not None
-        self._inner.observe(call, proposal, scores, outcome)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._inner is not None:
-            self._inner.reorder(rows)
-
-    def reset(self) -> None:
-        """Forgets the call, and the view with it."""
-        self._inner = None
+        view = adapter_like(adapter, shallow(adapter, keep))
+        branch = ModelRunner(view, [MAIN])
+        target = warp_alone(call, branch.prefill(call, {}))
+        return AssistantSession(call, branch, target, self.length)
 
 
 def shallow(

@@ -8,18 +8,18 @@ too. It costs the memory of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mmdecode.draft.assistant import Assistant
+from mmdecode.draft.assistant import Assistant, AssistantSession
+from mmdecode.draft.target import warp_alone
 from mmdecode.engine.cache import bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Guide, Outcome
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.contracts import Block, BranchOutput
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
 
 
@@ -38,20 +38,18 @@ class CacheCopyDrafter(Assistant):
     """
 
     # where a row stands decides which slots are copied
-    capabilities = DrafterCapabilities(graph_safe=False)
+    capabilities = DrafterCapabilities(graph_safe=False, follows_target=True)
 
     def __init__(self, length: int = 4, risk: float = 1.0) -> None:
         super().__init__(None, length, risk=risk)
-        self._main: Any = None
-        self._rows = slice(0)
-        self._prompt: Any = None  # slots of the main branch's prompt, per row
 
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Assistant:
-        """This draft with the target's warp; it has one branch, which is not guided."""
-        return super().under(None, warp)
-
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
         """Copies what the model keeps of the prompt."""
+        self._refuse(call)
+        return CopySession(call, prefill, self)
+
+    def _refuse(self, call: Call) -> None:
+        """Raises where nothing can be copied."""
         if call.plan.main is None:
             raise IncompatibleError.between(
                 f"draft {type(self).__name__}",
@@ -66,59 +64,59 @@ class CacheCopyDrafter(Assistant):
                 f"{type(call.plan.adapter).__name__} does not show the inside of its model",
                 "use layer_skip or assistant, or a decoder-only or vision-language model",
             )
-        self._kind, self._main = kind, call.plan.main
-        self._rows = self._main.rows_of("main")
-        self._prompt = self._main.cache.start[self._rows].clone()
-        self._branch = self._main.fork("main")
-        slots, kept = self._chosen(call, prefill)
-        width = slots[0].shape[2]
-        self._branch.cache.copy(self._main.cache, self._rows, slots, bucket(width))
-        self._branch.cache.set_start(torch.full_like(kept, width))
-        tokens = self._prompt - self._main.pads[self._rows]
-        self._branch.width, self._branch.pads = width, width - kept
-        self._branch.left_out = tokens - kept
 
-    def _chosen(self, call: Call, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
+
+class CopySession(AssistantSession):
+    """One call of a `CacheCopyDrafter`.
+
+    Args:
+        call: The call.
+        prefill: What the main branch said of the prompt.
+        drafter: How much is drafted.
+
+    Attributes:
+        main: Runs the main branch, from whose cache is copied.
+        rows: The main branch's there.
+        prompt: Slots of its prompt, ``(B,)``.
+    """
+
+    lag = 1  # all but the root is there
+
+    def __init__(self, call: Call, prefill: BranchOutput, drafter: CacheCopyDrafter) -> None:
+        main = call.plan.main
+        assert main is not None, "refused by the drafter"
+        branch = main.fork("main")
+        super().__init__(call, branch, warp_alone(call, {}), drafter.length, drafter.risk)
+        self.main, self.rows = main, main.rows_of("main")
+        self.prompt = main.cache.start[self.rows].clone()
+        slots, kept = self.chosen(prefill)
+        width = slots[0].shape[2]
+        branch.cache.copy(main.cache, self.rows, slots, bucket(width))
+        branch.cache.set_start(torch.full_like(kept, width))
+        tokens = self.prompt - main.pads[self.rows]
+        branch.width, branch.pads = width, width - kept
+        branch.left_out = tokens - kept
+
+    def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
         """Slots of the prompt by layer, ``(B, heads or 1, n)``, and how many count, from the right.
 
         Here all of them.
         """
-        pads = self._main.pads[self._rows]
-        width = self._main.width
+        width = self.main.width
         # a narrower prompt that was joined with a wider one lies at the left
-        columns = torch.arange(width, device=call.device) - width + self._prompt[:, None]
+        columns = torch.arange(width, device=self.call.device) - width + self.prompt[:, None]
         slots = columns.clamp_min(0)[:, None]
-        return [slots] * len(self._main.cache.layers), self._prompt - pads
+        return [slots] * len(self.main.cache.layers), self.prompt - self.main.pads[self.rows]
 
-    def _lag(self, call: Call) -> int:
-        return 1  # all but the root is there
-
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
         """Copies what was committed; what else was copied is overwritten before it is read."""
-        assert self._branch is not None
-        self._copy(call, self._branch.cache.start - self._branch.width, proposal.size + 1)
-        super().observe(call, proposal, scores, outcome)
+        self.copy(self.branch.cache.start - self.branch.width, proposal.size + 1)
+        super().observe(proposal, scores, block)
 
-    def _copy(self, call: Call, first: Tensor, count: int) -> None:
-        """Copies ``count`` generated tokens from ``first (B,)`` on, behind the write position."""
-        assert self._branch is not None
-        order = torch.arange(count, device=call.device)
-        slots = ((self._prompt + first)[:, None] + order).clamp_min(0)
-        visible = bucket(self._branch.width + call.rows.cur_len + count)
-        layers = self._main.cache.layers
-        self._branch.cache.copy(
-            self._main.cache, self._rows, [slots[:, None]] * len(layers), visible
-        )
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        super().reorder(rows)
-        if self._prompt is not None:
-            self._prompt = self._prompt[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        super().reset()
-        self._main = self._prompt = None
+    def copy(self, first: Tensor, count: int) -> None:
+        """Copies ``count`` generated tokens from ``first (B,)`` on, after the write position."""
+        order = torch.arange(count, device=self.call.device)
+        slots = ((self.prompt + first)[:, None] + order).clamp_min(0)
+        visible = bucket(self.branch.width + self.call.rows.cur_len + count)
+        layers = [slots[:, None]] * len(self.main.cache.layers)
+        self.branch.cache.copy(self.main.cache, self.rows, layers, visible)

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.draft.mirror import CacheCopyDrafter, CopySession
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
-from mmdecode.engine.proposal import Kind
 from mmdecode.errors import IncompatibleError, OptionError
 
 
@@ -44,7 +44,6 @@ class Sparse(CacheCopyDrafter):
 
     summary = "the model drafts with the image tokens alone that the question attends to most"
     source = "Sparse-to-Dense, Zhang et al. 2025"
-    needs = Requirements(text_attention=True)
 
     def __init__(self, cells: int = 512, length: int = 9, risk: float = 1.0) -> None:
         if cells < 0:
@@ -59,7 +58,11 @@ class Sparse(CacheCopyDrafter):
         """From a string: ``sparse:cells=256``."""
         return cls(cells, length, risk)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def needs(self, adapter: Adapter) -> Requirements:
+        """What the text of the prompt attends to."""
+        return Requirements(text_attention=True)
+
+    def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
         """Chooses the image tokens, and copies what the model keeps of them."""
         if any(window is not None for window in call.plan.adapter.windows.values()):
             raise IncompatibleError.between(
@@ -68,18 +71,28 @@ class Sparse(CacheCopyDrafter):
                 "some of its layers see a window of tokens, which is counted in slots",
                 "use layer_skip or amateur",
             )
-        super().begin(call, prefill, kind)
+        self._refuse(call)
+        return SparseSession(call, prefill, self)
 
-    def _chosen(self, call: Call, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
+
+class SparseSession(CopySession):
+    """One call of a `Sparse`."""
+
+    def __init__(self, call: Call, prefill: BranchOutput, drafter: Sparse) -> None:
+        self.cells = drafter.cells
+        super().__init__(call, prefill, drafter)
+
+    def chosen(self, prefill: BranchOutput) -> tuple[Sequence[Tensor], Tensor]:
+        """The words, and by group of heads the image tokens that these attend to most."""
         images = prefill.images
         assert images is not None, "asked for by text_attention"
-        columns = torch.arange(images.shape[1], device=call.device)
-        real = columns >= self._main.pads[self._rows][:, None]
+        columns = torch.arange(images.shape[1], device=self.call.device)
+        real = columns >= self.main.pads[self.rows][:, None]
         images = images & real
         kept = (real & ~images).sum(1) + images.sum(1).clamp_max(self.cells)
         width = int(kept.amax())
         slots = []
-        for index, layer in enumerate(self._main.cache.layers):
+        for index, layer in enumerate(self.main.cache.layers):
             # a model without attention sites has no image tokens either
             weights = prefill.text_attention.get(index, images[:, None].float())
             groups = layer.keys.shape[1] if layer.is_initialized else 1

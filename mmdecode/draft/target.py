@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, inf
 
 from mmdecode.engine import call as calls
@@ -48,6 +49,11 @@ def branches_of(target: calls.DraftTarget) -> list[BranchSpec]:
     return [MAIN, *(target.guide.branches if target.guide else ())]
 
 
+def warp_alone(call: Call, prefill: Mapping[str, BranchOutput]) -> TargetDistribution:
+    """What a drafter with one branch follows: the target is warped, and not guided."""
+    return TargetDistribution(call, replace(call.plan.draft_target, guide=None), prefill)
+
+
 class TargetDistribution:
     """Makes the distribution that a session draws from of the logits of its branches.
 
@@ -66,7 +72,9 @@ class TargetDistribution:
     ) -> None:
         self.call, self.target, self.specs = call, target, branches_of(target)
         guide = target.guide
-        self._constants = None if guide is None else guide.begin(call, prefill)
+        # the prompt was read before the first token was committed
+        start = call.at(torch.zeros_like(call.rows.length))
+        self._constants = None if guide is None else guide.begin(start, prefill)
 
     def __call__(self, logits: Tensor, position: Tensor, own: Tensor | None = None) -> Tensor:
         """Unnormalised log-probabilities ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
