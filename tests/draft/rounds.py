@@ -1,4 +1,4 @@
-"""What a decoder drafted in each round, beside what was written before it."""
+"""What a decoder drafted in each round, next to what was written before it; and its sessions."""
 
 
 def rounds_of(decoder, call):
@@ -14,3 +14,15 @@ def rounds_of(decoder, call):
             written += [*step.accepted, step.decided][: step.kept]
         rows.append(rounds)
     return rows
+
+
+def sessions_of(drafter):
+    """A list to which every session is appended that ``drafter`` opens from now on."""
+    sessions, begin = [], drafter.begin
+
+    def noted(*given):
+        sessions.append(begin(*given))
+        return sessions[-1]
+
+    drafter.begin = noted
+    return sessions

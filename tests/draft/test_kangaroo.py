@@ -154,7 +154,7 @@ def table_draft(vocabulary):
     """For a table model, which has no head for an adapter: its first layer alone."""
 
     class First(Kangaroo):
-        def _view(self, adapter):
+        def _view(self, adapter, own):
             return shallow(adapter, [0])
 
     sizes = {"hidden_size": 4, "target_hidden_size": 1, "num_attention_heads": 2}

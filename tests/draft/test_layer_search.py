@@ -9,13 +9,21 @@ from torch.nn.functional import cosine_similarity
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
-from mmdecode.draft.layer_search import Clasp, Programme, Swift, partial, units_of
-from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.draft.layer_search import (
+    Clasp,
+    Programme,
+    Swift,
+    SwiftSession,
+    partial,
+    units_of,
+)
+from mmdecode.draft.mirror import CopySession
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import check_draft
 from tests.conformance.tiny import ours as whisper
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import ours, reference
+from tests.draft.rounds import sessions_of
 
 NEW = 40
 IDLE = {0: "layer", 3: "layer", 4: "layer"}
@@ -77,9 +85,10 @@ def test_a_model_that_sees_is_drafted_for(family, make):
 @pytest.mark.parametrize("family", ["llama", "gemma", "mistral", "qwen3"])
 def test_the_programme_finds_what_does_nothing(family):
     draft = Clasp(0.5, length=3, every=2)
+    sessions = sessions_of(draft)
     found, decoder = written(draft, family)
     assert found == written(None, family)[0]
-    assert draft.skipped == frozenset(IDLE.items())
+    assert sessions[0].skipped == frozenset(IDLE.items())
     assert decoder.stats.accepted > 0.9 * decoder.stats.drafted
 
 
@@ -114,38 +123,41 @@ def test_the_programme_is_the_one_of_the_paper():
 
 def test_the_search_finds_what_does_nothing_and_ends():
     draft = Swift(0.5, length=3, every=1)
+    sessions = sessions_of(draft)
     for _ in range(3):  # what was found is kept from call to call
         found, decoder = written(draft)
     assert found == written(None)[0]
-    assert draft.skipped == {(i, part) for i in (3, 4) for part in ("attention", "mlp")}
-    assert draft._found
+    assert sessions[2].skipped == {(i, part) for i in (3, 4) for part in ("attention", "mlp")}
+    assert sessions[2].found.enough
     assert decoder.stats.accepted == decoder.stats.drafted
 
 
-class Watched(Swift):
-    """Compares its copy of the cache with the model's own behind every search."""
+SEARCH, MATCHES = SwiftSession.search, SwiftSession.matches
 
-    def _search(self, call):
-        super()._search(call)
-        for own, main in zip(self._branch.cache.layers, self._main.cache.layers, strict=True):
-            for row, end in enumerate(self._branch.cache.start.tolist()):
-                for name in ("keys", "values"):
-                    mine, theirs = (getattr(layer, name)[row, :, :end] for layer in (own, main))
-                    assert torch.equal(mine, theirs), "the copy is another"
+
+def watched(self):
+    """A search, after which the copy of the cache is compared with the model's own."""
+    SEARCH(self)
+    for own, main in zip(self.branch.cache.layers, self.main.cache.layers, strict=True):
+        for row, end in enumerate(self.branch.cache.start.tolist()):
+            for name in ("keys", "values"):
+                mine, theirs = (getattr(layer, name)[row, :, :end] for layer in (own, main))
+                assert torch.equal(mine, theirs), "the copy is another"
 
 
 def test_a_search_leaves_the_copy_as_it_was(monkeypatch):
-    written(Watched(0.5, length=3, every=1))
-    monkeypatch.setattr(Watched, "_matches", lambda *_: leave_it(*_))
+    monkeypatch.setattr(SwiftSession, "search", watched)
+    written(Swift(0.5, length=3, every=1))
+    monkeypatch.setattr(SwiftSession, "matches", leave_it)
     with pytest.raises(AssertionError, match="the copy is another"):
-        written(Watched(0.5, length=3, every=1))
+        written(Swift(0.5, length=3, every=1))
 
 
-def leave_it(self, call, skip, window):
+def leave_it(self, skip, window):
     """The mutant: what the trial has overwritten is not put back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CacheCopyDrafter, "_copy", lambda *_: None)
-        return Swift._matches(self, call, skip, window)
+        patch.setattr(CopySession, "copy", lambda *_: None)
+        return MATCHES(self, skip, window)
 
 
 def test_a_view_without_a_sublayer_adds_nothing_in_its_place():

@@ -7,7 +7,7 @@ import torch
 
 from mmdecode.adapters.vision_language import VisionLanguageAdapter
 from mmdecode.decoder import Decoder
-from mmdecode.draft.mirror import CacheCopyDrafter
+from mmdecode.draft.mirror import CacheCopyDrafter, CopySession
 from mmdecode.draft.sparse import Sparse, most_attended
 from mmdecode.engine.attention import mean_weights
 from mmdecode.engine.branches import ModelRunner
@@ -126,7 +126,7 @@ def closed_ranks(self, *args, **kwargs):
 RUN = ModelRunner.run
 PLANTED = {
     "positions that close ranks": (ModelRunner, "run", closed_ranks),
-    "tokens that are not copied": (CacheCopyDrafter, "_copy", lambda *_: None),
+    "tokens that are not copied": (CopySession, "copy", lambda *_: None),
     "one image token too many": (
         Sparse,
         "__init__",
@@ -183,9 +183,9 @@ def test_a_mean_of_weights_is_that_of_the_whole_matrix():
 @torch.no_grad()
 def test_what_text_attends_to_is_what_transformers_says(family, monkeypatch):
     class Noting(Sparse):
-        def begin(self, call, prefill, kind):
+        def begin(self, call, prefill):
             self.found, self.images = prefill.text_attention, prefill.images
-            super().begin(call, prefill, kind)
+            return super().begin(call, prefill)
 
     model, inputs = vision_model(family), vision_inputs(family)
     draft = Noting(2)

@@ -8,6 +8,9 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft import assistant
 from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.adapter import MAIN
+from mmdecode.engine.call import Call, DraftTarget, Plan
+from mmdecode.engine.contracts import BranchOutput
+from mmdecode.guide.guidance import Guidance
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, ours, reference, vision_inputs, vision_model
 from tests.draft.rounds import rounds_of
@@ -77,9 +80,10 @@ def test_a_model_that_sees_may_be_told_not_to():
     """Then the same pictures and others are the same to it."""
 
     class Noting(Assistant):
-        def begin(self, call, prefill, kind):
-            super().begin(call, prefill, kind)
-            self.read = self._opened(call, prefill).prefill(call, {})["main"].logits
+        def begin(self, call, prefill):
+            session = super().begin(call, prefill)
+            self.read = session.branch.prefill(call, {})["main"].logits
+            return super().begin(call, prefill)
 
     inputs = vision_inputs("llava")
     other = {**inputs, "pixel_values": inputs["pixel_values"] * -1.5}

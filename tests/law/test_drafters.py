@@ -355,7 +355,7 @@ def test_skipping_is_refused_where_layers_differ_by_place():
     adapter.windows = {"full_attention": None, "sliding_attention": 4}
     call = call_of(PROMPTS, adapter)
     with pytest.raises(IncompatibleError, match=r"LayerSkip with skip.*TableAdapter"):
-        LayerSkip(skip=[0]).begin(call, BranchOutput(logits=torch.zeros(4, 1, 5)), "deterministic")
+        LayerSkip(skip=[0]).begin(call, BranchOutput(logits=torch.zeros(4, 1, 5)))
 
 
 # Draft-length control

@@ -6,12 +6,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.decoder import Decoder
-from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.contracts import BranchOutput, BranchRunner, Guide, Requirements
-from mmdecode.engine.noise import Noise, Role
+from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.testing import check_adapter, check_guide, drafts
 from mmdecode.testing.checks import (
@@ -242,34 +241,6 @@ def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
         for scorer in (branches, fresh):
             scorer.keep(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
         commit(call, torch.cat([tokens, tokens[:, :1]], 1))
-
-
-@pytest.mark.parametrize("kind", ["deterministic", "iid", "coupled"])
-def test_a_reordered_assistant_drafts_for_the_row_it_stands_in(kind):
-    first = torch.tensor([[1], [2], [3], [4]])
-
-    def begin(call):
-        draft = Assistant(MODEL, length=3)
-        draft.begin(call, BranchOutput(logits=torch.zeros(4, 1, 5)), kind)
-        commit(call, first)
-        draft.observe(call, Proposal.empty(4, call.device), None, None)
-        return draft
-
-    call = context_of(PROMPTS, [0, 0, 0, 0])
-    draft = begin(call)
-    expected = draft.propose(call, 10).tokens[ROWS]
-    noise = Noise(call.request.noise.seed, call.request.noise.requests[ROWS])
-    draft = begin(context_of(PROMPTS, [0, 0, 0, 0]))
-    draft.reorder(ROWS)
-    prompts = [PROMPTS[i] for i in ROWS.tolist()]
-    salts = {"salt": torch.zeros(4, dtype=torch.long)}
-    call = call_of(prompts, TableAdapter(MODEL), model_kwargs=salts, noise=noise)
-    commit(call, first[ROWS])
-    assert torch.equal(draft.propose(call, 10).tokens, expected)
-    commit(call, expected[:, :2])
-    draft.observe(call, Proposal.empty(4, call.device), None, None)
-    later = draft.propose(call, 10).tokens
-    assert torch.equal(later[1], later[2])  # forks of one row share request and prefix
 
 
 # A draft that is fed by hidden states
