@@ -99,6 +99,20 @@ def test_a_model_that_sees_may_be_told_not_to():
         assert torch.equal(*read) == text_only
 
 
+@torch.no_grad()
+def test_a_reader_of_words_is_not_guided():
+    inputs, guide = vision_inputs("llava"), Guidance(2.0)
+    plan = Plan(
+        adapter=registry.adapter_for(vision_model("llava")), draft_target=DraftTarget(guide=guide)
+    )
+    mask = inputs["attention_mask"].bool()
+    call = Call.of(inputs["input_ids"], mask, length=0, plan=plan)
+    said = BranchOutput(logits=torch.zeros(len(mask), 1, plan.adapter.vocab))
+    session = Assistant(text_drafter(), 3).begin(call, said)
+    assert "the words of the prompt alone" in session.unguided
+    assert session.branch.specs[0].prompt is not MAIN.prompt and len(session.branch.specs) == 1
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_prompt_that_ends_with_an_image_is_drafted_for(do_sample):
     ids = torch.tensor([[7, 9, *[IMAGE] * 4], [*[IMAGE] * 4, 7, 9], [0, 0, *[IMAGE] * 4]])

@@ -14,7 +14,6 @@ from mmdecode.adapters.llamagen import LlamaGenPast
 from mmdecode.cli.train import app
 from mmdecode.decoder import Decoder
 from mmdecode.draft import features
-from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.draft.target import DraftTarget
@@ -238,12 +237,6 @@ def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():
     drafter.d2t.copy_(torch.tensor([1, 2]))  # codes 1 and 3
     draft = Eagle(drafter, **SHAPES["chain"])
     assert p_value(counted(draft), joint(SCALE, 0.95)) > LEVEL
-
-
-def test_an_amateur_is_warped_and_not_guided():
-    warp = Sampling(top_p=0.5).warp
-    alike = Amateur().under(object(), warp)
-    assert alike.law.guide is None and alike.law.warp is warp
 
 
 # Places on the grid
