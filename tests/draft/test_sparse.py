@@ -212,7 +212,6 @@ def test_layers_that_see_a_window_are_refused():
 
 
 def test_a_model_that_does_not_show_its_inside_is_refused(monkeypatch):
-    monkeypatch.delattr("mmdecode.adapters.decoder_only.DecoderOnlyAdapter.attention_sites")
-    assert not hasattr(VisionLanguageAdapter, "attention_sites")
+    monkeypatch.setattr(VisionLanguageAdapter, "shows_inside", False)
     with pytest.raises(IncompatibleError, match="inside"):
         plain("llava", custom_generate=Decoder(Sparse()))
