@@ -14,8 +14,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from mmdecode.draft.features import FeatureDraft, shipped
+import torch
+from torch import Tensor
+
+from mmdecode.draft.features import FeatureDraft, FeatureSession, shipped
+from mmdecode.draft.target import outputs_by_name
 from mmdecode.engine.adapter import Adapter
+from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import Dream as Model
@@ -70,12 +75,32 @@ class Dream(FeatureDraft):
         thinned = self.share < 1 and "image" in adapter.inputs
         return super().needs(adapter).union(Requirements(text_attention=thinned))
 
-    def _shown(self, rows: Rows, prefill: BranchOutput) -> Rows:
-        rows = super()._shown(rows, prefill)
-        weights = max(prefill.text_attention.items(), default=None)
-        if self.share == 1 or weights is None:
+    def begin(self, call: Call, prefill: BranchOutput) -> DreamSession:
+        """Reads the prompt."""
+        return DreamSession(self, self.told(call), prefill)
+
+
+class DreamSession(FeatureSession):
+    """A call of a `Dream`: image rows that words attend to little are left out of its prompt."""
+
+    draft: Dream
+
+    def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
+        """The prompt's rows, without those that the drafter is not to see."""
+        rows = super().visible_rows(rows, prefill)
+        if self.draft.share == 1 or not prefill.text_attention:
             return rows
         assert rows.kept is not None and rows.images is not None
+        outputs = outputs_by_name(prefill)
+        width = rows.kept.shape[1]
+        weights = torch.cat([_last_layer(outputs[spec.name], width) for spec in self.target.specs])
         images = rows.images > 0
-        stays = most_received(weights[1].mean(1), images & rows.kept, self.share)
+        stays = most_received(weights, images & rows.kept, self.draft.share)
         return replace(rows, kept=rows.kept & (stays | ~images))
+
+
+def _last_layer(output: BranchOutput, width: int) -> Tensor:
+    """What words attend to in the last layer, ``(B, width)``; prompts end in the last column."""
+    _, weights = max(output.text_attention.items())
+    weights = weights.mean(1)[:, -width:]
+    return torch.nn.functional.pad(weights, (width - weights.shape[1], 0))

@@ -20,13 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.checkpoints import paired
-from mmdecode.draft.growing import Shape, extended, gathered, grown_proposal, tree_mask
-from mmdecode.draft.target import DraftTarget
-from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt
+from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
+from mmdecode.draft.placed import Placed
+from mmdecode.draft.target import (
+    Following,
+    TargetDistribution,
+    along_path,
+    branch_prompt,
+    followed,
+    gathered,
+    outputs_by_name,
+)
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Outcome, Requirements
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import IncompatibleError, OptionError
@@ -38,7 +47,7 @@ IMAGES = ("all", "hidden")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class FeatureDraft(Drafter):
+class FeatureDraft(Following, Drafter):
     """Drafts with a model over the target's states.
 
     Args:
@@ -61,8 +70,8 @@ class FeatureDraft(Drafter):
     log q; tokens that the drafter's vocabulary lacks are never proposed. Lossless under every exact
     rule, whatever it says.
 
-    Under a guide with other branches (see `under`) the drafter runs on the states of each, and what
-    it drafts follows the guided law, as LANTERN has it.
+    Under a guide with other branches the drafter runs on the states of each, and what it drafts
+    follows the guided distribution, as LANTERN has it; see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range, or a drawn tree has too many nodes.
@@ -71,6 +80,7 @@ class FeatureDraft(Drafter):
     capabilities = DrafterCapabilities(
         graph_safe=True,
         composable=False,  # a path of another draft may be longer than its passes
+        follows_target=True,
         hint="drawn=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), "
         "which proposes tokens with their law",
     )
@@ -107,18 +117,8 @@ class FeatureDraft(Drafter):
         kinds: tuple[Kind, ...] = ("deterministic", "coupled")
         self.kinds = (*kinds, sampled) if drawn else kinds
         self.drafter, self.depth, self.top_k, self.nodes = drafter.eval(), depth, top_k, nodes
-        self._shape = Shape(depth, top_k, nodes, gain)
-        self.images, self.law = images, DraftTarget()
-        self._running = self.drafter
-        self._placed = [self.drafter]  # where states were last, also for copies of this
-        self._kind: Kind = "deterministic"
-        self._cache: Any = None  # its rows, like all below, branch by branch
-        self._pads: Any = None
-        self._base: Any = None  # from a slot to its position
-        self._state: Tensor | None = None  # of the last row, (B, 1, H)
-        self._carried: Tensor | None = None
-        self._distances: Tensor | None = None
-        self._width = self._reach = 0  # slots of the prompt, and of the longest row
+        self.shape, self.images = Shape(depth, top_k, nodes, gain), images
+        self.placed = Placed(self.drafter)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
@@ -170,166 +170,147 @@ class FeatureDraft(Drafter):
         """
         return feature_needs(self.drafter, adapter)
 
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Self:
-        """This draft with the law of a target."""
-        alike = copy.copy(self)
-        alike.law = DraftTarget(guide, warp)
-        return alike
+    def begin(self, call: Call, prefill: BranchOutput) -> FeatureSession:
+        """Reads the prompt."""
+        return FeatureSession(self, self.told(call), prefill)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Reads all prompt rows but the last, whose next token is yet to be decided."""
-        refuse_foreign(self.drafter, call.plan.adapter, prefill)
-        self._kind = kind
-        self._place(prefill.hidden["last"])
-        self.law.begin(call, {"main": prefill, **prefill.beside})
-        rows = prompt_rows(self._running, call, prefill, self.law.specs)
-        rows = replace(rows, features=self._running.fuse(rows.features))
+
+class FeatureSession(DraftSession):
+    """A call of a `FeatureDraft`: the drafter's cache and its last states.
+
+    Begins by reading all prompt rows but the last, whose next token was decided only now.
+
+    Args:
+        draft: Whose session it is.
+        call: The call.
+        prefill: Outputs after the prompt, with the states of the whole prompt.
+
+    Raises:
+        IncompatibleError: The drafter was made for another target.
+    """
+
+    def __init__(self, draft: FeatureDraft, call: Call, prefill: BranchOutput) -> None:
+        super().__init__(call)
+        refuse_foreign(draft.drafter, call.plan.adapter, prefill)
+        self.draft = draft
+        self.drafter = draft.placed.like(prefill.hidden["last"])
+        outputs = outputs_by_name(prefill)
+        self.target = TargetDistribution(call, followed(call), outputs)
+        # rows of all below go branch by branch
+        self.state: Tensor | None = None  # of the last row, (B, 1, H)
+        self._reach = 0  # slots of the longest row
+        rows = prompt_rows(self.drafter, call, outputs, self.target.specs)
+        rows = replace(rows, features=self.drafter.fuse(rows.features))
         assert rows.kept is not None and rows.images is not None
         shift = rows.kept.sum(1)  # tokens before the last one
         whole = rows.kept
-        rows = self._running.prepare(self._shown(rows, prefill))
+        rows = self.drafter.prepare(self.visible_rows(rows, prefill))
         packed = rows.packed() if rows.kept is not whole else (rows, rows.embeds.shape[1] - shift)
         rows, self._pads = packed
         self._carried = None if rows.carried is None else rows.carried[:, -1:]
         self._width = width = rows.embeds.shape[1]
-        self._base = shift - width
-        distances = _distances(self._running, call)
-        self._distances = None if distances is None else self._each(distances)
-        tree = self.depth * self.top_k if call.plan.static_shapes else 0
-        self._cache = RaggedCache(
-            self._running.cache_layers, len(shift), call.device, call.reserved(width) + tree
+        self._base = shift - width  # from a slot to its position
+        self._distances = _distances(self.drafter, call, self.target.specs)
+        tree = draft.depth * draft.top_k if call.plan.static_shapes else 0
+        self.cache = RaggedCache(
+            self.drafter.cache_layers, len(shift), call.device, call.reserved(width) + tree
         )
         if width:
             states = rows.embeds
             mask = block_mask(
-                self._cache.start,
+                self.cache.start,
                 self._pads,
                 *chain(width, call.device),
                 bucket(width),
                 states.dtype,
             )
             self._run(rows, mask, bucket(width))
-        self._cache.set_start(torch.full_like(self._pads, width))
+        self.cache.set_start(torch.full_like(self._pads, width))
 
-    def _shown(self, rows: Rows, prefill: BranchOutput) -> Rows:
+    def visible_rows(self, rows: Rows, prefill: BranchOutput) -> Rows:
         """The prompt's rows, without those that the drafter is not to see."""
-        if self.images == "all":
+        if self.draft.images == "all":
             return rows
         assert rows.kept is not None and rows.images is not None
         return replace(rows, kept=rows.kept & (rows.images == 0))
 
-    def _place(self, like: Tensor) -> None:
-        self._running = self._placed[0] = placed(self.drafter, self._placed[0], like)
-
     def _run(self, rows: Rows, mask: Tensor, visible: int, offset: int = 0) -> Tensor:
-        self._cache.open(visible, offset)
-        return self._running(rows, mask, self._cache)
+        self.cache.open(visible, offset)
+        return self.drafter(rows, mask, self.cache)
 
-    def _positions(self, call: Call, slots: Tensor) -> Tensor:
-        """Of slots ``(B, Q)``, behind the prompt."""
-        positions = turned(self._running, call.plan.adapter, slots + self._base[:, None])
+    def positions(self, slots: Tensor) -> Tensor:
+        """Positions after the prompt, of slots ``(B, Q)``."""
+        positions = turned(self.drafter, self.call.plan.adapter, slots + self._base[:, None])
         return positions if self._distances is None else positions + self._distances
 
-    def _each(self, values: Tensor) -> Tensor:
-        """Values of the rows ``(B, ...)``, for the rows of all branches."""
-        branches = len(self.law.specs)
-        return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
-
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
         """Reads the committed tokens: the states along the accepted path, each with what follows.
 
-        Rows behind the path's end are read too, and written over in the next round.
+        Rows after the path's end are read too, and written over in the next round.
         """
-        levels = _levels(self._running, call.plan.adapter)
-        said = [{"main": scores, **scores.beside}[spec.name] for spec in self.law.specs]
-        features = torch.cat(
-            [torch.cat([branch.hidden[level] for level in levels], -1) for branch in said]
-        )
-        path = outcome.path[:, : self.depth]
-        tokens = proposal.tokens.gather(1, path.clamp_min(0))
-        if not proposal.is_chain:
-            along = torch.nn.functional.pad(path + 1, (1, 0))  # root first
-            features = gathered(features, self._each(along))
+        call, each = self.call, self.target.each
+        levels = _levels(self.drafter, call.plan.adapter)
+        path = each(block.path[:, : self.draft.depth])
+        features = along_path(self.target.hidden(scores, *levels), proposal, path)
         width = features.shape[1]
         order = torch.arange(width, device=call.device)
-        accepted = outcome.num_accepted[:, None]
-        after = torch.nn.functional.pad(tokens, (0, 1))
-        after = torch.where(order < accepted, after, outcome.next_token[:, None]).clamp_min(0)
-        start = self._cache.start
+        start = self.cache.start
+        after = block.tokens[:, :width].clamp_min(0)
         rows = Rows(
-            embeds=self._running.embed(self._each(after), call.plan.adapter),
-            features=self._running.fuse(features),
-            positions=self._positions(call, start[:, None] + order),
+            embeds=self.drafter.embed(each(after), call.plan.adapter),
+            features=self.drafter.fuse(features),
+            positions=self.positions(start[:, None] + order),
             carried=self._carried,
         )
         visible = bucket(self._width + call.rows.cur_len + width)
-        block = chain(width, call.device)
-        mask = block_mask(start, self._pads, *block, visible, rows.embeds.dtype)
+        mask = block_mask(start, self._pads, *chain(width, call.device), visible, rows.embeds.dtype)
         states = self._run(rows, mask, visible)
-        self._state = gathered(states, self._each(accepted))
-        self._cache.set_start(self._width + self._each(call.rows.length))
+        self.state = gathered(states, each(block.num_accepted[:, None]))
+        self.cache.set_start(self._width + each(call.rows.length))
         # the longest row after this block, before it is cut
         self._reach = self._width + min(call.rows.cur_len + width, call.request.max_new_tokens)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """The likeliest paths below the last token."""
-        levels = min(self.depth, budget)
+    def propose(self, budget: int) -> Proposal:
+        """The most likely paths after the last token."""
+        levels = min(self.draft.depth, budget)
         if levels <= 0:
-            return Proposal.empty(call.batch, call.device)
-        shape = replace(self._shape, levels=levels)
-        own = self._running.target_ids()
-        return grown_proposal(call, self._kind, self.law, shape, *self._reader(call, levels), own)
+            return super().propose(budget)
+        shape = replace(self.draft.shape, levels=levels)
+        return grown_proposal(self.target, shape, *self.reader(levels), self.drafter.target_ids())
 
-    def _reader(
-        self, call: Call, levels: int
-    ) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
+    def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
         """Logits after the root, and what reads the nodes of a level, as `grow` wants them.
 
         Both of all branches, ``(M * B, k, D)``; the nodes are those of rows.
         """
-        assert self._state is not None, "observe was not called"
-        drafter, own = self._running, self._running.target_ids()
-        states, sees = self._state, None
-        logits = drafter.logits(states, call.plan.adapter)
-        visible = bucket(self._reach + (levels - 1) * min(self.top_k, logits.shape[-1]))
+        assert self.state is not None, "observe was not called"
+        drafter, own, adapter = self.drafter, self.drafter.target_ids(), self.call.plan.adapter
+        each = self.target.each
+        states, sees = self.state, None
+        logits = drafter.logits(states, adapter)
+        visible = self.slots(levels, logits.shape[-1])
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
             nonlocal states, sees
-            tokens, above, top_k = self._each(tokens), self._each(above), tokens.shape[1]
+            tokens, above, top_k = each(tokens), each(above), tokens.shape[1]
             sees = extended(sees, above)
-            slots = (self._cache.start + level)[:, None].expand(-1, top_k)
+            slots = (self.cache.start + level)[:, None].expand(-1, top_k)
             ids = tokens if own is None else own[tokens]
             rows = Rows(
-                embeds=drafter.embed(ids, call.plan.adapter),
+                embeds=drafter.embed(ids, adapter),
                 features=gathered(states, above),
-                positions=self._positions(call, slots),
+                positions=self.positions(slots),
                 carried=self._carried,
             )
-            mask = tree_mask(self._cache.start, self._pads, sees, visible, rows.embeds.dtype)
+            mask = tree_mask(self.cache.start, self._pads, sees, visible, rows.embeds.dtype)
             states = self._run(rows, mask, visible, offset=level * top_k)
-            return drafter.logits(states, call.plan.adapter)
+            return drafter.logits(states, adapter)
 
         return logits, step
 
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._cache is None:
-            return
-        branches = len(self.law.specs)
-        batch = len(self._pads) // branches
-        rows = torch.cat([rows + batch * branch for branch in range(branches)])
-        self._cache.reorder_cache(rows)
-        self._pads, self._base = self._pads[rows], self._base[rows]
-        self._state = None if self._state is None else self._state[rows]
-        self._carried = None if self._carried is None else self._carried[rows]
-        self._distances = None if self._distances is None else self._distances[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._cache = self._pads = self._base = None
-        self._state = self._carried = self._distances = None
+    def slots(self, levels: int, vocab: int) -> int:
+        """Slots that attention covers where so many levels are grown over a vocabulary."""
+        return bucket(self._reach + (levels - 1) * min(self.draft.top_k, vocab))
 
 
 def shipped(kinds: Iterable[str], model_id: str | None) -> str:
@@ -349,7 +330,12 @@ def shipped(kinds: Iterable[str], model_id: str | None) -> str:
 
 
 def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
-    """What a drafter wants of the target's passes; see `FeatureDraft.needs`."""
+    """What a drafter wants of the target's passes; see `FeatureDraft.needs`.
+
+    Raises:
+        IncompatibleError: The drafter was made for another target.
+    """
+    refuse_encoder(drafter, adapter)
     shown = {0} if "image" in adapter.inputs else set()
     hidden = frozenset({"last", *_levels(drafter, adapter), *shown})
     return Requirements(hidden=hidden, prompt_hidden=True)
@@ -358,7 +344,7 @@ def feature_needs(drafter: FeatureDrafter, adapter: Any) -> Requirements:
 def prompt_rows(
     drafter: FeatureDrafter,
     call: Call,
-    prefill: BranchOutput,
+    prefill: Mapping[str, BranchOutput],
     specs: Sequence[BranchSpec] = (MAIN,),
 ) -> Rows:
     """What a drafter reads of a prompt: all its tokens but the last, each with the one after it.
@@ -366,29 +352,22 @@ def prompt_rows(
     Args:
         drafter: Whose rows they are.
         call: The call.
-        prefill: With the states of the whole prompt, as `feature_needs` asks for them.
+        prefill: By branch, with the states of the whole prompt, as `feature_needs` asks for them.
         specs: Branches whose prompts are read, the main one first; their rows follow each other.
 
     Returns:
         Rows whose features are not fused yet, ``(M * B, P - 1, levels * E)``; of a drafter that has
         a row for the first token, P of them, the first feature 0 and positions those of embeddings.
     """
-    said = {"main": prefill, **prefill.beside}
-    parts = [_branch_rows(drafter, call, said[spec.name].prompt_hidden, spec) for spec in specs]
+    parts = [_branch_rows(drafter, call, prefill[spec.name].prompt_hidden, spec) for spec in specs]
     return parts[0] if len(parts) == 1 else Rows.stacked(parts)
-
-
-def _prompt(call: Call, spec: BranchSpec) -> Prompt:
-    """What a branch has read: a guide may have put another in its place, see `BranchSpec`."""
-    running = {} if call.plan.main is None else {one.name: one for one in call.plan.main.specs}
-    return call.plan.adapter.prompt(call, running.get(spec.name, spec))
 
 
 def _branch_rows(
     drafter: FeatureDrafter, call: Call, hidden: Mapping[int | str, Tensor], spec: BranchSpec
 ) -> Rows:
     adapter = call.plan.adapter
-    prompt = _prompt(call, spec)
+    prompt = branch_prompt(call, spec)
     # a prompt that shares its pass with a wider one was padded there
     hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
@@ -426,6 +405,23 @@ def turned(drafter: FeatureDrafter, adapter: Any, positions: Tensor) -> Tensor:
     if adapter.on_grid:
         return adapter.grid_places(positions)
     return positions[:, None].expand(-1, 3, -1)
+
+
+def refuse_encoder(drafter: FeatureDrafter | HydraHeads, adapter: Adapter) -> None:
+    """Raises where a model reads its source by an encoder: its tokens have no embeddings alone.
+
+    Raises:
+        IncompatibleError: It does.
+    """
+    config = getattr(adapter.model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise IncompatibleError.between(
+            f"draft {type(drafter).__name__}",
+            adapter.name,
+            "the drafter reads the prompt of a decoder-only model, this one's decoder looks at "
+            "what an encoder read",
+            "use medusa with heads that were trained for this model, or lookup",
+        )
 
 
 def refuse_foreign(
@@ -467,12 +463,16 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
     return levels
 
 
-def _distances(drafter: FeatureDrafter, call: Call) -> Tensor | None:
-    """Behind the prompt: from a token's number to its three positions, ``(B, 3, 1)``."""
-    distances = _prompt(call, MAIN).inputs.get("distances")
-    if drafter.rotary.sections is None or distances is None:
+def _distances(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec]) -> Tensor | None:
+    """After the prompt: from a token's number to its three positions, ``(M * B, 3, 1)``."""
+    if drafter.rotary.sections is None:
         return None
-    return distances[..., -1:]
+    found = [branch_prompt(call, spec).inputs.get("distances") for spec in specs]
+    if all(one is None for one in found):
+        return None
+    # tokens of a prompt without images are numbered as they stand
+    none = torch.zeros(call.batch, 3, 1, dtype=torch.long, device=call.device)
+    return torch.cat([none if one is None else one[..., -1:] for one in found])
 
 
 def placed(module: Module, running: Module, like: Tensor) -> Module:

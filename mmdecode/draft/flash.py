@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.draft.features import FeatureDraft
-from mmdecode.draft.growing import extended, gathered, tree_mask
-from mmdecode.engine.cache import bucket
+from mmdecode.draft.features import FeatureDraft, FeatureSession
+from mmdecode.draft.growing import extended, tree_mask
+from mmdecode.draft.target import gathered
 from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import BranchOutput
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.models.flash import Flash as Model
 
@@ -34,39 +35,46 @@ class Flash(FeatureDraft):
     source = "FLASH, Wang et al. 2025"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
-    def _reader(
-        self, call: Call, levels: int
-    ) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
-        assert self._state is not None, "observe was not called"
-        drafter = self._running
+    def begin(self, call: Call, prefill: BranchOutput) -> FlashSession:
+        """Reads the prompt."""
+        return FlashSession(self, self.told(call), prefill)
+
+
+class FlashSession(FeatureSession):
+    """A call of a `Flash`: a pass reads the nodes of all levels since the last one."""
+
+    def reader(self, levels: int) -> tuple[Tensor, Callable[[int, Tensor, Tensor], Tensor]]:
+        """As of `FeatureSession`; only every so many steps make a pass."""
+        assert self.state is not None, "observe was not called"
+        drafter, adapter = self.drafter, self.call.plan.adapter
         assert isinstance(drafter, Model)
         width, steps = drafter.width, drafter.steps
-        made, sees = self._state, None  # of each node of the frontier, (B, k, steps * H)
+        made, sees = self.state, None  # of each node of the frontier, (B, k, steps * H)
         unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass
-        logits = drafter.logits(made[..., :width], call.plan.adapter)
-        visible = bucket(self._reach + (levels - 1) * min(self.top_k, logits.shape[-1]))
+        logits = drafter.logits(made[..., :width], adapter)
+        visible = self.slots(levels, logits.shape[-1])
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
             nonlocal made, sees
-            tokens, above = self._each(tokens), self._each(above)
+            tokens, above = self.target.each(tokens), self.target.each(above)
             top_k, place = tokens.shape[1], level % steps
             made, sees = gathered(made, above), extended(sees, above)
             states = made.unflatten(-1, (steps, width))
-            slots = (self._cache.start + level)[:, None].expand(-1, top_k)
+            slots = (self.cache.start + level)[:, None].expand(-1, top_k)
             unread.append((tokens, states[:, :, place], slots, sees))
             if place < steps - 1:
-                return drafter.logits(states[:, :, place + 1], call.plan.adapter)
+                return drafter.logits(states[:, :, place + 1], adapter)
             parts = list(zip(*unread, strict=True))
             unread.clear()
             rows = Rows(
-                embeds=drafter.embed(torch.cat(parts[0], 1), call.plan.adapter),
+                embeds=drafter.embed(torch.cat(parts[0], 1), adapter),
                 features=torch.cat(parts[1], 1),
-                positions=self._positions(call, torch.cat(parts[2], 1)),
+                positions=self.positions(torch.cat(parts[2], 1)),
             )
             seen = torch.cat([pad(own, (0, sees.shape[2] - own.shape[2])) for own in parts[3]], 1)
-            mask = tree_mask(self._cache.start, self._pads, seen, visible, rows.embeds.dtype)
+            mask = tree_mask(self.cache.start, self._pads, seen, visible, rows.embeds.dtype)
             first = (level - place) * top_k
             made = self._run(rows, mask, visible, offset=first)[:, -top_k:]
-            return drafter.logits(made[..., :width], call.plan.adapter)
+            return drafter.logits(made[..., :width], adapter)
 
         return logits, step

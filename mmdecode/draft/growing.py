@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmdecode.draft.target import DraftTarget, noise_of
+from mmdecode.draft.target import TargetDistribution, noise_of
 from mmdecode.engine.call import Call
-from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
 
@@ -171,32 +171,29 @@ def grow(
 
 
 def grown_proposal(
-    call: Call,
-    kind: Kind,
-    law: DraftTarget,
+    target: TargetDistribution,
     shape: Shape,
     root: Tensor,
     step: Callable[[int, Tensor, Tensor], Tensor],
     own: Tensor | None = None,
 ) -> Proposal:
-    """A tree of a law: its likeliest nodes, or all that was drawn.
+    """A tree of a call's kind: the most likely nodes, or all that were sampled.
 
     Args:
-        call: Of the call.
-        kind: Of the proposal.
-        law: Made of logits.
+        target: Makes the distribution of logits.
         shape: Of the tree.
-        root: Logits after the last committed token, of all branches of the law, ``(M * B, 1, D)``.
+        root: Logits after the last committed token, of all branches, ``(M * B, 1, D)``.
         step: As of `grow`, to logits of all branches.
         own: The target's id of each of the drafter's, ``(D,)``; ``None``: they are the same.
     """
+    call, kind = target.call, target.call.plan.kind
     vocab, top_k = call.plan.adapter.vocab, min(shape.top_k, root.shape[-1])
     nodes = max(shape.nodes, shape.levels) if top_k == 1 else shape.nodes
     laws: list[Tensor] = []  # of the nodes of each level
 
     def law_of(level: int, logits: Tensor) -> Tensor:
         position = (call.rows.length + level)[:, None]
-        laws.append(law(call, logits, position, own))
+        laws.append(target(logits, position, own))
         return laws[-1]
 
     grown = grow(
@@ -253,8 +250,3 @@ def extended(sees: Tensor | None, above: Tensor) -> Tensor:
         return itself
     inherited = sees.gather(1, above[..., None].expand(-1, -1, sees.shape[-1]))
     return torch.cat([inherited, itself], -1)
-
-
-def gathered(states: Tensor, rows: Tensor) -> Tensor:
-    """The rows ``(B, n)`` of states ``(B, Q, H)``."""
-    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))

@@ -16,12 +16,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmdecode.draft.features import placed, refuse_foreign, shipped
-from mmdecode.draft.growing import Shape, gathered, grown_proposal
-from mmdecode.draft.target import DraftTarget
+from mmdecode.draft.features import refuse_encoder, refuse_foreign, shipped
+from mmdecode.draft.growing import Shape, grown_proposal
+from mmdecode.draft.placed import Placed
+from mmdecode.draft.target import (
+    TargetDistribution,
+    along_path,
+    followed,
+    gathered,
+    outputs_by_name,
+)
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 from mmdecode.models.hydra import HydraHeads
@@ -38,7 +46,8 @@ class Hydra(Drafter):
         gain: As of `mmdecode.draft.features.FeatureDraft`.
 
     Proposes what that does: deterministic trees, or coupled ones. Lossless under every exact rule,
-    whatever the heads say.
+    whatever the heads say. Under a guide with other branches the heads run on the states of each,
+    see `mmdecode.draft.target`.
 
     Raises:
         OptionError: An option is out of range.
@@ -48,8 +57,7 @@ class Hydra(Drafter):
     summary = "heads on the model's own last state that read what is drafted before them"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-    needs = Requirements(hidden=frozenset({"last"}))
-    capabilities = DrafterCapabilities(graph_safe=True)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
 
     def __init__(
         self,
@@ -65,11 +73,9 @@ class Hydra(Drafter):
                 f"depth={depth}, top_k={top_k}, nodes={nodes}; expected depth from 0 to the "
                 f"{len(heads)} heads, top_k >= 1 and nodes >= 1"
             )
-        self._shape = Shape(depth, top_k, nodes, gain)
+        self.shape = Shape(depth, top_k, nodes, gain)
         self.heads, self.depth, self.top_k, self.nodes = heads.eval(), depth, top_k, nodes
-        self._running = self.heads
-        self._kind: Kind = "deterministic"
-        self._state: Tensor | None = None  # that decided the root, (B, 1, H)
+        self.placed = Placed(self.heads)
 
     @classmethod
     def from_pretrained(
@@ -103,46 +109,61 @@ class Hydra(Drafter):
         path = path or shipped([HydraHeads.kind], model_id)
         return cls.from_pretrained(path, depth, top_k, nodes, gain)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Moves the heads to the states."""
-        refuse_foreign(self.heads, call.plan.adapter, prefill)
-        self._kind = kind
-        self._running = placed(self.heads, self._running, prefill.hidden["last"])
+    def needs(self, adapter: Adapter) -> Requirements:
+        """The model's last states.
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """The likeliest paths below the last token."""
-        levels = min(self.depth, budget)
+        Raises:
+            IncompatibleError: The model is an encoder-decoder.
+        """
+        refuse_encoder(self.heads, adapter)
+        return Requirements(hidden=frozenset({"last"}))
+
+    def begin(self, call: Call, prefill: BranchOutput) -> HydraSession:
+        """Opens a session on the device of the states."""
+        return HydraSession(self, call, prefill)
+
+
+class HydraSession(DraftSession):
+    """A call of a `Hydra`: the states that decided the last tokens.
+
+    Args:
+        draft: Whose session it is.
+        call: The call.
+        prefill: Outputs after the prompt.
+
+    Raises:
+        IncompatibleError: The heads were made for another model.
+    """
+
+    def __init__(self, draft: Hydra, call: Call, prefill: BranchOutput) -> None:
+        super().__init__(call)
+        refuse_foreign(draft.heads, call.plan.adapter, prefill)
+        self.draft = draft
+        self.heads = draft.placed.like(prefill.hidden["last"])
+        self.target = TargetDistribution(call, followed(call), outputs_by_name(prefill))
+        self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, 1, H)
+
+    def propose(self, budget: int) -> Proposal:
+        """The most likely paths after the last token."""
+        levels = min(self.draft.depth, budget)
         if levels <= 0:
-            return Proposal.empty(call.batch, call.device)
-        assert self._state is not None, "observe was not called"
-        heads, adapter = self._running, call.plan.adapter
-        embeds = heads.embed(call.last(1), adapter)
-        read = torch.cat([self._state, embeds.to(self._state.dtype)], -1)
+            return super().propose(budget)
+        assert self.state is not None, "observe was not called"
+        heads, adapter, each = self.heads, self.call.plan.adapter, self.target.each
+        embeds = each(heads.embed(self.call.last(1), adapter))
+        read = torch.cat([self.state, embeds.to(self.state.dtype)], -1)
 
         def step(level: int, tokens: Tensor, above: Tensor) -> Tensor:
             nonlocal read
-            drafted = heads.embed(tokens, adapter).to(read.dtype)
-            read = torch.cat([gathered(read, above), drafted], -1)
+            drafted = each(heads.embed(tokens, adapter)).to(read.dtype)
+            read = torch.cat([gathered(read, each(above)), drafted], -1)
             return heads.logits(level + 1, read, adapter)
 
         root = heads.logits(0, read, adapter)
-        shape = replace(self._shape, levels=levels)
-        return grown_proposal(call, self._kind, DraftTarget(), shape, root, step)
+        return grown_proposal(self.target, replace(self.draft.shape, levels=levels), root, step)
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
-    ) -> None:
-        """Keeps the state at the end of the accepted path."""
-        hidden = scores.hidden["last"]
-        if not proposal.is_chain:  # along the path, root first
-            hidden = gathered(hidden, torch.nn.functional.pad(outcome.path + 1, (1, 0)))
-        self._state = gathered(hidden, outcome.num_accepted[:, None])
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._state is not None:
-            self._state = self._state[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._state = None
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Keeps the states at the end of the accepted path."""
+        each = self.target.each
+        states = along_path(self.target.hidden(scores, "last"), proposal, each(block.path))
+        self.state = gathered(states, each(block.num_accepted)[:, None])

@@ -14,11 +14,12 @@ ordinary token of Whisper), siblings do not see each other, any batch size.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,13 +27,22 @@ from torch import Tensor, nn
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired, read_weights
-from mmdecode.engine.adapter import MAIN
+from mmdecode.draft.placed import Placed
+from mmdecode.draft.target import (
+    TargetDistribution,
+    along_path,
+    branch_prompt,
+    followed,
+    gathered,
+    outputs_by_name,
+)
+from mmdecode.engine.adapter import Adapter, BranchSpec
 from mmdecode.engine.cache import RaggedCache, bucket
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
-from mmdecode.engine.contracts import BranchOutput, Drafter, Outcome, Requirements
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Requirements
 from mmdecode.engine.masks import block_mask, chain
-from mmdecode.engine.proposal import Kind, Proposal, Tree
+from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.errors import (
     IncompatibleError,
     InputError,
@@ -112,8 +122,8 @@ class MedusaHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A tree with, for each node, its head and its rank."""
+class HeadTree:
+    """A tree with, for each node, its head and its rank among that head's tokens."""
 
     tree: Tree
     levels: Tensor
@@ -121,7 +131,8 @@ class _Shape:
     top: int
 
     @classmethod
-    def of(cls, paths: list[tuple[int, ...]], device: torch.device) -> _Shape:
+    def of(cls, paths: list[tuple[int, ...]], device: torch.device) -> HeadTree:
+        """The tree of rank paths."""
         tree, order = Tree.from_paths(paths)
         last = [path[-1] for path in order]
         levels = torch.tensor(tree.depths, device=device) - 1
@@ -140,12 +151,13 @@ class Medusa(Drafter):
         cpu_nodes: The same on a CPU, where a pass is soon bound by arithmetic, for fewer than 8
             rows; half as many for more. A checkpoint may carry what was measured for its model.
 
-    Proposes deterministic trees. Lossless under every exact rule, whatever the heads say.
+    Proposes deterministic trees. Lossless under every exact rule, whatever the heads say. Under a
+    guide with other branches the heads run on the states of each, see `mmdecode.draft.target`.
     """
 
     summary = "extra heads on the model's own last hidden state draft a tree"
     source = "Cai et al. 2024; for Whisper, Segal-Feldman et al. 2024"
-    capabilities = DrafterCapabilities(graph_safe=True)
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
 
     def __init__(
         self,
@@ -163,13 +175,10 @@ class Medusa(Drafter):
             )
         self.heads, self.block = heads.eval(), block.eval() if block is not None else None
         self.paths, self.nodes, self.cpu_nodes = paths, nodes, cpu_nodes
-        self.needs = Requirements(hidden=frozenset({"last"}), prompt_hidden=block is not None)
-        self._shapes: dict[tuple[int, torch.device], _Shape] = {}
-        self._state: Tensor | None = None
-        self._past: Any = None
-        self._cache: Any = None
-        self._pads: Any = None
-        self._running: tuple[MedusaHeads, nn.Module | None] = (self.heads, self.block)
+        self.placed = Placed(self.heads)
+        self.placed_block = None if self.block is None else Placed(self.block)
+        self._trees: dict[tuple[int, torch.device], HeadTree] = {}
+        self._lock = Lock()
 
     @classmethod
     def from_pretrained(
@@ -285,50 +294,27 @@ class Medusa(Drafter):
 
         write_folder(Path(folder), fill, overwrite)
 
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
-        """Moves the heads to the rows; runs the block over all prompt rows but the last."""
-        hidden = prefill.hidden["last"]
-        if hidden.shape[-1] != self.heads.weight.shape[-1]:
+    def needs(self, adapter: Adapter) -> Requirements:
+        """The model's last states; with a block, those of the whole prompt too.
+
+        Raises:
+            IncompatibleError: The heads come with a block, and the model has no place for one.
+        """
+        if self.block is not None and type(adapter).extra_layer is Adapter.extra_layer:
             raise IncompatibleError.between(
                 "draft Medusa",
-                type(call.plan.adapter.model).__name__,
-                f"the heads expect states of width {self.heads.weight.shape[-1]}, the model has "
-                f"{hidden.shape[-1]}",
-                "use heads that were trained for this model",
+                adapter.name,
+                "the heads read the states of one more decoder layer of Whisper's",
+                "use heads without a block, trained for this model",
             )
-        self._place(hidden)
-        if self.block is None:
-            return
-        width = call.prompt_length
-        self._cache = RaggedCache(1, call.batch, call.device, call.reserved(width))
-        self._pads = width - call.request.prompt_mask.sum(1)
-        self._past = call.plan.adapter.open(self._cache, call.plan.adapter.prompt(call, MAIN))
-        if width > 1:
-            self._run_block(call, prefill.prompt_hidden["last"][:, :-1], bucket(width))
-            self._cache.set_start(torch.full_like(self._pads, width - 1))
+        return Requirements(hidden=frozenset({"last"}), prompt_hidden=self.block is not None)
 
-    def _place(self, like: Tensor) -> None:
-        """Puts copies where the states are: half precision must not round the originals."""
-        running = self._running[0].weight
-        if (running.device, running.dtype) == (like.device, like.dtype):
-            return
-        heads = copy.deepcopy(self.heads).to(like)
-        block = copy.deepcopy(self.block).to(like) if self.block is not None else None
-        self._running = (heads, block)
+    def begin(self, call: Call, prefill: BranchOutput) -> MedusaSession:
+        """Opens a session on the device of the states."""
+        return MedusaSession(self, call, prefill)
 
-    def propose(self, call: Call, budget: int) -> Proposal:
-        """The tree of the heads' ranks."""
-        assert self._state is not None, "observe was not called"
-        shape = self._shape(call)
-        logits = self._running[0].logits(self._state, call.plan.adapter)  # (K, B, V)
-        if shape.top == 1:
-            tokens = logits[: len(shape.tree)].argmax(-1)  # (N, B): a chain has a head per node
-        else:
-            top = logits.topk(shape.top, dim=-1).indices  # (K, B, ranks)
-            tokens = top[shape.levels, :, shape.ranks]
-        return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=shape.tree)
-
-    def _shape(self, call: Call) -> _Shape:
+    def shape(self, call: Call) -> HeadTree:
+        """The tree that a call drafts."""
         nodes = len(self.paths)
         if self.nodes is not None:
             nodes = min(nodes, self.nodes)
@@ -336,47 +322,132 @@ class Medusa(Drafter):
             few = call.batch < MANY_ROWS
             nodes = min(nodes, self.cpu_nodes if few else -(-self.cpu_nodes // 2))
         key = (nodes, call.device)
-        if key not in self._shapes:
-            self._shapes[key] = _Shape.of(self.paths[:nodes], call.device)
-        return self._shapes[key]
+        with self._lock:
+            if key not in self._trees:
+                self._trees[key] = HeadTree.of(self.paths[:nodes], call.device)
+            return self._trees[key]
 
-    def observe(
-        self, call: Call, proposal: Proposal, scores: BranchOutput, outcome: Outcome
+
+class MedusaSession(DraftSession):
+    """A call of a `Medusa`: the states that decided the last tokens, and the block's cache.
+
+    With a block, begins by running it over all prompt rows but the last.
+
+    Args:
+        draft: Whose session it is.
+        call: The call.
+        prefill: Outputs after the prompt; with a block, with the states of the whole prompt.
+
+    Raises:
+        IncompatibleError: The heads were made for another model.
+    """
+
+    def __init__(self, draft: Medusa, call: Call, prefill: BranchOutput) -> None:
+        super().__init__(call)
+        _refuse_foreign(draft.heads, call, prefill)
+        states = prefill.hidden["last"]
+        self.heads, self.tree = draft.placed.like(states), draft.shape(call)
+        outputs = outputs_by_name(prefill)
+        self.target = TargetDistribution(call, followed(call), outputs)
+        self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, H)
+        self.block: BlockRunner | None = None
+        if draft.placed_block is not None:
+            layer = draft.placed_block.like(states)
+            self.block = BlockRunner(layer, call, self.target.specs, outputs)
+
+    def propose(self, budget: int) -> Proposal:
+        """The tree of the heads' ranks."""
+        assert self.state is not None, "observe was not called"
+        tree = self.tree
+        logits = self._followed(self.heads.logits(self.state, self.call.plan.adapter))
+        if tree.top == 1:
+            tokens = logits[: len(tree.tree)].argmax(-1)  # (N, B): a chain has a head per node
+        else:
+            top = logits.topk(tree.top, dim=-1).indices  # (K, B, ranks)
+            tokens = top[tree.levels, :, tree.ranks]
+        return Proposal(tokens=tokens.T.contiguous(), kind="deterministic", tree=tree.tree)
+
+    def _followed(self, logits: Tensor) -> Tensor:
+        """Logits of the heads in all branches, ``(K, M * B, V)``, to those that rank tokens."""
+        if self.target.plain:
+            return logits
+        first = self.call.rows.length[:, None]
+        laws = [self.target(own[:, None], first + head) for head, own in enumerate(logits)]
+        return torch.cat(laws, 1).transpose(0, 1)
+
+    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+        """Keeps the states at the end of the accepted path."""
+        each = self.target.each
+        states = along_path(self.target.hidden(scores, "last"), proposal, each(block.path))
+        if self.block is not None:
+            states = self.block(states)
+        self.state = gathered(states, each(block.num_accepted)[:, None])[:, 0]
+
+
+class BlockRunner:
+    """Runs the block over committed states, behind a cache of its own.
+
+    Args:
+        layer: The block.
+        call: The call.
+        specs: Branches whose states it reads; rows go branch by branch.
+        outputs: Theirs after the prompt, with the states of the whole prompt.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        call: Call,
+        specs: Sequence[BranchSpec],
+        outputs: Mapping[str, BranchOutput],
     ) -> None:
-        """Keeps the state at the end of the accepted path."""
-        hidden = scores.hidden["last"]
-        last = outcome.num_accepted[:, None]
-        if not proposal.is_chain:  # along the path, root first
-            hidden = _rows(hidden, torch.nn.functional.pad(outcome.path + 1, (1, 0)))
-        if self.block is None:
-            self._state = _rows(hidden, last)[:, 0]
-            return
-        visible = bucket(call.prompt_length + call.rows.cur_len + hidden.shape[1])
-        states = self._run_block(call, hidden, visible)
-        self._cache.set_start(call.end() - 1)  # all but the root
-        self._state = _rows(states, last)[:, 0]
+        self.layer, self.call = layer, call
+        adapter, width = call.plan.adapter, call.prompt_length
+        [prompt] = adapter.stack([branch_prompt(call, spec) for spec in specs])
+        rows = len(prompt.ids)
+        self.cache = RaggedCache(1, rows, call.device, call.reserved(width))
+        self._pads = width - prompt.mask.sum(1)
+        self._past = adapter.open(self.cache, prompt)
+        if width > 1:
+            whole = torch.cat([outputs[spec.name].prompt_hidden["last"] for spec in specs])
+            self._run(whole[:, :-1], bucket(width))
+            self.cache.set_start(torch.full_like(self._pads, width - 1))
 
-    def _run_block(self, call: Call, hidden: Tensor, visible: int) -> Tensor:
-        block = chain(hidden.shape[1], hidden.device)
-        mask = block_mask(self._cache.start, self._pads, *block, visible, hidden.dtype)
-        self._cache.open(visible)
-        return call.plan.adapter.run_extra_layer(self._running[1], hidden, mask, self._past)
+    def __call__(self, states: Tensor) -> Tensor:
+        """Of root and accepted path, ``(M * B, D + 1, H)``; keeps what was committed."""
+        call = self.call
+        visible = bucket(call.prompt_length + call.rows.cur_len + states.shape[1])
+        states = self._run(states, visible)
+        branches = len(self._pads) // call.batch
+        self.cache.set_start((call.end() - 1).repeat(branches))  # all but the root
+        return states
 
-    def reorder(self, rows: Tensor) -> None:
-        """Keeps the rows ``rows``."""
-        if self._state is not None:
-            self._state = self._state[rows]
-        if self._past is not None:
-            self._past.reorder_cache(rows)
-            self._pads = self._pads[rows]
-
-    def reset(self) -> None:
-        """Forgets the call."""
-        self._state = self._past = self._cache = self._pads = None
+    def _run(self, states: Tensor, visible: int) -> Tensor:
+        block = chain(states.shape[1], states.device)
+        mask = block_mask(self.cache.start, self._pads, *block, visible, states.dtype)
+        self.cache.open(visible)
+        return self.call.plan.adapter.run_extra_layer(self.layer, states, mask, self._past)
 
 
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+def _refuse_foreign(heads: MedusaHeads, call: Call, prefill: BranchOutput) -> None:
+    """Raises where heads were made for a model of another width or vocabulary.
+
+    Raises:
+        IncompatibleError: They were.
+    """
+    vocab = None if heads.out is None else heads.out.shape[1]
+    sizes = {
+        "states of width": (heads.weight.shape[-1], prefill.hidden["last"].shape[-1]),
+        "a vocabulary of": (vocab, prefill.logits.shape[-1]),
+    }
+    for what, (wanted, found) in sizes.items():
+        if wanted not in (None, found):
+            raise IncompatibleError.between(
+                "draft Medusa",
+                type(call.plan.adapter.model).__name__,
+                f"the heads expect {what} {wanted}, the model has {found}",
+                "use heads that were trained for this model",
+            )
 
 
 def _paths(choices: Any) -> list[tuple[int, ...]] | None:

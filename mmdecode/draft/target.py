@@ -9,16 +9,17 @@ What there is to follow is `mmdecode.engine.call.Plan.draft_target`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, inf
+from torch.nn.functional import pad
 
-from mmdecode.engine import call as calls
-from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
-from mmdecode.engine.call import Call
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt
+from mmdecode.engine.call import Call, DraftTarget
 from mmdecode.engine.contracts import BranchOutput, Guide, Requirements, needs_of
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
@@ -36,7 +37,7 @@ def can_follow(guide: Guide | None, adapter: Adapter) -> bool:
     return not own and needs_of(guide, adapter) == Requirements()
 
 
-def followed(call: Call) -> calls.DraftTarget:
+def followed(call: Call) -> DraftTarget:
     """The draft target of a call's plan, without the guide where it cannot be followed."""
     target = call.plan.draft_target
     if can_follow(target.guide, call.plan.adapter):
@@ -44,7 +45,7 @@ def followed(call: Call) -> calls.DraftTarget:
     return replace(target, guide=None)
 
 
-def branches_of(target: calls.DraftTarget) -> list[BranchSpec]:
+def branches_of(target: DraftTarget) -> list[BranchSpec]:
     """Branches that a draft needs logits of to follow a target, the main one first."""
     return [MAIN, *(target.guide.branches if target.guide else ())]
 
@@ -52,6 +53,17 @@ def branches_of(target: calls.DraftTarget) -> list[BranchSpec]:
 def warp_alone(call: Call, prefill: Mapping[str, BranchOutput]) -> TargetDistribution:
     """What a drafter with one branch follows: the target is warped, and not guided."""
     return TargetDistribution(call, replace(call.plan.draft_target, guide=None), prefill)
+
+
+def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
+    """The outputs of all branches, of what a drafter is shown: the main one's."""
+    return {MAIN.name: main, **main.beside}
+
+
+def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
+    """The prompt that a branch has read; see `BranchSpec.replaces`."""
+    running = {} if call.plan.main is None else {one.name: one for one in call.plan.main.specs}
+    return call.plan.adapter.prompt(call, running.get(spec.name, spec))
 
 
 class TargetDistribution:
@@ -68,13 +80,34 @@ class TargetDistribution:
     """
 
     def __init__(
-        self, call: Call, target: calls.DraftTarget, prefill: Mapping[str, BranchOutput]
+        self, call: Call, target: DraftTarget, prefill: Mapping[str, BranchOutput]
     ) -> None:
         self.call, self.target, self.specs = call, target, branches_of(target)
         guide = target.guide
         # the prompt was read before the first token was committed
         start = call.at(torch.zeros_like(call.rows.length))
         self._constants = None if guide is None else guide.begin(start, prefill)
+
+    def each(self, values: Tensor) -> Tensor:
+        """Values of the rows ``(B, ...)``, repeated for every branch, ``(M * B, ...)``."""
+        branches = len(self.specs)
+        return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
+
+    def hidden(self, scores: BranchOutput, *levels: int | str) -> Tensor:
+        """States of all branches, several levels concatenated, ``(M * B, N + 1, levels * H)``."""
+        outputs = outputs_by_name(scores)
+        return torch.cat(
+            [
+                torch.cat([outputs[spec.name].hidden[level] for level in levels], -1)
+                for spec in self.specs
+            ]
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are left as they are."""
+        bare = self.target.guide is None and self.target.warp is None
+        return bare and self.call.plan.adapter.layout is None
 
     def __call__(self, logits: Tensor, position: Tensor, own: Tensor | None = None) -> Tensor:
         """Unnormalised log-probabilities ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
@@ -94,6 +127,42 @@ class TargetDistribution:
         return logits if self.target.warp is None else self.target.warp(logits)
 
 
+def gathered(states: Tensor, rows: Tensor) -> Tensor:
+    """The rows ``(B, n)`` of states ``(B, Q, H)``."""
+    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
+    """States of root and nodes ``(B, N + 1, H)``, of a tree those of root and accepted path.
+
+    Args:
+        states: In the order of the nodes.
+        proposal: The nodes.
+        path: Accepted nodes, ``(B, D)``, -1 padded.
+    """
+    if proposal.is_chain:
+        return states
+    return gathered(states, pad(path + 1, (1, 0)))  # root first
+
+
+class Following:
+    """Mixed into drafters that follow a target, where a call's plan does not hold it yet."""
+
+    _target: DraftTarget | None = None
+
+    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Self:
+        """This drafter with a target of its own, in the place of the plan's."""
+        alike = copy.copy(self)
+        alike._target = DraftTarget(guide=guide, warp=warp)
+        return alike
+
+    def told(self, call: Call) -> Call:
+        """The call with this target in its plan."""
+        if self._target is None:
+            return call
+        return replace(call, plan=replace(call.plan, draft_target=self._target))
+
+
 def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:
     """Logits ``(B, k, D)`` with -inf at tokens that the image's layout has no place for."""
     layout = call.plan.adapter.layout if call.plan.adapter is not None else None
@@ -102,51 +171,6 @@ def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) 
         return logits
     allowed = layout.allowed(position, vocab)
     return logits.masked_fill(~(allowed if own is None else allowed[..., own]), -inf)
-
-
-@dataclass
-class DraftTarget:
-    """As `TargetDistribution`, for drafters that are not sessions yet.
-
-    Attributes:
-        guide: What the target is guided by, if it is; it must not look inside the model.
-        warp: What is made of logits before a token is drawn.
-    """
-
-    guide: Guide | None = None
-    warp: Callable[[Tensor], Tensor] | None = None
-    _constants: Any = field(default=None, init=False, repr=False)
-
-    @property
-    def specs(self) -> list[BranchSpec]:
-        """The branches that a draft needs states of, in row order."""
-        return [MAIN, *(self.guide.branches if self.guide else ())]
-
-    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """Lets the guide see what was said of the prompt."""
-        if self.guide is not None:
-            self._constants = self.guide.begin(call, prefill)
-
-    def __call__(
-        self, call: Call, logits: Tensor, position: Tensor, own: Tensor | None = None
-    ) -> Tensor:
-        """Unnormalised log-law ``(B, k, D)`` of k nodes at one ``position (B, 1)``.
-
-        Args:
-            call: The call.
-            logits: Of all branches, ``(M * B, k, D)``.
-            position: Of the token that the law is about.
-            own: The target's id of each of the draft's, ``(D,)``; ``None``: the same.
-        """
-        logits = logits.float()
-        if self.guide is not None:
-            parts = zip(self.specs, logits.split(call.batch), strict=True)
-            scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
-            ahead = call.at(position[:, 0])
-            nothing = Proposal.empty(call.batch, call.device)
-            logits = self.guide.apply(self._constants, ahead, nothing, scores)
-        logits = _laid_out(call, logits, position, own)
-        return logits if self.warp is None else self.warp(logits)
 
 
 def noise_of(

@@ -14,7 +14,7 @@ in `mmdecode.train.drafter_recipes`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,12 +27,9 @@ from torch.special import entr
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.features import feature_needs, prompt_rows
-from mmdecode.draft.none import NoDraft
-from mmdecode.draft.target import DraftTarget
-from mmdecode.engine.adapter import Adapter
+from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
 from mmdecode.engine.call import Call
-from mmdecode.engine.contracts import BranchOutput, Drafter, Guide, Requirements
-from mmdecode.engine.proposal import Kind
+from mmdecode.engine.contracts import BranchOutput, Drafter, Requirements
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import (
     RUN,
@@ -45,6 +42,7 @@ from mmdecode.files import (
     refuse_foreign_in,
     write_file,
 )
+from mmdecode.guide.edited import Edited
 from mmdecode.models.dream import Dream
 from mmdecode.models.feature_drafter import FeatureDrafter
 from mmdecode.train.begin import begun
@@ -57,15 +55,25 @@ from mmdecode.train.medusa import write_state
 from mmdecode.train.workers import PRECISIONS, Alone, Worker
 
 
-class Collector(NoDraft):
-    """Takes the states of a whole prompt from the engine's pass, and drafts nothing.
+class Collector(Edited):
+    """Takes the states of a whole prompt from the engine's pass, and changes nothing.
 
     Args:
         drafter: Whose rows are made; ``None``: none.
+        branches: Other conditionings whose states are taken too.
+        early: What looks at the model's early layers in the same pass, if anything does.
     """
 
-    def __init__(self, drafter: FeatureDrafter | None) -> None:
-        self.drafter, self.law = drafter, DraftTarget()
+    neutral = False
+
+    def __init__(
+        self,
+        drafter: FeatureDrafter | None,
+        branches: Sequence[BranchSpec] = (),
+        early: EarlyStates | None = None,
+    ) -> None:
+        self.drafter, self.branches = drafter, branches
+        self.edits = () if early is None else early.edits
         self.found: Any = None
 
     def needs(self, adapter: Adapter) -> Requirements:
@@ -74,22 +82,16 @@ class Collector(NoDraft):
             return Requirements(hidden=frozenset({"last"}), prompt_hidden=True)
         return feature_needs(self.drafter, adapter)
 
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Collector:
-        """Takes the states of the guide's other branches too."""
-        self.law = DraftTarget(guide, warp)
-        return self
-
-    def begin(self, call: Call, prefill: BranchOutput, kind: Kind) -> None:
+    def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """Notes them."""
-        specs, adapter = self.law.specs, call.plan.adapter
+        specs, adapter = [MAIN, *self.branches], call.plan.adapter
         rows = None if self.drafter is None else prompt_rows(self.drafter, call, prefill, specs)
         prompts = [adapter.prompt(call, spec) for spec in specs]
-        said = {"main": prefill, **prefill.beside}
         ids, last = (
             torch.cat(parts)
             for parts in (
                 [prompt.ids for prompt in prompts],
-                [said[spec.name].prompt_hidden["last"] for spec in specs],
+                [prefill[spec.name].prompt_hidden["last"] for spec in specs],
             )
         )
         words = torch.cat([prompt.mask for prompt in prompts]).bool() & ~adapter.image_mask(ids)
@@ -104,9 +106,9 @@ def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sa
         drafter: Whose rows are wanted.
         samples: Of which.
     """
-    collector = Collector(drafter)
-    early: Any = EarlyStates(target.adapter) if isinstance(drafter, Dream) else None
-    target.read(Decoder(collector, early), samples)
+    early = EarlyStates(target.adapter) if isinstance(drafter, Dream) else None
+    collector = Collector(drafter, target.branches, early)
+    target.read(Decoder(guide=collector), samples)
     rows, ids, last, words = collector.found
     lengths = torch.tensor([len(sample.answer) for sample in samples], device=ids.device)
     lengths = lengths.repeat(len(ids) // len(samples))

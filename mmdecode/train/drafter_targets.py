@@ -26,6 +26,7 @@ from transformers import (
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.contracts import Drafter
 from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError, UnsupportedModelError
@@ -60,6 +61,10 @@ class Target(Protocol):
     kinds: Sequence[str] | None
 
     @property
+    def branches(self) -> Sequence[BranchSpec]:
+        """Conditionings other than the main one that its samples are read under."""
+
+    @property
     def model(self) -> Any:
         """What is run."""
 
@@ -71,7 +76,7 @@ class Target(Protocol):
         """Its own answers, as ids with the one that ends each."""
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """One pass over prompts and answers, with a decoder whose draft takes what it wants."""
+        """One pass over prompts and answers, with a decoder whose guide takes what it wants."""
 
     def guided(self, logits: Tensor) -> Tensor:
         """What decides, of the logits of all branches; see `Batch`."""
@@ -93,6 +98,7 @@ class Texts:
     build: Build
     at_once: int = 32
     kinds: Sequence[str] | None = None
+    branches: Sequence[BranchSpec] = ()
 
     @property
     def adapter(self) -> Any:
@@ -158,6 +164,12 @@ class Images:
     kinds: Sequence[str] | None = ("eagle", "eagle3")
 
     @property
+    def branches(self) -> Sequence[BranchSpec]:
+        """Those of the checkpoint's guidance."""
+        guide = Guidance(self.raster.preset.guidance)
+        return () if guide.neutral else guide.branches
+
+    @property
     def model(self) -> Any:
         """The transformer."""
         return self.adapter.model
@@ -173,13 +185,10 @@ class Images:
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
         """Codes behind what they are drawn of, as one prompt."""
-        guide: Any = Guidance(self.raster.preset.guidance)
         told = torch.tensor([sample.answer for sample in samples], device=self.model.device)
         inputs = self.adapter.condition(
             **self.raster.given([sample.request.condition for sample in samples])
         )
-        draft: Any = decoder.draft
-        decoder.draft, decoder.guide = draft.under(None if guide.neutral else guide, None), guide
         decoder(
             self.model,
             told[:, :0],

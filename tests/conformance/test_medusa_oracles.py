@@ -1,6 +1,7 @@
 """What Medusa heads must do whatever their weights, on tiny random models."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
+from mmdecode.engine.contracts import DraftSession
 from mmdecode.engine.masks import block_mask, chain
-from mmdecode.engine.proposal import Proposal
 from tests.conformance.tiny import (
     NEW,
     TEXT_DRAFTS,
@@ -29,6 +30,7 @@ from tests.conformance.tiny import (
     reference,
     whisper_model,
 )
+from tests.draft.sessions import noting
 from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])
@@ -48,8 +50,7 @@ def test_zero_heads_behind_a_block_say_what_the_block_says():
     model, block = whisper_model(), random_block().eval()
     adapter = registry.adapter_for(model)
     draft, seen = Medusa(MedusaHeads(3, 1, WIDTH), block), []
-    propose = draft.propose
-    draft.propose = lambda call, budget: seen.append(draft._state) or propose(call, budget)
+    noting(draft, proposed=lambda session, _: seen.append(session.state))
     options = {"language": "en", "task": "transcribe", "max_new_tokens": NEW}
     out = model.generate(**audio(1), **options, custom_generate=Decoder(draft))
     # all states of the text, then the block over all of them at once
@@ -77,26 +78,19 @@ class Oracle(MedusaHeads):
 
     def __init__(self, row, count):
         super().__init__(count, 1, WIDTH)
-        self.row, self.draft = row, None
+        self.row, self.session = row, None
 
     def logits(self, hidden, adapter):
-        position = self.draft.position
+        position = int(self.session.call.rows.length[0])
         known = [*self.row, *[0] * 20][position : position + self.weight.shape[1]]
         return torch.nn.functional.one_hot(torch.tensor(known), VOCAB)[:, None].float()
-
-
-class WithPosition(Medusa):
-    def propose(self, call, budget):
-        self.position = int(call.rows.length[0])
-        return super().propose(call, budget)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_heads_that_are_always_right_need_one_pass_for_each_block(count):
     row = reference("llama", (("batch", 1),))[1][0]
     heads = Oracle(row, count)
-    draft = heads.draft = WithPosition(heads)
-    decoder = Decoder(draft)
+    decoder = Decoder(noting(Medusa(heads), opened=partial(setattr, heads, "session")))
     assert ours(decoder, "llama", batch=1).tolist() == plain("llama", batch=1).tolist()
     # the prompt's own pass decides the first token
     assert decoder.stats.passes == math.ceil((NEW - 1) / (count + 1))
@@ -118,9 +112,8 @@ class Seen(LogitsProcessor):
 def test_a_processor_sees_each_prefix_once_and_nothing_beyond_a_rejection(heads):
     truth = plain("llama", batch=1)[0].tolist()
     module = random_heads() if heads == "random" else Oracle(truth[7:], 3)
-    draft = WithPosition(module, paths=TREE if heads == "random" else None)
-    if heads == "oracle":
-        module.draft = draft
+    draft = Medusa(module, paths=TREE if heads == "random" else None)
+    noting(draft, opened=partial(setattr, module, "session"))
     watcher = Seen(truth)
     ours(Decoder(draft), "llama", batch=1, logits_processor=[watcher])
     assert watcher.lengths == list(range(7, 7 + NEW))
@@ -140,7 +133,7 @@ def test_the_order_of_the_tree_list_does_not_matter(family):
 @FAMILIES
 def test_no_heads_is_the_plain_loop(family):
     draft = Medusa(random_heads())
-    draft.propose = lambda call, budget: Proposal.empty(call.batch, call.device)
+    draft.begin = lambda call, prefill: DraftSession(call)
     decoder = Decoder(draft)
     assert ours(decoder, family).tolist() == plain(family).tolist()
     assert decoder.stats.passes == NEW - 1
@@ -176,13 +169,10 @@ def test_the_cache_after_acceptance_is_that_of_a_fresh_prefill(family, draft, mo
 def test_a_cpu_drafts_half_of_its_nodes_for_many_rows():
     sizes = {}
 
-    class Sized(Medusa):
-        def propose(self, call, budget):
-            proposal = super().propose(call, budget)
-            sizes.setdefault(len(ids), set()).add(proposal.size)
-            return proposal
+    def note(session, proposal):
+        sizes.setdefault(session.call.batch, set()).add(proposal.size)
 
-    decoder = Decoder(draft=Sized(random_heads(), paths=TREE, cpu_nodes=5))
+    decoder = Decoder(noting(Medusa(random_heads(), paths=TREE, cpu_nodes=5), proposed=note))
     generator = torch.Generator().manual_seed(0)
     for rows in (1, 7, 8, 9):
         ids = torch.randint(VOCAB, (rows, 4), generator=generator)

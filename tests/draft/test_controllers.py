@@ -10,7 +10,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.none import NoDraft
-from mmdecode.draft.target import DraftTarget
+from mmdecode.draft.target import TargetDistribution
 from mmdecode.draft.trees import affordable, plan, value
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
@@ -69,9 +69,9 @@ def test_a_stop_before_the_doubtful_token_is_found(monkeypatch):
 @modes
 def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeypatch):
     steps = []
-    law = DraftTarget.__call__
+    law = TargetDistribution.__call__
     monkeypatch.setattr(
-        DraftTarget, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1]
+        TargetDistribution, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1]
     )
     counts = {}
     for risk in (0.3, 1.0):

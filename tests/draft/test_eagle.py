@@ -25,6 +25,7 @@ from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.testing import check_draft
 from tests.conformance.tiny import NEW, VOCAB, WIDTH, prompts, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
+from tests.draft.sessions import noting
 
 SIZES = {
     "hidden_size": WIDTH,
@@ -354,15 +355,12 @@ def test_noise_chooses_children_and_does_not_weigh_them():
 
 def test_a_reduced_vocabulary_proposes_its_own_tokens_by_the_targets_ids():
     seen = set()
-
-    class Noted(Eagle):
-        def propose(self, call, budget):
-            proposal = super().propose(call, budget)
-            seen.update(proposal.tokens.flatten().tolist())
-            return proposal
-
+    draft = noting(
+        Eagle(reduced(), depth=3, top_k=2, nodes=6),
+        proposed=lambda _, proposal: seen.update(proposal.tokens.flatten().tolist()),
+    )
     for do_sample in (False, True):
-        decode("llama", Noted(reduced(), depth=3, top_k=2, nodes=6), do_sample=do_sample)
+        decode("llama", draft, do_sample=do_sample)
     assert len(seen) > 5
     assert seen <= set(range(0, 3 * (VOCAB // 3), 3))
 
@@ -394,17 +392,15 @@ def test_hidden_images_take_no_slot():
     draft = DRAFTS["hidden_images"]()
     widths = {}
 
-    class Noted(Eagle):
-        def begin(self, call, prefill, kind):
-            super().begin(call, prefill, kind)
-            words = call.request.prompt_mask & ~call.plan.adapter.image_mask(
-                call.request.prompt_ids
-            )
-            widths[self.images] = (self._width, int(words.sum(1).max()) - 1)
+    def note(session):
+        call = session.call
+        words = call.request.prompt_mask & ~call.plan.adapter.image_mask(call.request.prompt_ids)
+        widths[session.draft.images] = (session._width, int(words.sum(1).max()) - 1)
 
     inputs = vision_inputs("llava", 2)
     for images in ("all", "hidden"):
-        decode("llava", Noted(draft.drafter, depth=2, top_k=1, images=images), inputs=inputs)
+        noted = noting(Eagle(draft.drafter, depth=2, top_k=1, images=images), opened=note)
+        decode("llava", noted, inputs=inputs)
     assert widths["all"][0] == inputs["input_ids"].shape[1] - 1
     assert widths["hidden"][0] == widths["hidden"][1] < widths["all"][0]
 
@@ -513,12 +509,9 @@ def test_what_is_no_drafter_is_refused(tmp_path):
 def test_half_precision_does_not_round_the_original():
     drafter = random_drafter()
     weights = {key: value.clone() for key, value in drafter.state_dict().items()}
-    draft = Eagle(drafter, depth=2, top_k=1)
-    alike = draft.under(None, None)  # each call that draws images has one of its own
-    for one in (draft, alike):
-        one._place(torch.zeros(1, dtype=torch.float16))
-    assert next(draft._running.parameters()).dtype == torch.float16
-    assert alike._running is draft._running
-    draft._place(torch.zeros(1))
-    for part in (drafter, draft._running):
-        assert all(torch.equal(value, weights[key]) for key, value in part.state_dict().items())
+    placed = Eagle(drafter, depth=2, top_k=1).placed
+    half = placed.like(torch.zeros(1, dtype=torch.float16))
+    assert next(half.parameters()).dtype == torch.float16
+    assert placed.like(torch.zeros(1)) is drafter
+    assert placed.like(torch.ones(2, dtype=torch.float16)) is half  # made once
+    assert all(torch.equal(value, weights[key]) for key, value in drafter.state_dict().items())

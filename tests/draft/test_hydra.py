@@ -7,7 +7,8 @@ from torch import nn
 from mmdecode import registry
 from mmdecode.draft.hydra import Hydra
 from mmdecode.draft.medusa import MedusaHeads
-from mmdecode.engine.contracts import BranchOutput, Outcome
+from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.contracts import Block, BranchOutput
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.models.hydra import HydraHeads
@@ -15,6 +16,7 @@ from mmdecode.testing import check_draft
 from mmdecode.train import drafter_recipes as recipes
 from mmdecode.train.drafter_recipes import RECIPES, Batch, Options
 from tests.conformance.tiny import VOCAB, WIDTH
+from tests.draft.sessions import noting
 from tests.draft.test_eagle import decode, inputs_of, model_of
 
 CONFIG = {"hidden_size": WIDTH, "vocab_size": VOCAB, "hydra_num_heads": 3}
@@ -112,25 +114,18 @@ def test_a_row_drafts_in_a_batch_what_it_drafts_alone():
         assert any(step.drafted for step in alone.trace[0])
 
 
-class Noted(Hydra):
-    """Keeps what it proposed, and from which state and root."""
-
-    def propose(self, call, budget):
-        proposal = super().propose(call, budget)
-        self.seen.append((self._state.clone(), call.last(1), proposal))
-        return proposal
-
-
 @torch.no_grad()
 def test_each_node_is_a_child_of_its_own_path():
     """Every node is among what its head says of the state and the tokens above it."""
-    heads = random_heads()
-    draft = Noted(heads, top_k=2, nodes=14)
-    draft.seen = []
-    decode("llama", draft)
+    heads, seen = random_heads(), []
+
+    def note(session, proposal):
+        seen.append((session.state.clone(), session.call.last(1), proposal))
+
+    decode("llama", noting(Hydra(heads, top_k=2, nodes=14), proposed=note))
     adapter = registry.adapter_for(model_of("llama"))
     checked = 0
-    for state, root, proposal in draft.seen[:3]:
+    for state, root, proposal in seen[:3]:
         for row in range(len(root)):
             paths = {-1: [int(root[row])]}
             for node, parent in enumerate(proposal.parents[row].tolist()):
@@ -146,20 +141,26 @@ def test_each_node_is_a_child_of_its_own_path():
 
 
 def test_the_state_that_is_kept_is_that_at_the_end_of_the_path():
-    draft = Hydra(random_heads())
+    adapter = registry.adapter_for(model_of("llama"))
+    call = Call.of(torch.ones(3, 2, dtype=torch.long), plan=Plan(adapter=adapter))
+    states = {"last": torch.zeros(3, 1, WIDTH)}
+    prefill = BranchOutput(logits=torch.zeros(3, 1, VOCAB), hidden=states)
+    session = Hydra(random_heads()).begin(call, prefill)
     hidden = torch.arange(15.0).view(3, 5, 1)  # of root and four nodes
     parents = torch.tensor([[-1, -1, 0, 2]]).expand(3, -1)
     proposal = Proposal(tokens=parents.clamp_min(0), kind="deterministic", parents=parents)
-    outcome = Outcome(
+    accepted = torch.tensor([1, 2, 0])
+    block = Block(
         path=torch.tensor([[1, -1, -1], [0, 2, -1], [-1, -1, -1]]),
-        num_accepted=torch.tensor([1, 2, 0]),
-        next_token=torch.zeros(3, dtype=torch.long),
+        tokens=torch.zeros(3, 4, dtype=torch.long),
+        num_accepted=accepted,
+        num_drafted=torch.full((3,), 4),
+        count=accepted + 1,
+        ended=torch.zeros(3, dtype=torch.bool),
     )
     scores = BranchOutput(logits=hidden, hidden={"last": hidden})
-    draft.observe(None, proposal, scores, outcome)
-    assert draft._state[:, 0, 0].tolist() == [2, 8, 10]
-    draft.reorder(torch.tensor([2, 0]))
-    assert draft._state[:, 0, 0].tolist() == [10, 2]
+    session.observe(proposal, scores, block)
+    assert session.state[:, 0, 0].tolist() == [2, 8, 10]
 
 
 # Training

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from mmdecode import registry
 from mmdecode.draft import features, growing
-from mmdecode.draft.dream import Dream
+from mmdecode.draft.dream import Dream, DreamSession
 from mmdecode.draft.eagle import Eagle
+from mmdecode.draft.features import FeatureSession
 from mmdecode.draft.flash import Flash
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.adapter import Prompt
@@ -23,6 +24,7 @@ from mmdecode.testing import check_draft
 from mmdecode.train.drafter_recipes import Unrolled
 from tests.conformance.tiny import WIDTH
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
+from tests.draft.sessions import noting
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
 from tests.golden.given import Given, begin, commit
 
@@ -172,11 +174,11 @@ def assert_weights_are_those_of_paths_alone(kind, monkeypatch):
     monkeypatch.setattr(growing, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
     draft = random_draft(kind, depth=5, top_k=2, nodes=30)
     adapter, ids, hidden, merged, more = given_prompt()
-    call = begin(draft, adapter, ids, hidden, merged)
+    session = begin(draft, adapter, ids, hidden, merged)
     first, later = torch.tensor([[3], [4]]), torch.tensor([[5, 6, 7], [8, 9, 1]])
-    commit(draft, call, first, hidden[:, -1:], 0)
-    commit(draft, call, later, more[:, :3], 2)
-    draft.propose(call, 9)
+    commit(session, first, hidden[:, -1:], 0)
+    commit(session, later, more[:, :3], 2)
+    session.propose(9)
     tree = grown[-1]
     tokens = torch.cat([first, later], 1)
     states = torch.cat([hidden, more[:, :3]], 1)
@@ -217,10 +219,10 @@ def test_half_precision_drafts(kind):
     hidden, merged = hidden.bfloat16(), merged.bfloat16()
     adapter.weight, adapter.table = adapter.weight.bfloat16(), adapter.table.bfloat16()
     draft = random_draft(kind, depth=5)
-    call = begin(draft, adapter, ids, hidden, merged)
-    commit(draft, call, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
-    assert draft.propose(call, 9).size == 9
-    assert draft._state.dtype == torch.bfloat16
+    session = begin(draft, adapter, ids, hidden, merged)
+    commit(session, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
+    assert session.propose(9).size == 9
+    assert session.state.dtype == torch.bfloat16
     assert next(draft.drafter.parameters()).dtype == torch.float32
 
 
@@ -294,7 +296,7 @@ def test_images_are_told_apart_by_runs_or_by_their_sizes():
 
 @pytest.mark.parametrize("family", ["llava", "llava_next"])
 @kinds
-def test_images_side_by_side_are_two(family, kind):
+def test_images_side_by_side_are_two(family, kind, monkeypatch):
     """One by itself, then two with nothing between, of unlike sizes where they can be."""
     sizes = {"llava": [(8, 8)] * 3, "llava_next": [(8, 8), (8, 16), (8, 8)]}[family]
     counts = {"llava": [4, 4, 4], "llava_next": [10, 14, 10]}[family]
@@ -303,18 +305,20 @@ def test_images_side_by_side_are_two(family, kind):
     inputs |= pixels(family, sizes, 1, [0, 0, 0])
     seen = {}
 
-    class Noted(CLASSES[kind]):
-        def _shown(self, rows, prefill):
-            seen["images"] = rows.images
-            return super()._shown(rows, prefill)
+    visible = FeatureSession.visible_rows
 
-        def begin(self, call, prefill, kind):
-            super().begin(call, prefill, kind)
-            seen["slots"] = self._width
+    def noted(self, rows, prefill):
+        seen["images"] = rows.images
+        return visible(self, rows, prefill)
 
+    monkeypatch.setattr(FeatureSession, "visible_rows", noted)
     expected, _ = decode(family, inputs=inputs)
-    model = random_model(kind)
-    found, _ = decode(family, Noted(model, depth=3, top_k=2, nodes=5), inputs=inputs)
+    draft = CLASSES[kind](random_model(kind), depth=3, top_k=2, nodes=5)
+    found, _ = decode(
+        family,
+        noting(draft, opened=lambda session: seen.update(slots=session._width)),
+        inputs=inputs,
+    )
     assert found == expected
     lengths = [int((seen["images"] == image).sum()) for image in (1, 2, 3)]
     assert lengths == counts and seen["images"].max() == 3
@@ -327,19 +331,16 @@ def test_hidden_images_leave_nothing():
     for kind in MODELS:
         widths = []
 
-        class Noted(CLASSES[kind]):
-            def begin(self, call, prefill, kind):
-                super().begin(call, prefill, kind)
-                words = call.request.prompt_mask & ~call.plan.adapter.image_mask(
-                    call.request.prompt_ids
-                )
-                widths.append((self._width, int(words.sum(1).max())))  # noqa: B023
-                vector = self._carried
-                assert vector is None or not vector.any()
+        def note(session):
+            asked, adapter = session.call.request, session.call.plan.adapter
+            words = asked.prompt_mask & ~adapter.image_mask(asked.prompt_ids)
+            widths.append((session._width, int(words.sum(1).max())))  # noqa: B023
+            vector = session._carried
+            assert vector is None or not vector.any()
 
         inputs = vision_inputs("llava", 2)
-        draft = Noted(random_model(kind), depth=2, top_k=1, images="hidden")
-        decode("llava", draft, inputs=inputs)
+        draft = CLASSES[kind](random_model(kind), depth=2, top_k=1, images="hidden")
+        decode("llava", noting(draft, opened=note), inputs=inputs)
         assert widths[0][0] == widths[0][1] - (kind != "dream")
 
 
@@ -442,19 +443,19 @@ def test_text_is_given_the_vector_of_the_latest_image():
 # DREAM
 
 
-def test_a_share_of_the_image_is_what_words_attend_to_most():
-    kept = {}
+def test_a_share_of_the_image_is_what_words_attend_to_most(monkeypatch):
+    kept, visible = {}, DreamSession.visible_rows
 
-    class Noted(Dream):
-        def _shown(self, rows, prefill):
-            shown = super()._shown(rows, prefill)
-            kept[self.share] = (rows.kept & ~shown.kept, rows.images > 0, prefill)
-            return shown
+    def noted(self, rows, prefill):
+        shown = visible(self, rows, prefill)
+        kept[self.draft.share] = (rows.kept & ~shown.kept, rows.images > 0, prefill)
+        return shown
 
+    monkeypatch.setattr(DreamSession, "visible_rows", noted)
     inputs = vision_inputs("llava", 3)
     expected, _ = decode("llava", inputs=inputs)
     for share in (1.0, 0.5, 0.1):
-        draft = Noted(random_model("dream"), share=share, depth=3, top_k=2, nodes=5)
+        draft = Dream(random_model("dream"), share=share, depth=3, top_k=2, nodes=5)
         assert decode("llava", draft, inputs=inputs)[0] == expected
         left_out, images, prefill = kept[share]
         count = images.sum(1)
@@ -512,24 +513,25 @@ def test_a_pass_makes_as_many_levels_as_it_was_built_for(steps, passes):
     adapter, ids, hidden, merged, _ = given_prompt()
     draft = Flash(model, depth=5, top_k=2, nodes=9)
     with torch.no_grad():
-        call = begin(draft, adapter, ids, hidden, merged)
-        commit(draft, call, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
+        session = begin(draft, adapter, ids, hidden, merged)
+        commit(session, torch.tensor([[3], [4]]), hidden[:, -1:], 0)
         before = len(counted) - 1  # what was committed is read in a pass of its own
-        assert draft.propose(call, 9).structure()[1].max() <= 5
+        assert session.propose(9).structure()[1].max() <= 5
     assert len(counted) - before == passes
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_tells_images_apart(family):
+def test_every_family_tells_images_apart(family, monkeypatch):
     """The last of three rows has two images; random drafters change no token."""
-    inputs, seen = vision_inputs(family), {}
+    inputs, seen, visible = vision_inputs(family), {}, FeatureSession.visible_rows
 
-    class Noted(ViSpec):
-        def _shown(self, rows, prefill):
-            seen["images"] = rows.images
-            return super()._shown(rows, prefill)
+    def noted(self, rows, prefill):
+        seen["images"] = rows.images
+        return visible(self, rows, prefill)
 
-    found, _ = decode(family, Noted(random_model("vispec"), depth=2, top_k=1), inputs=inputs)
+    monkeypatch.setattr(FeatureSession, "visible_rows", noted)
+    draft = ViSpec(random_model("vispec"), depth=2, top_k=1)
+    found, _ = decode(family, draft, inputs=inputs)
     assert found == decode(family, inputs=inputs)[0]
     assert seen["images"].amax(1).tolist() == [1, 0, 2]
 

@@ -4,7 +4,7 @@ import torch
 
 from mmdecode.engine.adapter import Adapter, Prompt
 from mmdecode.engine.call import Call, Plan
-from mmdecode.engine.contracts import BranchOutput, Outcome
+from mmdecode.engine.contracts import Block, BranchOutput
 from mmdecode.engine.noise import Noise
 from mmdecode.engine.proposal import Proposal
 
@@ -38,7 +38,7 @@ class Given(Adapter):
 
 
 def begin(draft, adapter, ids, hidden, merged):
-    """A call behind a prompt of given states ``hidden`` and merged embeddings ``(1, P, H)``."""
+    """A session after a prompt of given states ``hidden`` and merged embeddings ``(1, P, H)``."""
     batch = len(ids)
     plan = Plan(adapter=adapter)
     noise = Noise(0, torch.arange(batch))
@@ -49,24 +49,27 @@ def begin(draft, adapter, ids, hidden, merged):
         hidden={key: value[:, -1:] for key, value in states.items()},
         prompt_hidden=states,
     )
-    draft.begin(call, prefill, "deterministic")
-    return call
+    return draft.begin(call, prefill)
 
 
-def commit(draft, call, tokens, hidden, accepted):
+def commit(session, tokens, hidden, accepted):
     """A round that commits ``tokens (1, n)``, the last of which was decided and not drafted."""
     batch, count = tokens.shape
     proposal = Proposal.empty(batch, tokens.device)
     if accepted:
         proposal = Proposal(tokens=tokens[:, :-1], kind="deterministic")
-    outcome = Outcome(
+    call, kept = session.call, torch.full((batch,), accepted)
+    block = Block(
         path=torch.arange(accepted).expand(batch, -1),
-        num_accepted=torch.full((batch,), accepted),
-        next_token=tokens[:, -1],
+        tokens=tokens,
+        num_accepted=kept,
+        num_drafted=kept,
+        count=kept + 1,
+        ended=torch.zeros(batch, dtype=torch.bool),
     )
     end = call.prompt_length + int(call.rows.length[0])
     call.rows.ids[:, end : end + count] = tokens
     call.rows.length += count
     call.rows.cur_len = int(call.rows.length.max())
     scores = BranchOutput(logits=call.plan.adapter.head(hidden), hidden={"last": hidden})
-    draft.observe(call, proposal, scores, outcome)
+    session.observe(proposal, scores, block)

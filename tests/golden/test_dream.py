@@ -115,14 +115,14 @@ def test_a_first_row_of_zeros_makes_rows_depend_on_earlier_ones_alone():
 @torch.no_grad()
 def test_a_chain_matches():
     draft, rows = draft_of(), rows_of()
-    call = begin(draft, Given(HEAD, INPUTS["image_mask"], TABLE), *prompt())
-    commit(draft, call, INPUTS["next_token"], INPUTS["target_hidden"][:, -1:], 0)
+    session = begin(draft, Given(HEAD, INPUTS["image_mask"], TABLE), *prompt())
+    commit(session, INPUTS["next_token"], INPUTS["target_hidden"][:, -1:], 0)
     # the reference reads the whole prompt in one pass, which its first row tells from two
-    cache = RaggedCache(3, 1, call.device)
+    cache = RaggedCache(3, 1, session.call.device)
     stages, cache = run(draft.drafter, rows, cache)
-    cache.set_start(draft._cache.start)
-    draft._cache, draft._state = cache, stages[-1][:, -1:]
-    found = draft.propose(call, 40)
+    cache.set_start(session.cache.start)
+    session.cache, session.state = cache, stages[-1][:, -1:]
+    found = session.propose(40)
     chained = type(found)(tokens=found.tokens, kind=found.kind, parents=torch.arange(-1, 4)[None])
     assert_tree(chained, "chain_6_4_1.greedy", EXPECTED)
 
@@ -140,9 +140,9 @@ def test_a_draft_reads_a_prompt_and_its_rounds_as_one_pass_would(gate):
     drafter = type(draft.drafter).from_weights(config, draft.drafter.state_dict(), "")
     drafter.layers[1].cross_attn_attn_gate.fill_(gate)
     draft = Dream(drafter, depth=3, top_k=1)
-    call = begin(draft, Given(HEAD, INPUTS["image_mask"], TABLE), *prompt())
-    commit(draft, call, INPUTS["next_token"], INPUTS["target_hidden"][:, -1:], 0)
-    commit(draft, call, INPUTS["more_ids"], INPUTS["more_hidden"], 2)
+    session = begin(draft, Given(HEAD, INPUTS["image_mask"], TABLE), *prompt())
+    commit(session, INPUTS["next_token"], INPUTS["target_hidden"][:, -1:], 0)
+    commit(session, INPUTS["more_ids"], INPUTS["more_hidden"], 2)
     rows = rows_of()
     rows = Rows(
         embeds=torch.cat([rows.embeds, TABLE[INPUTS["more_ids"]]], 1),
@@ -150,8 +150,8 @@ def test_a_draft_reads_a_prompt_and_its_rounds_as_one_pass_would(gate):
         positions=torch.arange(18)[None],
     )
     stages, cache = run(drafter, rows)
-    torch.testing.assert_close(draft._state, stages[-1][:, -1:])
-    for found, expected in zip(draft._cache.layers, cache.layers, strict=True):
+    torch.testing.assert_close(session.state, stages[-1][:, -1:])
+    for found, expected in zip(session.cache.layers, cache.layers, strict=True):
         torch.testing.assert_close(found.keys[:, :, :18], expected.keys[:, :, :18])
 
 

@@ -20,6 +20,7 @@ from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
+from tests.draft.sessions import noting
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "eagle"
 EXPECTED = load_file(DATA / "expected.safetensors")
@@ -103,22 +104,19 @@ def assert_tree(proposal, prefix, expected=EXPECTED, root=None):
     assert [0, *depths[0].tolist()] == expected[f"{prefix}.tree_position_ids"].tolist()
 
 
-class Told(Eagle):
-    """Notes what it proposes, behind which ids, and the states and keys it does it from."""
+def told(draft):
+    """The drafter, and a list of what it proposes, after which ids and from which keys."""
+    seen = []
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
-        self.seen = []
+    def note(session, proposal):
+        keys, call = session.cache.layers[0].keys.clone(), session.call
+        seen.append((call.rows.ids[0, : int(call.end()[0])].tolist(), proposal, keys))
 
-    def propose(self, call, budget):
-        proposal = super().propose(call, budget)
-        keys = self._cache.layers[0].keys.clone()
-        self.seen.append((call.rows.ids[0, : int(call.end()[0])].tolist(), proposal, keys))
-        return proposal
+    return noting(draft, proposed=note), seen
 
 
 def generated(layout, total, depth, top_k, prompt, new=60):
-    draft = Told(drafter_of(layout), depth=depth + 1, top_k=top_k, nodes=total - 1)
+    draft, seen = told(Eagle(drafter_of(layout), depth=depth + 1, top_k=top_k, nodes=total - 1))
     decoder = Decoder(draft)
     decoder.trace = []
     ids = EXPECTED["input_ids"][prompt][None]
@@ -131,7 +129,7 @@ def generated(layout, total, depth, top_k, prompt, new=60):
         eos_token_id=2,
         pad_token_id=0,
     )
-    return out[0].tolist(), decoder.trace[0], draft
+    return out[0].tolist(), decoder.trace[0], seen
 
 
 @pytest.mark.parametrize("order", ["greedy", "sampling"])
@@ -139,8 +137,8 @@ def generated(layout, total, depth, top_k, prompt, new=60):
 @layouts
 def test_trees_behind_a_prompt_match(layout, shape, order):
     prefix = f"{layout}.tree_{'_'.join(map(str, shape))}.{order}"
-    *_, draft = generated(layout, *shape, 0, new=9)
-    assert_tree(draft.seen[0][1], prefix, root=int(EXPECTED["target.next_token"]))
+    *_, seen = generated(layout, *shape, 0, new=9)
+    assert_tree(seen[0][1], prefix, root=int(EXPECTED["target.next_token"]))
 
 
 @layouts
@@ -150,7 +148,7 @@ def test_the_tree_and_the_keys_of_a_second_round_match(layout):
     drafter = drafter_of(layout)
     keys = EXPECTED[f"{name}.stable_key"]
     # the committed ids are not what the target says: read them as one prompt
-    draft = Told(drafter, depth=5, top_k=5, nodes=25)
+    draft, seen = told(Eagle(drafter, depth=5, top_k=5, nodes=25))
     ids = torch.tensor([committed[:-1]])
     decoder = Decoder(draft, accept=Forced(committed[-1]))
     target().generate(
@@ -160,8 +158,8 @@ def test_the_tree_and_the_keys_of_a_second_round_match(layout):
         max_new_tokens=9,
         do_sample=False,
     )
-    seen, proposal, found = draft.seen[0]
-    assert seen == committed
+    before, proposal, found = seen[0]
+    assert before == committed
     assert_tree(proposal, name, root=committed[-1])
     torch.testing.assert_close(found[:, :, : keys.shape[2]], keys, **CLOSE)
 

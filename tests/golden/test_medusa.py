@@ -98,9 +98,9 @@ def test_one_tree_pass_scores_every_path_as_the_reference_does(layout):
     call = rows_context(EXPECTED["input_ids"][:1], adapter=adapter)
     with torch.no_grad():
         prefill = branch.prefill(call, {})["main"]
-        draft.begin(call, prefill, "deterministic")
-        draft._state = prefill.hidden["last"][:, -1]
-        proposal = draft.propose(call, 10)
+        session = draft.begin(call, prefill)
+        session.state = prefill.hidden["last"][:, -1]
+        proposal = session.propose(10)
         root = int(prefill.logits[0, -1].argmax())
         call.rows.ids[0, call.prompt_length] = root
         call.rows.length += 1

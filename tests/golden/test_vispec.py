@@ -120,28 +120,28 @@ def test_trees_of_two_rounds_match(layout, case, shape, monkeypatch):
     grow = growing.grow
     monkeypatch.setattr(growing, "grow", lambda *a: grown.append(grow(*a)) or grown[-1])
     draft, ids, images, hidden, embeds = given(layout, case, *shape)
-    call = begin(draft, Given(HEAD, images), ids, hidden, embeds)
+    session = begin(draft, Given(HEAD, images), ids, hidden, embeds)
 
     def assert_drafted(name, order=""):
-        proposal = draft.propose(call, 40)
+        proposal = session.propose(40)
         if (layout, case, name) not in TIED:
             assert_tree(proposal, f"{layout}.{case}.{name}{order}", EXPECTED)
             return
         scores = grown[-1].scores[0].sort(descending=True).values
         assert scores[draft.nodes - 1] == scores[draft.nodes]
 
-    commit(draft, call, INPUTS[f"{case}.next_token"], hidden[:, -1:], 0)
+    commit(session, INPUTS[f"{case}.next_token"], hidden[:, -1:], 0)
     name = "tree_" + "_".join(map(str, shape))
     assert_drafted(name, ".greedy")
     assert_drafted(name, ".sampling")
     if shape != (12, 2, 4):
         return
-    commit(draft, call, INPUTS[f"{case}.more_ids"], INPUTS[f"{case}.more_hidden"], 2)
+    commit(session, INPUTS[f"{case}.more_ids"], INPUTS[f"{case}.more_hidden"], 2)
     assert_drafted("second_cycle")
     prefix = f"{layout}.{case}.second_cycle"
     keys = EXPECTED[f"{prefix}.stable_key"]
-    torch.testing.assert_close(draft._cache.layers[0].keys[:, :, : keys.shape[2]], keys, **CLOSE)
-    position = draft._positions(call, draft._cache.start[:, None])
+    torch.testing.assert_close(session.cache.layers[0].keys[:, :, : keys.shape[2]], keys, **CLOSE)
+    position = session.positions(session.cache.start[:, None])
     assert position.item() == EXPECTED[f"{prefix}.real_length"].item()
 
 

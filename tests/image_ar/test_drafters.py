@@ -15,8 +15,8 @@ from mmdecode.cli.train import app
 from mmdecode.decoder import Decoder
 from mmdecode.draft import features
 from mmdecode.draft.eagle import Eagle
-from mmdecode.draft.features import FeatureDraft
-from mmdecode.draft.target import DraftTarget
+from mmdecode.draft.features import FeatureDraft, FeatureSession
+from mmdecode.draft.target import TargetDistribution
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.raster import generate
@@ -104,7 +104,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES["chain"], drawn=True)
     monkeypatch.setattr(
-        DraftTarget, "__call__", lambda self, call, logits, *_: logits[: call.batch]
+        TargetDistribution, "__call__", lambda self, logits, *_: logits[: self.call.batch]
     )
     decoder = Decoder(draft, accept="rejection")
     painted(adapter, None, None, decoder=decoder)
@@ -191,15 +191,15 @@ def test_drawn_drafts_keep_the_law(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mutant_that_tells_another_law_than_it_draws_from_is_caught(shape, monkeypatch):
-    propose = FeatureDraft.propose
+    propose = FeatureSession.propose
 
-    def wrong(self, call, budget):
-        proposal = propose(self, call, budget)
+    def wrong(self, budget):
+        proposal = propose(self, budget)
         if proposal.log_q is None:
             return proposal
         return replace(proposal, log_q=proposal.log_q * 0.2)
 
-    monkeypatch.setattr(FeatureDraft, "propose", wrong)
+    monkeypatch.setattr(FeatureSession, "propose", wrong)
     draft = Eagle(feature_drafter(small()), **SHAPES[shape], drawn=True)
     assert p_value(counted(draft), joint(SCALE, 0.95)) < LEVEL
 
@@ -280,7 +280,7 @@ def test_states_are_those_of_a_plain_pass_under_each_condition(classes):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_what_is_learnt_is_what_is_drafted(kind, classes):
+def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
     """Every pass of a training makes the law that drafting meets there."""
     target = target_of(classes)
     requests = requests_for(target, "zoo:scenes", 4)
@@ -293,22 +293,21 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes):
         laws = [batch.guided(drafter.logits(s, target.adapter)).softmax(-1) for s in passes]
     told = []
 
-    class Told(Eagle):
-        """Drafts what the samples hold, and notes its laws."""
+    def propose(self, budget):
+        """Drafts what the samples hold, and notes its distributions."""
+        call, own, found = self.call, self.drafter.target_ids(), []
+        logits, step = self.reader(levels := min(3, budget))
+        for level in range(levels):
+            found.append(self.target(logits, (call.rows.length + level)[:, None], own))
+            tokens = codes[:, int(call.rows.length[0]) + level, None]
+            if level < levels - 1:
+                logits = step(level, tokens, torch.zeros_like(tokens))
+        told.append((int(call.rows.length[0]), found))
+        return features.Proposal.empty(call.batch, call.device)
 
-        def propose(self, call, budget):
-            own, found = self._running.target_ids(), []
-            logits, step = self._reader(call, levels := min(3, budget))
-            for level in range(levels):
-                found.append(self.law(call, logits, (call.rows.length + level)[:, None], own))
-                tokens = codes[:, int(call.rows.length[0]) + level, None]
-                if level < levels - 1:
-                    logits = step(level, tokens, torch.zeros_like(tokens))
-            told.append((int(call.rows.length[0]), found))
-            return features.Proposal.empty(call.batch, call.device)
-
+    monkeypatch.setattr(FeatureSession, "propose", propose)
     codes = torch.tensor([sample.answer for sample in samples])
-    draft = Told(drafter, depth=3, top_k=1, nodes=3)
+    draft = Eagle(drafter, depth=3, top_k=1, nodes=3)
     out = generate(
         target.model,
         decoder=Decoder(draft, seed=SMALL.fit.seed),

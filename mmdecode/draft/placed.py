@@ -1,0 +1,38 @@
+"""Weights of a drafter where a model's states are, shared by all calls."""
+
+from __future__ import annotations
+
+import copy
+from threading import Lock
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Placed(Generic[Module]):
+    """Copies of a module by device and precision, made once each, whichever thread asks first.
+
+    They are copies because half precision must not round the original.
+
+    Args:
+        module: The original, which is used itself where it already fits.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._copies: dict[tuple[torch.device, torch.dtype], Module] = {}
+        self._lock = Lock()
+
+    def like(self, states: Tensor) -> Module:
+        """The module on the device and in the precision of ``states``."""
+        key = (states.device, states.dtype)
+        own = next(self.module.parameters())
+        if (own.device, own.dtype) == key:
+            return self.module
+        with self._lock:
+            if key not in self._copies:
+                self._copies[key] = copy.deepcopy(self.module).to(states)
+            return self._copies[key]
