@@ -126,7 +126,7 @@ def test_the_table_of_guides_says_what_the_code_says():
         assert settings == settings_of(name)
         spec = f"{name}:prompt=last_token" if name == "contrast" else name
         branches = registry.create("guide", spec).branches
-        after = 1 + sum(branch.replaces is None for branch in branches)
+        after = 1 + sum(branch.replaces_after_prefill is None for branch in branches)
         assert [int(n) for n in count.split(" / ")] in ([after], [1 + len(branches), after])
         assert ("/" in count) == (after != 1 + len(branches))
         if name == "prompt_bias":  # a string cannot give an empty text

@@ -109,7 +109,7 @@ class DecoderOnlyAdapter(Adapter):
 
     def masks_itself(self, prompt: Prompt) -> bool:
         """From left to right, where nothing is padding."""
-        return self._causal and prompt.sees is None and bool(prompt.mask.all())
+        return self._causal and prompt.prompt_attention is None and bool(prompt.mask.all())
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """The prompt like any block, by its embeddings where these were given."""

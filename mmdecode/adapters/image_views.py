@@ -425,7 +425,7 @@ def of_features(
         inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
     kept_all = bool((keep == call.request.prompt_mask).all())
     inputs |= adapter.places(call) if kept_all else {}
-    return Prompt(ids=ids, mask=mask, inputs=inputs, sees=adapter.sees(images, mask))
+    return Prompt(ids=ids, mask=mask, inputs=inputs, prompt_attention=adapter.sees(images, mask))
 
 
 def embedded(

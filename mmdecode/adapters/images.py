@@ -130,7 +130,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         alike.prompt = prompt  # type: ignore[method-assign]
         return alike
 
-    def beside(self, model: Any) -> ImageAdapter:
+    def companion(self, model: Any) -> ImageAdapter:
         """The adapter of a second model that writes the same images.
 
         Raises:

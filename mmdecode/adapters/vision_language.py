@@ -683,7 +683,7 @@ def _alike(one: Prompt, other: Prompt) -> bool:
     return (
         one.ids.shape == other.ids.shape
         and one.inputs.keys() == other.inputs.keys()
-        and one.sees is None is other.sees
+        and one.prompt_attention is None is other.prompt_attention
         and all(join(value, other.inputs[name]) for name, value in one.inputs.items())
     )
 

@@ -270,7 +270,7 @@ class Going:
 def adapter_like(adapter: Any, model: Any) -> Any:
     """The adapter of a drafting model, next to its target's."""
     # a model of image tokens knows what it takes to write the same images
-    return adapter.beside(model) or registry.adapter_for(model)
+    return adapter.companion(model) or registry.adapter_for(model)
 
 
 def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:

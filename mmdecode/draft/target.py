@@ -33,7 +33,11 @@ def can_follow(guide: Guide | None, adapter: Adapter) -> bool:
     """
     if guide is None:
         return True
-    own = [s for s in guide.branches if s.build is not None or s.model is not None or s.replaces]
+    own = [
+        s
+        for s in guide.branches
+        if s.build is not None or s.model is not None or s.replaces_after_prefill
+    ]
     return not own and needs_of(guide, adapter) == Requirements()
 
 
@@ -57,11 +61,11 @@ def warp_alone(call: Call, prefill: Mapping[str, BranchOutput]) -> TargetDistrib
 
 def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
     """The outputs of all branches, of what a drafter is shown: the main one's."""
-    return {MAIN.name: main, **main.beside}
+    return {MAIN.name: main, **main.other_branches}
 
 
 def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt that a branch has read; see `BranchSpec.replaces`."""
+    """The prompt that a branch has read; see `BranchSpec.replaces_after_prefill`."""
     running = {} if call.plan.main is None else {one.name: one for one in call.plan.main.specs}
     return call.plan.adapter.prompt(call, running.get(spec.name, spec))
 

@@ -34,8 +34,8 @@ class BranchSpec:
         view_options: Arguments of the view.
         model: Another model with the same vocabulary; ``None``: the called one.
         stage: Branches of a later stage see the scores of earlier ones.
-        replaces: Name of a branch that is read with the prompt only: from round 1 on this one
-            answers in its place. For a law that depends on what the other said of the prompt.
+        replaces_after_prefill: Name of a prefill-only branch. After prefill, this branch takes over
+            its name. For a distribution that depends on what the other said of the prompt.
         build: Makes a `BranchRunner` of one's own instead (another tokenizer, sparse answers);
             called with the context.
     """
@@ -47,7 +47,7 @@ class BranchSpec:
     view_options: Mapping[str, Any] = field(default_factory=dict)
     model: Any = None
     stage: int = 1
-    replaces: str | None = None
+    replaces_after_prefill: str | None = None
     build: Callable[[Call], BranchRunner] | None = None
 
 
@@ -63,14 +63,15 @@ class Prompt:
         ids: ``(B, P)``, padded on the left.
         mask: True where not padding, ``(B, P)``.
         inputs: What else the model's forward takes, by name, rows first.
-        sees: What each token may see of the others, ``(B, P, P)`` bool, where the engine's mask is
-            used and a prompt is not read from left to right; ``None``: all before it.
+        prompt_attention: What each token may see of the others, ``(B, P, P)`` bool, where the
+            engine's mask is used and a prompt is not read from left to right; ``None``: all before
+            it.
     """
 
     ids: Tensor
     mask: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    sees: Tensor | None = None
+    prompt_attention: Tensor | None = None
 
     @classmethod
     def stacked(cls, prompts: Sequence[Prompt], inputs: Mapping[str, Any]) -> Prompt:
@@ -228,7 +229,7 @@ class Adapter(Part):
         """Time, row and column of positions ``(B, Q)``, ``(B, 3, Q)``."""
         raise NotImplementedError
 
-    def beside(self, model: Any) -> Adapter | None:
+    def companion(self, model: Any) -> Adapter | None:
         """The adapter of another model that writes the same; ``None``: the registered one."""
         return None
 

@@ -98,7 +98,7 @@ class ModelRunner(BranchRunner):
             states, weights = self.run(
                 prompt.ids,
                 depths,
-                prompt.sees,
+                prompt.prompt_attention,
                 visible=bucket(width) if masked else width,
                 prompt=prompt,
                 specs=here,
@@ -329,7 +329,7 @@ class ModelRunner(BranchRunner):
         logits = self.adapter.head(states["last"]).float()
         exits = {
             layer: self.adapter.head(self.adapter.norm(states[layer])).float()
-            for layer in self.needs.exits
+            for layer in self.needs.early_exit_logits
         }
         batch = len(logits) // len(specs)
         result = {}
@@ -338,7 +338,7 @@ class ModelRunner(BranchRunner):
             result[spec.name] = BranchOutput(
                 logits=logits[rows],
                 hidden={key: value[rows] for key, value in states.items()},
-                exits={key: value[rows] for key, value in exits.items()},
+                early_exit_logits={key: value[rows] for key, value in exits.items()},
                 attention={key: value[rows] for key, value in weights.items()},
                 text_attention={
                     key: value[rows, :, : self._images.shape[1]]
@@ -447,7 +447,7 @@ def runners_of(
 def main_output(scores: Mapping[str, BranchOutput]) -> BranchOutput:
     """The main branch's output, with those of the others where there are any."""
     others = {name: score for name, score in scores.items() if name != MAIN.name}
-    return replace(scores[MAIN.name], beside=others) if others else scores[MAIN.name]
+    return replace(scores[MAIN.name], other_branches=others) if others else scores[MAIN.name]
 
 
 def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
@@ -459,7 +459,7 @@ def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:
 def without_replaced(
     runners: list[BranchRunner], guide: Guide, scores: dict[str, BranchOutput]
 ) -> list[BranchRunner]:
-    """The runners after the prompt was read: see `BranchSpec.replaces`.
+    """The runners after the prompt was read: see `BranchSpec.replaces_after_prefill`.
 
     Args:
         runners: All of them.
@@ -467,15 +467,15 @@ def without_replaced(
         scores: The prompt's, by branch; changed alike.
     """
     for spec in guide.branches:
-        if spec.replaces is None:
+        if spec.replaces_after_prefill is None:
             continue
-        scores[spec.replaces] = scores.pop(spec.name)
+        scores[spec.replaces_after_prefill] = scores.pop(spec.name)
         kept: list[BranchRunner] = []
         for runner in runners:
             if isinstance(runner, ModelRunner):
-                if [other.name for other in runner.specs] == [spec.replaces]:
+                if [other.name for other in runner.specs] == [spec.replaces_after_prefill]:
                     continue
-                runner.rename(spec.name, spec.replaces)
+                runner.rename(spec.name, spec.replaces_after_prefill)
             kept.append(runner)
         runners = kept
     return runners

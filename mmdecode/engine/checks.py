@@ -335,13 +335,14 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
     passes = [MAIN, *(s for s in guide.branches if s.build is None and s.model is None)]
     stages = {spec.name: spec.stage for spec in passes}
     for spec in guide.branches:
-        sharing = [n for n, stage in stages.items() if stage == stages.get(spec.replaces or "")]
+        replaced = spec.replaces_after_prefill
+        sharing = [n for n, stage in stages.items() if stage == stages.get(replaced or "")]
         if len(sharing) > 1:
             raise IncompatibleError.between(
                 name,
                 "Decoder",
-                f"branch {spec.name!r} answers in the place of {spec.replaces!r}, which shares a "
-                f"pass with {', '.join(n for n in sharing if n != spec.replaces)}",
+                f"branch {spec.name!r} answers in the place of {replaced!r}, which shares a pass "
+                f"with {', '.join(n for n in sharing if n != replaced)}",
                 "give the branches beside it a later stage",
             )
     refuse_closed(name, adapter, guide.edits, needs)
@@ -366,7 +367,7 @@ def refuse_closed(
     Raises:
         IncompatibleError: Both named.
     """
-    inside = edits or needs.attention or needs.text_attention or needs.exits
+    inside = edits or needs.attention or needs.text_attention or needs.early_exit_logits
     if inside and not adapter.shows_inside:
         raise IncompatibleError.between(
             part,

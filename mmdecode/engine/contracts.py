@@ -37,24 +37,26 @@ class BranchOutput:
         hidden: Layer to ``(B, N + 1, H)``: ``hidden[i]`` is the input of layer i,
             ``hidden["last"]`` the state after the final norm.
         prompt_hidden: At prefill, the same for the whole prompt, ``(B, P, H)``, where asked for.
-        exits: Layer to ``(B, N + 1, V)``: logits of ``hidden[i]`` through the final norm and head.
+        early_exit_logits: Layer to ``(B, N + 1, V)``: logits of ``hidden[i]`` through the
+            final norm and head.
         attention: Layer to weights over the columns of the prompt, ``(B, heads, N + 1, P)``.
         text_attention: At prefill, layer to what the prompt's text tokens attend to on average,
             ``(B, heads, P)``, where asked for.
         images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention`` and
             ``text_attention``.
-        beside: Of the main branch as a draft sees it, what the guide's other branches say, by name.
+        other_branches: Outputs of the guide's other branches, by name. Set only on the main
+            branch's output that is passed to the drafter.
     """
 
     logits: Tensor
     candidates: Tensor | None = None
     hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
-    exits: Mapping[int, Tensor] = field(default_factory=dict)
+    early_exit_logits: Mapping[int, Tensor] = field(default_factory=dict)
     attention: Mapping[int, Tensor] = field(default_factory=dict)
     text_attention: Mapping[int, Tensor] = field(default_factory=dict)
     images: Tensor | None = None
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
-    beside: Mapping[str, BranchOutput] = field(default_factory=dict)
+    other_branches: Mapping[str, BranchOutput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class Requirements:
         prompt_hidden: Whether the states of the whole prompt are wanted at prefill.
         window_modes: How the rest of a rejected chain is refilled for a Jacobi drafter, by the kind
             of proposal that was agreed; see `WindowMode`.
-        exits: Layers whose exit logits are wanted.
+        early_exit_logits: Layers whose exit logits are wanted.
         attention: Layers whose attention weights over the prompt are wanted.
         text_attention: Whether it is wanted at prefill what text attends to, in all layers.
     """
@@ -74,17 +76,17 @@ class Requirements:
     hidden: frozenset[int | str] = frozenset()
     prompt_hidden: bool = False
     window_modes: Mapping[Kind, WindowMode] = field(default_factory=dict)
-    exits: frozenset[int] = frozenset()
+    early_exit_logits: frozenset[int] = frozenset()
     attention: frozenset[int] = frozenset()
     text_attention: bool = False
 
     def union(self, other: Requirements) -> Requirements:
         """Both."""
         return Requirements(
-            hidden=self.hidden | other.hidden | self.exits | other.exits,
+            hidden=self.hidden | other.hidden | self.early_exit_logits | other.early_exit_logits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
             window_modes={**other.window_modes, **self.window_modes},
-            exits=self.exits | other.exits,
+            early_exit_logits=self.early_exit_logits | other.early_exit_logits,
             attention=self.attention | other.attention,
             text_attention=self.text_attention or other.text_attention,
         )
@@ -380,7 +382,7 @@ def plain_main(guide: Guide | None) -> bool:
     if guide is None or guide.neutral:
         return True
     edited = [edit.branch for edit in guide.edits]
-    return "main" not in edited + [spec.replaces for spec in guide.branches]
+    return "main" not in edited + [spec.replaces_after_prefill for spec in guide.branches]
 
 
 class AcceptanceRule(Part):

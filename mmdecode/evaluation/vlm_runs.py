@@ -445,7 +445,7 @@ class Recorder(Generic[Some]):
         guide = self._guide(mode)
         if guide is None or guide.neutral:
             return tokens
-        later = 1 + sum(branch.replaces is None for branch in guide.branches)
+        later = 1 + sum(branch.replaces_after_prefill is None for branch in guide.branches)
         return 1 + len(guide.branches) + (tokens - 1) * later
 
     def _forwards(self, mode: str, tokens: int) -> int:
@@ -455,7 +455,7 @@ class Recorder(Generic[Some]):
         shared = {main}
         if guide is not None and not guide.neutral:
             shared = {(spec.stage, id(spec.build or spec.model)) for spec in guide.branches}
-            if all(spec.replaces != "main" for spec in guide.branches):
+            if all(spec.replaces_after_prefill != "main" for spec in guide.branches):
                 shared.add(main)
         return (tokens - 1) * len(shared)
 

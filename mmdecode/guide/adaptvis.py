@@ -39,7 +39,7 @@ class AdaptVis(Edited):
     summary = "as scalingvis, sharpened or smoothed by the model's confidence"
     source = "Chen et al. 2025"
     requires_inputs = ("image",)
-    branches = (BranchSpec(name="law", stage=2, replaces="main"),)
+    branches = (BranchSpec(name="law", stage=2, replaces_after_prefill="main"),)
 
     def __init__(self, unsure: float = 0.5, sure: float = 1.5, threshold: float = 0.4) -> None:
         if not 0 <= threshold <= 1:

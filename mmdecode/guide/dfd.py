@@ -81,7 +81,7 @@ class DFD(Guide):
 
     def needs(self, adapter: Any) -> Requirements:
         """The early layers' exits."""
-        return Requirements(exits=frozenset(self.early(adapter)))
+        return Requirements(early_exit_logits=frozenset(self.early(adapter)))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns in greedy generation."""
@@ -96,7 +96,7 @@ class DFD(Guide):
         layers = self.early(call.plan.adapter)
         divergence = torch.zeros_like(floor[..., 0])
         for layer in layers:
-            law = main.exits[layer].masked_fill(outside, -torch.inf).log_softmax(-1)
+            law = main.early_exit_logits[layer].masked_fill(outside, -torch.inf).log_softmax(-1)
             divergence += (weight * (last - law).masked_fill(outside, 0.0)).sum(-1)
         focus = divergence / len(layers) / self.sigma
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)

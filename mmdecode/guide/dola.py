@@ -72,7 +72,7 @@ class DoLa(Guide):
         """The candidates' exits."""
         if not self.alpha:
             return Requirements()
-        return Requirements(exits=frozenset(self.candidates(adapter)))
+        return Requirements(early_exit_logits=frozenset(self.candidates(adapter)))
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants."""
@@ -92,7 +92,7 @@ class DoLa(Guide):
         last = main.logits.log_softmax(-1)
         farthest, early = None, last
         for layer in self.candidates(call.plan.adapter):
-            law = main.exits[layer].log_softmax(-1)
+            law = main.early_exit_logits[layer].log_softmax(-1)
             distance = jensen_shannon(last, law)
             if farthest is None:
                 farthest, early = distance, law

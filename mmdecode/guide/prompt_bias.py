@@ -48,7 +48,7 @@ class PromptBias(Guide):
                 view="questions",
                 view_options={"change": change},
                 stage=2,
-                replaces="main",
+                replaces_after_prefill="main",
             ),
         )
 

@@ -249,7 +249,7 @@ def test_edits_are_of_the_branch_the_layers_and_the_strength_named():
 
 
 def test_a_branch_that_replaces_the_main_one_is_alone_from_the_first_round_on():
-    law = BranchSpec(name="law", stage=2, replaces="main")
+    law = BranchSpec(name="law", stage=2, replaces_after_prefill="main")
     edit = AttentionEdit(branch="law", rows="last_prompt", scores=doubled)
     expected = ours(
         "llava", Edited(AttentionEdit(branch="main", rows="last_prompt", scores=doubled))
@@ -295,12 +295,12 @@ def test_states_are_edited_by_position():
 
 
 def test_exits_are_logits_of_inner_layers():
-    guide = Edited(needs=Requirements(exits=frozenset([1])))
+    guide = Edited(needs=Requirements(early_exit_logits=frozenset([1])))
     ours("llava", guide)
     scores, model = guide.seen[0]["main"], vision_model("llava")
     expected = model.lm_head(model.get_decoder().norm(scores.hidden[1]))
-    assert torch.allclose(scores.exits[1], expected, atol=1e-5)
-    assert not torch.allclose(scores.exits[1], scores.logits, atol=1e-2)
+    assert torch.allclose(scores.early_exit_logits[1], expected, atol=1e-5)
+    assert not torch.allclose(scores.early_exit_logits[1], scores.logits, atol=1e-2)
 
 
 def test_layers_are_fractions_of_the_depth():
@@ -310,7 +310,7 @@ def test_layers_are_fractions_of_the_depth():
 
 
 def test_an_encoder_decoder_shows_nothing_of_its_inside():
-    decoder = Decoder(guide=Edited(needs=Requirements(exits=frozenset([0]))))
+    decoder = Decoder(guide=Edited(needs=Requirements(early_exit_logits=frozenset([0]))))
     with pytest.raises(IncompatibleError, match="inside"):
         tiny.ours(decoder, "whisper")
 

@@ -46,7 +46,7 @@ class Edited(Guide):
 
 class Early(Guide):
     def needs(self, adapter):
-        return Requirements(exits=frozenset({0}))
+        return Requirements(early_exit_logits=frozenset({0}))
 
 
 def drafted(draft, guide=None, warp=None):

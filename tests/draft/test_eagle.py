@@ -157,7 +157,9 @@ class Longer(Guide):
         ids = F.pad(inputs["input_ids"], (5, 0), value=3)
         ids[:, 0] = 1
         mask = torch.ones_like(ids, dtype=torch.bool)
-        law = BranchSpec(name="law", prompt=ids, prompt_mask=mask, stage=2, replaces="main")
+        law = BranchSpec(
+            name="law", prompt=ids, prompt_mask=mask, stage=2, replaces_after_prefill="main"
+        )
         self.branches = (law,)
 
     def begin(self, call, prefill):

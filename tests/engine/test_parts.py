@@ -164,7 +164,9 @@ def test_an_adapter_without_what_a_guide_requires_is_refused_with_both_sides():
         decode(model, torch.ones(1, 2).long(), mm.Decoder(guide=Deep()), inputs=given)
 
 
-@pytest.mark.parametrize("wanted", [{"attention": frozenset({0})}, {"exits": frozenset({0})}])
+@pytest.mark.parametrize(
+    "wanted", [{"attention": frozenset({0})}, {"early_exit_logits": frozenset({0})}]
+)
 def test_an_adapter_that_does_not_show_the_inside_that_a_guide_needs_is_refused(wanted):
     class Looks(mm.Guide):
         neutral = False

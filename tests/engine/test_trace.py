@@ -129,7 +129,7 @@ def test_every_step_has_the_sum_of_the_weights():
     [
         (Edited(AttentionEdit(branch="main", scores=doubled)), False),
         (Edited(StateEdit(branch="main", change=lambda layer, states, earlier: states)), False),
-        (Edited(branches=[BranchSpec(name="law", stage=2, replaces="main")]), False),
+        (Edited(branches=[BranchSpec(name="law", stage=2, replaces_after_prefill="main")]), False),
         (Edited(AttentionEdit(branch="other", scores=doubled), branches=[OTHER]), True),
     ],
     ids=["attention", "states", "replaced", "another branch's"],

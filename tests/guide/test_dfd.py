@@ -24,7 +24,7 @@ def made(distance=1.0, seed=0):
     logits = torch.randn(2, 3, 6, generator=draw) * 2
     steps = {i: torch.randn(2, 3, 6, generator=draw) for i in (1, 2, 3)}
     return BranchOutput(
-        logits=logits, exits={i: logits + distance * step for i, step in steps.items()}
+        logits=logits, early_exit_logits={i: logits + distance * step for i, step in steps.items()}
     )
 
 
@@ -34,10 +34,10 @@ def temperature(scores, row, node, rho=0.1, sigma=4.0, start=1.1):
     kept = law > rho * law.max()
     law = law[kept] / law[kept].sum()
     total = 0.0
-    for exit in scores.exits.values():
+    for exit in scores.early_exit_logits.values():
         early = exit[row, node].double().softmax(-1)[kept]
         total += float((law * (law / (early / early.sum())).log()).sum())
-    return start * 0.5 ** (total / len(scores.exits) / sigma)
+    return start * 0.5 ** (total / len(scores.early_exit_logits) / sigma)
 
 
 def test_each_node_has_the_temperature_of_the_formula():

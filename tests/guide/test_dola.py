@@ -23,7 +23,7 @@ def made(depth, seed=0, nodes=3):
     draw = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, nodes, V, generator=draw) * 2
     exits = {i: torch.randn(2, nodes, V, generator=draw) * 2 for i in range(depth)}
-    return BranchOutput(logits=logits, exits=exits)
+    return BranchOutput(logits=logits, early_exit_logits=exits)
 
 
 def divergence(p, q):
@@ -36,7 +36,7 @@ def divergence(p, q):
 
 
 def test_divergence_is_that_of_jensen_and_shannon():
-    main, exit = made(1).logits, made(1).exits[0]
+    main, exit = made(1).logits, made(1).early_exit_logits[0]
     found = jensen_shannon(main.log_softmax(-1), exit.log_softmax(-1))
     expected = [[divergence(main[b, u], exit[b, u]) for u in range(3)] for b in range(2)]
     torch.testing.assert_close(found, torch.tensor(expected))
@@ -52,9 +52,12 @@ def test_each_node_takes_the_candidate_that_differs_most():
     for row in range(2):
         for node in range(3):
             main = scores.logits[row, node]
-            layer = max(range(0, 8, 2), key=lambda i: divergence(main, scores.exits[i][row, node]))
+            layer = max(
+                range(0, 8, 2),
+                key=lambda i: divergence(main, scores.early_exit_logits[i][row, node]),
+            )
             chosen.add(layer)
-            law = main.log_softmax(-1) - scores.exits[layer][row, node].log_softmax(-1)
+            law = main.log_softmax(-1) - scores.early_exit_logits[layer][row, node].log_softmax(-1)
             kept = main.softmax(-1) >= 0.2 * main.softmax(-1).max()
             torch.testing.assert_close(found[row, node][kept], law[kept])
             assert torch.isneginf(found[row, node][~kept]).all()
@@ -64,7 +67,7 @@ def test_each_node_takes_the_candidate_that_differs_most():
 
 def test_layers_that_agree_leave_what_is_plausible_alike():
     logits = made(1).logits
-    scores = BranchOutput(logits=logits, exits={4: logits, 6: logits})
+    scores = BranchOutput(logits=logits, early_exit_logits={4: logits, 6: logits})
     found = DoLa().apply(None, context(8), None, {"main": scores})
     kept = ~torch.isneginf(found)
     assert torch.allclose(found[kept], torch.zeros(()), atol=1e-6)
@@ -79,7 +82,7 @@ def test_candidates_are_fractions_of_the_depth():
     assert list(low.candidates(untied)) == list(range(0, 16, 2))
     assert list(high.candidates(untied)) == list(range(16, 32, 2))
     assert list(every.candidates(untied)) == list(range(0, 32, 2))
-    assert every.needs(untied).exits == set(range(0, 32, 2))
+    assert every.needs(untied).early_exit_logits == set(range(0, 32, 2))
     matrix = SimpleNamespace(weight=object())
     tied = SimpleNamespace(
         get_output_embeddings=lambda: matrix, get_input_embeddings=lambda: matrix
@@ -91,7 +94,7 @@ def test_candidates_are_fractions_of_the_depth():
 def test_options():
     assert DoLa(alpha=0, relative_top=0).neutral and not DoLa().neutral
     alone, scores = DoLa(alpha=0, relative_top=0.5), made(1)
-    assert not alone.neutral and not alone.needs(None).exits
+    assert not alone.neutral and not alone.needs(None).early_exit_logits
     found = alone.apply(None, None, None, {"main": scores})
     kept = scores.logits.softmax(-1) >= 0.5 * scores.logits.softmax(-1).amax(-1, keepdim=True)
     assert torch.equal(found, scores.logits.masked_fill(~kept, -torch.inf))
