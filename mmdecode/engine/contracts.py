@@ -368,10 +368,7 @@ class Guide(Part):
 
 def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
     """What a part wants of the passes of a model."""
-    if part is None:
-        return Requirements()
-    needs: Any = part.needs  # drafters may still have it as an attribute
-    return needs(adapter) if callable(needs) else needs
+    return Requirements() if part is None else part.needs(adapter)
 
 
 def plain_main(guide: Guide | None) -> bool:
