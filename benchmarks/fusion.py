@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class Bench:
 
     def corrected(self, heard: Heard) -> list[str]:
         """By the language model alone."""
-        self.corrector.decoder.guide = None
+        self.corrector.decoder = replace(self.corrector.decoder, guide=None)
         found = LanguageModelCorrection(self.corrector)(heard.lists)
         return [one.correction.text for one in found]
 

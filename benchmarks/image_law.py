@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def samples(
         part = file / f"{item:05d}.npz"
         if not part.exists():
             decoder = subject.decoder(way)
-            decoder.stats = counts = RoundCounts()
+            counts = RoundCounts()
+            decoder = replace(decoder, stats=counts)
             counts.watch(None)
             with bug():
                 codes = subject.draw(decoder, batch, item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +26,14 @@ from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branches import runners_of
-from mmdecode.engine.call import Call, Plan
+from mmdecode.engine.call import Call, DraftTarget, Plan
 from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, needs_of
 from mmdecode.engine.loop import Run
 from mmdecode.engine.output import Listener, Recorder, Stream, output
 from mmdecode.engine.proposal import Kind
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
-from mmdecode.engine.target_logits import Processors
+from mmdecode.engine.target_logits import Processors, prefix_free
 from mmdecode.engine.trace import NoTrace, Round, Tracer
 from mmdecode.errors import IncompatibleError, OptionError
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 MODES = ("auto", "fastest")
 
 
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """A draft, a guide and an acceptance rule, as a callable for ``generate``.
 
@@ -57,16 +59,26 @@ class Decoder:
             pass, which takes up to a minute per shape. What cannot be captured or compiled is run
             as usual, with a warning that says why. See `mmdecode.engine.capture`.
 
-    Attributes:
-        stats: Counters; they accumulate over calls until ``stats.reset()``.
-        trace: Set to a list to record what was drafted and kept: each call appends one list of
-            `Round` per row. Costs a synchronisation per round.
+        draft_guided: Whether drafters that can follow a guide draft from the guided distribution.
+        stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders
+            made by ``dataclasses.replace`` share them.
+
+    A decoder never changes: ``dataclasses.replace(decoder, draft=...)`` makes another, with all
+    checks. It may serve several threads at once.
 
     Raises:
         UnknownNameError: A name is not registered.
-        IncompatibleError: The rule cannot judge what the draft proposes, or the guide looks at what
-            no round shows.
+        IncompatibleError: The rule cannot judge what the draft proposes, or the guide needs scores
+            that a verification round does not provide (of earlier or later positions).
     """
+
+    draft: Drafter
+    guide: Guide | None
+    accept: AcceptanceRule | str
+    seed: int | None
+    compile: bool
+    draft_guided: bool
+    stats: Stats
 
     def __init__(
         self,
@@ -75,33 +87,28 @@ class Decoder:
         accept: AcceptanceRule | str = "auto",
         seed: int | None = None,
         compile: bool = False,
+        draft_guided: bool = True,
+        stats: Stats | None = None,
     ) -> None:
-        self.draft: Drafter = (
-            registry.create("draft", draft)
-            if isinstance(draft, str)
-            else NoDraft()
-            if draft is None
-            else draft
-        )
-        self.guide: Guide | None = (
-            registry.create("guide", guide) if isinstance(guide, str) else guide
-        )
-        self.accept: AcceptanceRule | str = (
-            registry.create("accept", accept)
-            if isinstance(accept, str) and accept not in MODES
-            else accept
-        )
-        for part, given in (("draft", self.draft), ("guide", self.guide), ("accept", self.accept)):
-            checks.refuse_no_part(part, given)
-        if not isinstance(self.accept, str):
-            checks.agreed_kind(self.accept, self.draft)
+        if draft is None:
+            draft = NoDraft()
+        if isinstance(accept, str) and accept not in MODES:
+            accept = registry.create("accept", accept)
+        made: dict[str, Any] = {
+            "draft": registry.create("draft", draft) if isinstance(draft, str) else draft,
+            "guide": registry.create("guide", guide) if isinstance(guide, str) else guide,
+            "accept": accept,
+        }
+        for name, given in made.items():
+            checks.refuse_no_part(name, given)
+        if not isinstance(accept, str):
+            checks.agreed_kind(accept, made["draft"])
         if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
             raise OptionError(f"seed={seed!r}; expected a whole number, or None to draw one")
-        checks.refuse_looking(self.guide)
-        self.seed = seed
-        self.compile = compile
-        self.stats = Stats()
-        self.trace: list[list[Round]] | None = None
+        checks.refuse_looking(made["guide"])
+        made |= {"seed": seed, "compile": compile, "draft_guided": draft_guided}
+        for name, value in {**made, "stats": stats or Stats()}.items():
+            object.__setattr__(self, name, value)
 
     @torch.no_grad()
     def __call__(
@@ -117,6 +124,7 @@ class Decoder:
         mm_streamer: Any = None,
         mm_model: Any = None,
         mm_adapter: Any = None,
+        mm_trace: list[list[Round]] | None = None,
         stop_strings: str | list[str] | None = None,
         token_healing: bool | None = None,
         **model_kwargs: Any,
@@ -138,6 +146,8 @@ class Decoder:
             mm_adapter: An adapter that is used in the place of the registered one. It builds
                 prompts itself, so ``input_ids`` may be empty, ``(B, 0)``: a model that writes in
                 another vocabulary than it reads.
+            mm_trace: Is given one list of `mmdecode.engine.trace.Round` per row: what was drafted
+                and kept. Costs a synchronisation per round.
             stop_strings: Texts that end a row, by the ``tokenizer`` that ``generate`` was given.
             token_healing: Refused; see `mmdecode.engine.checks`.
             **model_kwargs: What ``generate`` prepared.
@@ -169,6 +179,7 @@ class Decoder:
                 mm_request=mm_request,
                 mm_model=mm_model,
                 mm_adapter=mm_adapter,
+                trace=mm_trace,
                 streamer=mm_streamer or streamer,
                 greets=mm_streamer is not None,
             )
@@ -189,6 +200,7 @@ class Decoder:
         mm_request: Any,
         mm_model: Any,
         mm_adapter: Any,
+        trace: list[list[Round]] | None,
         streamer: Any,
         greets: bool,
     ) -> Any:
@@ -226,6 +238,7 @@ class Decoder:
             static_shapes=self.compile,
             window_mode=own.window_modes.get(kind),
             drafter_invariant=rule.capabilities.drafter_invariant,
+            draft_target=self._draft_target(guide, processors, mm_adapter is not None),
         )
         rows = request.empty_rows(asked, request.pad_id(config))
         call = Call(request=asked, plan=plan, rows=rows)
@@ -235,11 +248,12 @@ class Decoder:
         listeners: list[Listener] = [recorder] if recorder.rows else []
         if streamer is not None:
             listeners.append(Stream(streamer))
-        trace = NoTrace()
-        if self.trace is not None:
-            trace = Tracer(guide, call.batch)
-            listeners.append(trace)
-            self.trace.extend(trace.rows)
+        tracer = NoTrace()
+        if trace is not None:
+            tracer = Tracer(guide, call.batch)
+            listeners.append(tracer)
+            trace.extend(tracer.rows)
+        stats = self.stats.of_call()
         run = Run(
             call=call,
             drafter=self.draft,
@@ -248,18 +262,30 @@ class Decoder:
             runners=runners_of(adapter, guide, needs, call, registry.adapter_for),
             processors=Processors(processors, adapter.node_processors()),
             stopping=Stopping(criteria, asked.eos_token_ids, asked.max_new_tokens),
-            stats=self.stats,
+            stats=stats,
             listeners=listeners,
-            trace=trace,
+            trace=tracer,
         )
         if greets:
             streamer.put(input_ids.cpu())
         edited = _looks_inside(guide, needs)
         with attention.switched(model) if edited else nullcontext():
             longest = run.run()
+        self.stats.merge(stats)
         checks.warn_beyond_training(adapter, call.prompt_length + longest, call.prompt_length)
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
         return output(call, config, recorder, longest, encoder_decoder)
+
+    def _draft_target(
+        self, guide: Guide | None, processors: LogitsProcessorList, images: bool
+    ) -> DraftTarget:
+        """What drafters follow that can: the guide, and processors that read nothing but scores.
+
+        Without a guide drafts of text are left as they are.
+        """
+        if guide is None and not images:
+            return DraftTarget()
+        return DraftTarget(guide=guide if self.draft_guided else None, warp=prefix_free(processors))
 
     def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
         """The rule of this call and the kind of proposal it gets."""

@@ -13,6 +13,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from transformers import StoppingCriteriaList
@@ -21,6 +22,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.request import with_stop_strings
+from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 
 _MODES = {"image": "mmdecode.image_ar.raster"}
@@ -50,6 +52,7 @@ def generate(
     tokenizer: Any = None,
     draft_model: Any = None,
     request: Any = None,
+    trace: list[list[Round]] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Calls ``model.generate`` with a decoder.
@@ -66,6 +69,7 @@ def generate(
         draft_model: Shorthand for ``Decoder(draft=Assistant(draft_model))``; ``assistant_model``,
             as transformers names it, is the same.
         request: Names of the rows for keyed noise; default: a hash of their content.
+        trace: A list that is given the rounds of every row: what was drafted and kept.
         **kwargs: Passed on.
 
     Returns:
@@ -86,8 +90,7 @@ def generate(
                 "a decoder has one draft",
                 "drop one of them",
             )
-        decoder = copy.copy(decoder)  # its counters and trace are shared
-        decoder.draft = Assistant(draft_model)
+        decoder = replace(decoder, draft=Assistant(draft_model))
     if mode != "text":
         if args or stop_strings is not None:
             raise OptionError(
@@ -96,7 +99,7 @@ def generate(
             )
         if tokenizer is not None:
             kwargs["tokenizer"] = tokenizer
-        kwargs |= {"decoder": decoder, "streamer": streamer, "request": request}
+        kwargs |= {"decoder": decoder, "streamer": streamer, "request": request, "trace": trace}
         return _ended(streamer, functools.partial(_of_mode(mode), model, **kwargs))
     stop_strings = _of_config(model, kwargs) if stop_strings is None else stop_strings
     if stop_strings is not None:
@@ -109,6 +112,7 @@ def generate(
         "mm_request": request,
         "mm_model": model,
         "mm_streamer": streamer,
+        "mm_trace": trace,
     }
     return _ended(streamer, functools.partial(model.generate, *args, **kwargs))
 

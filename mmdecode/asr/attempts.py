@@ -5,16 +5,18 @@ Formulas and their order follow transformers' ``generation_whisper.py``.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmdecode.asr.loops import first_round_end
 from mmdecode.engine.encoding import grouped
+from mmdecode.engine.trace import Round
 
 if TYPE_CHECKING:
     from mmdecode.asr.beams import Scored
@@ -63,6 +65,7 @@ class Attempts:
         self, recognizer: Recognizer, decoder: Decoder, options: TranscribeOptions
     ) -> None:
         self.recognizer, self.decoder, self.options = recognizer, decoder, options
+        self.trace: list[list[Round]] | None = None  # of the call at hand, where one was asked for
         self.silent = options.silence_threshold(recognizer.capabilities.silence)
 
     def __call__(
@@ -104,7 +107,10 @@ class Attempts:
             output_scores=scored,
             return_dict_in_generate=scored,
         )
-        output = ours.generate(self.decoder, prompt, encoded, config, temperature, names, sources)
+        decoder: Any = self.decoder
+        if self.trace is not None:
+            decoder = functools.partial(decoder, mm_trace=self.trace)
+        output = ours.generate(decoder, prompt, encoded, config, temperature, names, sources)
         sequences = (output.sequences if scored else output)[:, width:].tolist()
         results = []
         for row, ids in enumerate(sequences):

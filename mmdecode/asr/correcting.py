@@ -175,7 +175,8 @@ class FusedCorrection(ListCorrection):
             corrector.prompts.tokenizer, model.config.vocab_size, candidates, route
         )
         self._built: list[Any] = []
-        corrector.decoder.guide = join(replace(spec, build=partial(self._build, spec)))
+        guide = join(replace(spec, build=partial(self._build, spec)))
+        corrector.decoder = replace(corrector.decoder, guide=guide)
 
     def _build(self, spec: BranchSpec, call: Call) -> Any:
         assert spec.build is not None, "the branch is scored by rules of its own"

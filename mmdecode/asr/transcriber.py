@@ -27,6 +27,7 @@ from mmdecode.checkpoints import (
     trusting_as_asked,
 )
 from mmdecode.decoder import Decoder
+from mmdecode.engine.trace import Round
 from mmdecode.errors import InputError, OptionError, refuse_unknown
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
@@ -243,9 +244,21 @@ class Transcriber:
     def __call__(self, inputs: list[Any], *, on_error: Literal["raise"]) -> list[Transcript]: ...
 
     @overload
-    def __call__(self, inputs: Any, *, on_error: OnError | None = None) -> Any: ...
+    def __call__(
+        self,
+        inputs: Any,
+        *,
+        on_error: OnError | None = None,
+        trace: list[list[Round]] | None = None,
+    ) -> Any: ...
 
-    def __call__(self, inputs: Any, *, on_error: OnError | None = None) -> Any:
+    def __call__(
+        self,
+        inputs: Any,
+        *,
+        on_error: OnError | None = None,
+        trace: list[list[Round]] | None = None,
+    ) -> Any:
         """Transcribes one recording or many.
 
         Args:
@@ -253,6 +266,8 @@ class Transcriber:
                 ``(array, rate)``, see `mmdecode.asr.audio.source_of`; or a list of such.
             on_error: ``raise`` the first error, or ``return`` a `Failure` for each; ``None``: raise
                 for a single recording, return for a list.
+            trace: A list that is given the rounds of every window, see
+                `mmdecode.engine.trace.Round`.
 
         Returns:
             A `Transcript` for a single recording; for a list a list in its order, with a `Failure`
@@ -261,7 +276,11 @@ class Transcriber:
         Raises:
             InputError: A single recording cannot be read.
         """
-        return collected(self.stream(inputs), is_single(inputs), on_error)
+        self._loop.attempts.trace = trace
+        try:
+            return collected(self.stream(inputs), is_single(inputs), on_error)
+        finally:
+            self._loop.attempts.trace = None
 
     def stream(
         self,

@@ -95,9 +95,7 @@ def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Trans
     _, plain_s, plain_total_s = plain(clip.path)
     plain_ids, passes = plain.ids, plain.decoder.stats.passes
     windows: list[list[Round]] = []
-    drafted.decoder.trace = windows
-    transcript, drafted_s, drafted_total_s = drafted(clip.path)
-    drafted.decoder.trace = None
+    transcript, drafted_s, drafted_total_s = drafted(clip.path, windows)
     stats = drafted.decoder.stats.as_dict()
     return Recording(
         name=clip.name,

@@ -183,12 +183,14 @@ class Way:
         """Its decoder."""
         return self.transcriber.decoder
 
-    def __call__(self, audio: Any) -> tuple[Transcript, float, float]:
-        """The transcript, seconds in the decoder and seconds of everything."""
+    def __call__(
+        self, audio: Any, trace: list[list[Round]] | None = None
+    ) -> tuple[Transcript, float, float]:
+        """The transcript, seconds in the decoder and seconds of everything; rounds to ``trace``."""
         self.seconds, self.ids = 0.0, []
         self.decoder.stats.reset()
         began = time.perf_counter()
-        transcript = self.transcriber(audio)
+        transcript = self.transcriber(audio, trace=trace)
         return transcript, self.seconds, time.perf_counter() - began
 
 
@@ -273,9 +275,7 @@ def _compare(
     plain(clip.path)
     plain_ids, plain_stats = plain.ids, plain.decoder.stats.as_dict()
     windows: list[list[Round]] = []
-    drafted.decoder.trace = windows
-    transcript = drafted(clip.path)[0]
-    drafted.decoder.trace = None
+    transcript = drafted(clip.path, windows)[0]
     stats, histogram = drafted.decoder.stats.as_dict(), drafted.decoder.stats.histogram
     identical = drafted.ids == plain_ids
     times = np.zeros((2, repeats, 2))  # way, repeat, (decoding, everything)

@@ -35,7 +35,6 @@ from mmdecode.engine.contracts import (
     DraftSession,
     Requirements,
     needs_of,
-    opened,
 )
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
@@ -138,7 +137,7 @@ class Adaptive(Drafter):
         if self.sampled or call.plan.drafter_invariant:
             depth = self._choose(call.batch)
         off = depth is not None and depth.levels == 0
-        inner = DraftSession(call) if off else opened(self.draft, call, prefill)
+        inner = DraftSession(call) if off else self.draft.begin(call, prefill)
         return AdaptiveSession(call, inner, depth, began, self._note)
 
     @property

@@ -77,7 +77,7 @@ class Dream(FeatureDraft):
 
     def begin(self, call: Call, prefill: BranchOutput) -> DreamSession:
         """Reads the prompt."""
-        return DreamSession(self, self.told(call), prefill)
+        return DreamSession(self, call, prefill)
 
 
 class DreamSession(FeatureSession):

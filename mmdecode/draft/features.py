@@ -23,7 +23,6 @@ from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.target import (
-    Following,
     TargetDistribution,
     along_path,
     branch_prompt,
@@ -47,7 +46,7 @@ IMAGES = ("all", "hidden")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class FeatureDraft(Following, Drafter):
+class FeatureDraft(Drafter):
     """Drafts with a model over the target's states.
 
     Args:
@@ -172,7 +171,7 @@ class FeatureDraft(Following, Drafter):
 
     def begin(self, call: Call, prefill: BranchOutput) -> FeatureSession:
         """Reads the prompt."""
-        return FeatureSession(self, self.told(call), prefill)
+        return FeatureSession(self, call, prefill)
 
 
 class FeatureSession(DraftSession):

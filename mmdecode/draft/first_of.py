@@ -24,7 +24,6 @@ from mmdecode.engine.contracts import (
     DraftSession,
     Requirements,
     needs_of,
-    opened,
 )
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
@@ -80,7 +79,7 @@ class FirstOf(Drafter):
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Begins both."""
-        first, second = opened(self.first, call, prefill), opened(self.second, call, prefill)
+        first, second = self.first.begin(call, prefill), self.second.begin(call, prefill)
         return FirstOfSession(call, first, second)
 
 

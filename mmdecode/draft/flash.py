@@ -37,7 +37,7 @@ class Flash(FeatureDraft):
 
     def begin(self, call: Call, prefill: BranchOutput) -> FlashSession:
         """Reads the prompt."""
-        return FlashSession(self, self.told(call), prefill)
+        return FlashSession(self, call, prefill)
 
 
 class FlashSession(FeatureSession):

@@ -9,10 +9,8 @@ What there is to follow is `mmdecode.engine.call.Plan.draft_target`.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor, inf
@@ -147,24 +145,6 @@ def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:
     if proposal.is_chain:
         return states
     return gathered(states, pad(path + 1, (1, 0)))  # root first
-
-
-class Following:
-    """Mixed into drafters that follow a target, where a call's plan does not hold it yet."""
-
-    _target: DraftTarget | None = None
-
-    def under(self, guide: Guide | None, warp: Callable[[Tensor], Tensor] | None) -> Self:
-        """This drafter with a target of its own, in the place of the plan's."""
-        alike = copy.copy(self)
-        alike._target = DraftTarget(guide=guide, warp=warp)
-        return alike
-
-    def told(self, call: Call) -> Call:
-        """The call with this target in its plan."""
-        if self._target is None:
-            return call
-        return replace(call, plan=replace(call.plan, draft_target=self._target))
 
 
 def _laid_out(call: Call, logits: Tensor, position: Tensor, own: Tensor | None) -> Tensor:

@@ -183,7 +183,13 @@ class DraftSession:
 
     Args:
         call: The call it serves; the loop moves its rows.
+
+    Attributes:
+        unguided: Why it does not follow the guide of `Call.plan`, where its drafter might;
+            ``Stats.unguided`` tells it.
     """
+
+    unguided: str | None = None
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -197,35 +203,6 @@ class DraftSession:
 
     def close(self) -> None:
         """Called once when the call ends, whether or not it failed."""
-
-
-class Bridge(DraftSession):
-    """A drafter of before."""
-
-    def __init__(self, call: Call, drafter: Any, main: BranchOutput) -> None:
-        super().__init__(call)
-        self.drafter = drafter
-        drafter.begin(call, main, call.plan.kind)
-
-    def propose(self, budget: int) -> Proposal:
-        """As of before."""
-        return self.drafter.propose(self.call, budget)
-
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
-        """As of before."""
-        self.drafter.observe(self.call, proposal, scores, block)
-
-    def close(self) -> None:
-        """As of before."""
-        self.drafter.reset()
-
-
-def opened(drafter: Any, call: Call, main: BranchOutput) -> DraftSession:
-    """A session of any drafter, those of before included."""
-    if hasattr(drafter, "propose"):
-        return Bridge(call, drafter, main)
-    session: DraftSession = drafter.begin(call, main)
-    return session
 
 
 class Drafter(Part):
@@ -246,12 +223,6 @@ class Drafter(Part):
     def needs(self, adapter: Adapter) -> Requirements:
         """What it wants of the passes of a model."""
         return Requirements()
-
-    def observe(self, *given: Any) -> None:
-        """As of before."""
-
-    def reset(self) -> None:
-        """As of before."""
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Opens a call, after the prompt was read and its first token was decided."""

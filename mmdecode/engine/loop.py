@@ -34,7 +34,6 @@ from mmdecode.engine.contracts import (
     DraftSession,
     Guide,
     Outcome,
-    opened,
 )
 from mmdecode.engine.output import Committed, Listener, TargetScores
 from mmdecode.engine.proposal import MAX_NODES, Proposal
@@ -123,6 +122,8 @@ class Run:
         block = self.commit(proposal, scores, target, outcome)
         if self.session is None:
             self.session = self.begin(scores.main)
+            if self.session.unguided is not None:
+                self.stats.unguided.add(self.session.unguided)
         self.session.observe(proposal, scores.main, block)
         return self.propose(block)
 
@@ -145,7 +146,7 @@ class Run:
         left = self.call.request.max_new_tokens > 1 and not self.seen_to_end()
         if not left:
             return DraftSession(self.call)
-        return opened(self.drafter, self.call, main)
+        return self.drafter.begin(self.call, main)
 
     def step(self) -> Callable[[Proposal], RoundResult]:
         """A round, or what replays captured ones."""

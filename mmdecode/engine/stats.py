@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from itertools import zip_longest
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,23 +23,51 @@ class Stats:
     Attributes:
         calls: Calls of the decoder.
         passes: Scoring passes after the prompt was read, each over the whole batch.
+        unguided: Why drafts did not follow the guide, where they might have.
     """
 
     def __init__(self) -> None:
+        self._lock = RLock()
+        self._sums: list[int] = []
+        self._counts: list[int] = []
         self.reset()
+
+    def of_call(self) -> Stats:
+        """What a call counts by itself, before `merge` adds it."""
+        return Stats()
+
+    def merge(self, call: Stats) -> None:
+        """Adds what a call has counted, once it has ended; calls may end in several threads."""
+        if call is self:
+            return
+        with self._lock:
+            self.calls += call.calls
+            self.passes += call.passes
+            self.unguided |= call.unguided
+            if self._first and call._first and self._first[0].device != call._first[0].device:
+                self._reduce()
+            self._first += call._first
+            self._rounds += call._rounds
+            self._sums = [mine + own for mine, own in zip(self._sums, call._sums, strict=True)]
+            self._counts = [
+                mine + own for mine, own in zip_longest(self._counts, call._counts, fillvalue=0)
+            ]
+            if len(self._rounds) >= 4096:
+                self._reduce()
 
     def reset(self) -> None:
         """Back to zero."""
         self.calls = self.passes = 0
+        self.unguided: set[str] = set()
         self._first: list[Tensor] = []
         self._rounds: list[Tensor] = []
         self._sums = [0, 0, 0, 0, 0]  # first tokens, row passes, drafted, accepted, tokens
-        self._counts: list[int] = []
+        self._counts = []
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """What fails in here is not counted."""
-        before = {n: [*v] if isinstance(v, list) else v for n, v in vars(self).items()}
+        before = {n: copy(v) for n, v in vars(self).items() if n != "_lock"}
         try:
             yield
         except BaseException:
@@ -62,18 +93,23 @@ class Stats:
             self._reduce()
 
     def _reduce(self) -> None:
-        if self._first:
-            self._sums[0] += int(torch.cat(self._first)[:, 3].sum())
-        if self._rounds:
-            took_part, drafted, accepted, kept = torch.cat(self._rounds).unbind(1)
-            columns = (took_part, drafted * took_part, accepted * took_part, kept)
-            for index, value in enumerate(torch.stack(columns).sum(1).tolist()):
-                self._sums[index + 1] += value
-            for count in torch.where(took_part > 0, accepted, -1).tolist():
-                self._counts += [0] * (count + 1 - len(self._counts))
-                if count >= 0:
-                    self._counts[count] += 1
-        self._first, self._rounds = [], []
+        with self._lock:
+            first, rounds = self._first, self._rounds
+            self._first, self._rounds = [], []
+            if first:
+                self._sums[0] += int(torch.cat(first)[:, 3].sum())
+            if rounds:
+                self._add(torch.cat(rounds))
+
+    def _add(self, rounds: Tensor) -> None:
+        took_part, drafted, accepted, kept = rounds.unbind(1)
+        columns = (took_part, drafted * took_part, accepted * took_part, kept)
+        for index, value in enumerate(torch.stack(columns).sum(1).tolist()):
+            self._sums[index + 1] += value
+        for count in torch.where(took_part > 0, accepted, -1).tolist():
+            self._counts += [0] * (count + 1 - len(self._counts))
+            if count >= 0:
+                self._counts[count] += 1
 
     def _sum(self, index: int) -> int:
         self._reduce()
@@ -133,6 +169,7 @@ class Stats:
             "acceptance_length": round(self.acceptance_length, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
             "accepted_histogram": self.histogram,
+            **({"unguided": sorted(self.unguided)} if self.unguided else {}),
         }
 
     def __repr__(self) -> str:

@@ -184,6 +184,30 @@ def _vectorised(processor: lp.LogitsProcessor, table: NodeProcessors) -> Vectori
     return known(processor) if known else getattr(processor, "at_nodes", None)
 
 
+def prefix_free(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor] | None:
+    """What those of the processors make of logits ``(..., V)`` that read nothing else.
+
+    Returns:
+        ``None`` where there are none; our own processors say by ``prefix_free`` that they are.
+    """
+    found = [
+        one
+        for one in processors
+        if type(one) in _PREFIX_FREE or getattr(type(one), "prefix_free", False)
+    ]
+    if not found:
+        return None
+    nothing = torch.empty(0, 0, dtype=torch.long)
+
+    def warp(logits: Tensor) -> Tensor:
+        flat = logits.flatten(0, -2)
+        for processor in found:
+            flat = processor(nothing, flat)
+        return flat.view_as(logits)
+
+    return warp
+
+
 class Processors:
     """The caller's processors, sorted once per call into vectorised ones and others.
 

@@ -30,7 +30,6 @@ Source: the teacher-forced margin test is this project's.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -301,8 +300,7 @@ class _Drafted(_Subject):
         super().__init__(plain, sample)
         if draws < 1:
             raise OptionError(f"draws={draws}; expected at least 1")
-        self.decoder = copy.copy(decoder)
-        self.decoder.stats, self.decoder.trace = Stats(), None
+        self.decoder = replace(decoder, stats=Stats())
         self.seed = decoder.seed or 0
         rule = decoder.accept
         if isinstance(rule, str):
@@ -323,9 +321,9 @@ class _Drafted(_Subject):
 
     def _draw(self, case: Case, seed: int) -> list[_Sheet]:
         """One sequence as users get it, and as it is with logits recorded, where that differs."""
-        self.decoder.seed = seed
-        tap = self._tapped(case, self.decoder)
-        bare = self._tapped(case, self.decoder, record=False).tokens
+        decoder = replace(self.decoder, seed=seed)
+        tap = self._tapped(case, decoder)
+        bare = self._tapped(case, decoder, record=False).tokens
         sheets = [self._sheet(case, seed, tap.tokens, tap)]
         return sheets if bare == tap.tokens else [*sheets, self._sheet(case, seed, bare)]
 

@@ -42,6 +42,8 @@ class Grammar(LogitsProcessor):
 class Warp(LogitsProcessor):
     """Temperature, top-k and top-p as `Sampling` says."""
 
+    prefix_free = True
+
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,10 +97,10 @@ class RasterPainter:
         sampling: Sampling,
     ) -> None:
         self.model, self.adapter = model, model.adapter
-        self.decoder = copy.copy(decoder)
-        self.decoder.stats = self.stats = RoundCounts()
+        self.stats = RoundCounts()
         self.classes, self.labels = model.classes, model.labels
-        self.decoder.guide = raster.guide_of(decoder, guidance, model.preset.guidance)
+        guide = raster.guide_of(decoder, guidance, model.preset.guidance)
+        self.decoder = replace(decoder, guide=guide, stats=self.stats)
         self.guidance: float | None = getattr(self.decoder.guide, "scale", None)
         self.sampling = sampling
         self.tokens = self.adapter.layout.length
@@ -128,12 +128,12 @@ class RasterPainter:
         on_tokens: OnTokens | None,
     ) -> list[Painted]:
         """A batch."""
-        decoder, adapter = copy.copy(self.decoder), self.adapter
+        decoder, adapter = self.decoder, self.adapter
         if start is not None:
             adapter = copy.copy(adapter)
             adapter.layout = start[0]
             if isinstance(decoder.draft, NoDraft):
-                decoder.draft = Given()
+                decoder = replace(decoder, draft=Given())
         layout = adapter.layout
         self.stats.watch(on_tokens)
         drawn = raster.generate(
@@ -368,6 +368,10 @@ class RoundCounts(Stats):
         self._on_tokens = on_tokens
         self._kept: list[Tensor] = []
         self._told = 0  # passes that were reported
+
+    def of_call(self) -> Stats:
+        """Itself: it serves one call at a time."""
+        return self
 
     def prefilled(self, counts: Tensor) -> None:
         """See `Stats.prefilled`."""

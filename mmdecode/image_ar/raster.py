@@ -7,11 +7,10 @@ the sampling pipeline: the loop, drafts and rules are those of text.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from transformers import (
 
 from mmdecode import registry
 from mmdecode.decoder import Decoder
+from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError, refuse_unknown
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.grammar import Grammar, Warp
@@ -66,6 +66,7 @@ def generate(
     seed: int | None = None,
     request: Sequence[Any] | None = None,
     streamer: Any = None,
+    trace: list[list[Round]] | None = None,
     **given: Any,
 ) -> ImageTokens:
     """Draws one image a row.
@@ -82,6 +83,7 @@ def generate(
         request: Names of the rows for keyed noise; default: what each is drawn of, and its ordinal
             among equal ones, so that an image does not depend on its batch.
         streamer: For the one row of a batch.
+        trace: A list that is given the rounds of every image.
         **given: What images are drawn of, see the adapter's ``condition``; and, without
             ``adapter``, its options, such as ``vq`` or ``grid``.
 
@@ -90,20 +92,17 @@ def generate(
         IncompatibleError: ``guidance`` beside a decoder's guide, or of a model that has no
             unconditional input.
     """
-    decoder = copy.copy(decoder or Decoder())  # its counters, trace and draft are shared
+    decoder = decoder or Decoder()
     if adapter is None:
         takes = inspect.signature(registry.image_adapter_class(model)).parameters
         options = {name: given.pop(name) for name in list(given) if name in takes}
         adapter = registry.image_adapter_for(model, **options)
     refuse_unknown(given, list(inspect.signature(adapter.condition).parameters))
     inputs = adapter.condition(**given)
-    decoder.guide = guide = guide_of(decoder, guidance, adapter.preset.guidance)
+    guide = guide_of(decoder, guidance, adapter.preset.guidance)
     warp = Warp(sampling or Sampling(**adapter.preset.sampling))
-    if hasattr(decoder.draft, "under"):
-        guided = isinstance(guide, Guidance) and not guide.neutral
-        decoder.draft = decoder.draft.under(guide if guided else None, warp.sampling.warp)
-    if seed is not None:
-        decoder.seed = seed
+    seed = decoder.seed if seed is None else seed
+    decoder = replace(decoder, guide=guide, seed=seed)
     names = adapter.row_names(inputs)
     layout = adapter.layout
     processors = LogitsProcessorList()
@@ -120,6 +119,7 @@ def generate(
         mm_adapter=adapter,
         mm_request=ordinals(names) if request is None else request,
         mm_streamer=streamer,
+        mm_trace=trace,
         **inputs,
     )
     return ImageTokens(tokens=tokens, codes=layout.codes(tokens), adapter=adapter)

@@ -9,6 +9,7 @@ worth something because known mistakes fail them: the mutants under ``tests/law`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,8 +176,7 @@ def assert_distribution(
     vocab = model.config.vocab_size
     parts = []
     for index in range(samples // rows):
-        decoder = make()
-        decoder.seed = 1000 + index
+        decoder = replace(make(), seed=1000 + index)
         sequences = decode(
             model,
             torch.tensor([list(prompt)]).repeat(rows, 1),

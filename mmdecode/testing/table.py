@@ -32,6 +32,7 @@ from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.engine.target_logits import NodeProcessors
+from mmdecode.engine.trace import Round
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.image_layout import Layout
 
@@ -275,6 +276,7 @@ def decode(
     request: Any = None,
     inputs: dict[str, Any] | None = None,
     mm_inputs: dict[str, Any] | None = None,
+    trace: list[list[Round]] | None = None,
     **config: Any,
 ) -> Any:
     """Calls a decoder on a table model as ``generate`` would.
@@ -292,6 +294,7 @@ def decode(
         request: Names of the rows, for keyed noise.
         inputs: Further keyword arguments of the model, such as ``salt``.
         mm_inputs: Raw inputs for guides.
+        trace: A list that is given the rounds of every row.
         **config: Further fields of the generation configuration.
 
     Returns:
@@ -316,6 +319,7 @@ def decode(
         generation_config=generation_config,
         mm_request=request,
         mm_inputs=mm_inputs,
+        mm_trace=trace,
         attention_mask=torch.ones_like(ids) if mask is None else mask.to(ids.dtype),
         **(inputs or {}),
     )

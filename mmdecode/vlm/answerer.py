@@ -477,23 +477,18 @@ class Answerer:
         if settings.do_sample:
             names = [_noise_name(*pair) for pair in zip(requests, questions, strict=True)]
         given: dict[str, Any] = {**inputs, **settings.generation(), **options}
-        before = self.decoder.trace
-        if settings.trace:
-            self.decoder.trace = []
-        try:
-            output = generate(
-                self.model,
-                decoder=self.decoder,
-                request=names,
-                mm_inputs={"questions": list(questions)},
-                return_dict_in_generate=True,
-                output_logits=asked,
-                output_scores=settings.law,
-                **given,
-            )
-            rounds = list(self.decoder.trace or ()) if settings.trace else []
-        finally:
-            self.decoder.trace = before
+        rounds: list[list[Round]] = []
+        output = generate(
+            self.model,
+            decoder=self.decoder,
+            request=names,
+            mm_inputs={"questions": list(questions)},
+            return_dict_in_generate=True,
+            output_logits=asked,
+            output_scores=settings.law,
+            trace=rounds if settings.trace else None,
+            **given,
+        )
         rows: list[dict[str, Any]] = []
         for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
             end = next((place for place, t in enumerate(row) if t in self._ends), len(row) - 1)

@@ -3,6 +3,7 @@
 import math
 import random
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -531,7 +532,8 @@ def test_temperatures_are_recovered_from_drawn_labels():
 def test_both_models_are_calibrated_on_what_was_said(language, recogniser, features, clips):
     model, tokenizer = language
     corrector = Corrector(model, tokenizer, template=TEMPLATE, count=2)
-    corrector.decoder.guide = UADF(recogniser.branch(tokenizer, len(tokenizer), 6))
+    guide = UADF(recogniser.branch(tokenizer, len(tokenizer), 6))
+    corrector.decoder = replace(corrector.decoder, guide=guide)
     lists = [
         NBestList(clip.name, (clip.text, clip.text.lower()), reference=clip.text) for clip in clips
     ]

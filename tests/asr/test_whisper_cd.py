@@ -18,6 +18,7 @@ from mmdecode.errors import IncompatibleError, InputError
 from mmdecode.evaluation.non_speech import sound
 from mmdecode.guide.whisper_cd import WhisperCD, silent
 from mmdecode.zoo.speech import speech_test
+from tests.support.traced import Traced
 
 SECONDS = (5.3, 1.2, 3.9, 2.0)  # of windows of two seconds
 
@@ -194,8 +195,7 @@ def test_branches_in_one_pass_say_what_each_says_alone(model, processor, waves, 
     extractor = processor.feature_extractor
     window = heard(waves[1], extractor)
     guide = WhisperCD(gate=0, snr=None, shift=0.5)
-    decoder = Decoder(guide=guide, seed=0)
-    decoder.trace = []
+    decoder = Traced(guide=guide, seed=0)
     features = window.features(window.samples)[None]
     mm.generate(
         model,

@@ -43,6 +43,7 @@ from tests.conformance.tiny import (
     prompts,
     random_heads,
 )
+from tests.support.traced import Traced
 
 NEW = 14
 COMMON = {"vocab_size": VOCAB, "d_model": WIDTH, "pad_token_id": 0, "decoder_start_token_id": 1}
@@ -138,7 +139,7 @@ def generate(family, attention="sdpa", processors="no_processor", prompt=False, 
 
 def assert_same(family, draft, attention="sdpa", **options):
     expected, rows = reference(family, attention, tuple(sorted(options.items())))
-    decoder = Decoder(DRAFTS[draft](model_of(family, attention), rows))
+    decoder = Traced(DRAFTS[draft](model_of(family, attention), rows))
     call = functools.partial(generate, family, attention, custom_generate=decoder, **options)
     assert_generates(decoder, draft, call, expected)
     return decoder

@@ -327,7 +327,7 @@ def test_keys_behind_rejected_windows_are_those_of_a_fresh_pass(family, monkeypa
     adapters = []
     begin = Jacobi.begin
     monkeypatch.setattr(
-        Jacobi, "begin", lambda self, call, *a: (adapters.append(call), begin(self, call, *a))[0]
+        Jacobi, "begin", lambda self, call, *a: (adapters.append(call), begin(self, call, *a))[1]
     )
     tokens = draw(family, Decoder(Jacobi(6, siblings=2)), do_sample=True)
     branches, call = kept[-1], adapters[-1]

@@ -18,6 +18,7 @@ from mmdecode.adapters.moonshine import MoonshineAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from tests.conformance.tiny import NEW, generated, inputs_of, model_of
+from tests.support.traced import Traced
 
 FAMILIES = ["whisper", "moonshine", "moonshine_padded"]
 EACH = pytest.mark.parametrize("family", FAMILIES)
@@ -198,8 +199,7 @@ def test_a_plain_call_takes_lean_steps_alone(family, monkeypatch):
     model = fresh(family)
     adapter_of(model)
     steps = counted(monkeypatch)
-    decoder = Decoder()
-    decoder.trace = []
+    decoder = Traced()
     options = {**inputs_of(family, 2), "max_new_tokens": NEW, "do_sample": False}
     model.generate(**options, custom_generate=decoder)
     assert len(steps) >= len(generated(decoder.trace)[0])

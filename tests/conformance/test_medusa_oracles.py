@@ -32,6 +32,7 @@ from tests.conformance.tiny import (
 )
 from tests.draft.sessions import noting
 from tests.support import seams
+from tests.support.traced import Traced
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])
 
@@ -123,8 +124,7 @@ def test_a_processor_sees_each_prefix_once_and_nothing_beyond_a_rejection(heads)
 def test_the_order_of_the_tree_list_does_not_matter(family):
     results = []
     for paths in (TREE, TREE[::-1], sorted(TREE, key=lambda p: p[-1])):
-        decoder = Decoder(Medusa(random_heads(), paths=paths))
-        decoder.trace = []
+        decoder = Traced(Medusa(random_heads(), paths=paths))
         results.append((ours(decoder, family).tolist(), decoder.trace))
     assert results[0] == results[1] == results[2]
     assert generated(results[0][1]) == reference(family, ())[1]

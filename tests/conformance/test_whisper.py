@@ -28,6 +28,7 @@ from tests.conformance.tiny import (
     reference,
     whisper_model,
 )
+from tests.support.traced import Traced
 
 EVERY_DRAFT = pytest.mark.parametrize("draft", WHISPER_DRAFTS)
 
@@ -112,8 +113,7 @@ def test_suppression_at_the_beginning_acts_on_the_first_token_only(draft):
     options = {"begin_suppress_tokens": banned}
     expected = plain("whisper", **options)
     assert not set(banned) & set(expected[:, 0].tolist())
-    decoder = Decoder()
-    decoder.trace = []
+    decoder = Traced()
     ours(decoder, "whisper", **options)
     rows = [[t for r in row for t in (*r.accepted, r.decided)] for row in decoder.trace]
     later = {token for row in rows for token in row[1:]}
@@ -129,8 +129,7 @@ def test_end_of_sequence_inside_an_accepted_block_ends_the_row_there(draft):
     assert token not in rows[0][:3]
     options = {"eos_token_id": token, "pad_token_id": SPECIAL["eos"]}
     expected = plain("whisper", **options)
-    decoder = Decoder(WHISPER_DRAFTS[draft]("whisper", rows))
-    decoder.trace = []
+    decoder = Traced(WHISPER_DRAFTS[draft]("whisper", rows))
     assert ours(decoder, "whisper", **options).tolist() == expected.tolist()
     last = decoder.trace[0][-1]
     if draft != "medusa_block_tree":

@@ -14,6 +14,7 @@ from tests.conformance.tiny import (
     model_of,
     plain,
 )
+from tests.support.traced import Traced
 
 # peft asks a model of transformers by a name that is on its way out
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -55,8 +56,7 @@ def assert_same(model, family):
     """Asserts that drafted and undrafted output are the model's own, and returns it."""
     options = {**inputs_of(family, 3), **OPTIONS}
     expected = model.generate(**options)
-    decoder = Decoder()
-    decoder.trace = []
+    decoder = Traced()
     undrafted = model.generate(**options, custom_generate=decoder)
     drafted = Decoder(HiddenPath(generated(decoder.trace)))
     found = model.generate(**options, custom_generate=drafted)

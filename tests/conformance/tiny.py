@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from mmdecode import registry
-from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
@@ -29,6 +28,7 @@ from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.proposal import Proposal
 from mmdecode.testing import drafts
+from tests.support.traced import Traced
 
 VOCAB, WIDTH, NEW = 80, 32, 14
 SPECIAL = {"eos": 60, "sot": 61, "en": 62, "de": 63, "transcribe": 64, "translate": 65}
@@ -246,8 +246,7 @@ def generated(trace):
 
 def undrafted_rows(family, **options):
     """What our own loop commits without a draft, per row."""
-    decoder = Decoder()
-    decoder.trace = []
+    decoder = Traced()
     ours(decoder, family, **options)
     return generated(decoder.trace)
 
@@ -351,14 +350,13 @@ def assert_same(family, draft, **options):
     """Asserts that a decoder with the named draft generates what `generate` does."""
     expected, rows = reference(family, tuple(sorted(options.items())))
     table = TABLES.get(family.split("_")[0], TEXT_DRAFTS)
-    decoder = Decoder(table[draft](family, rows))
+    decoder = Traced(table[draft](family, rows))
     assert_generates(decoder, draft, lambda: ours(decoder, family, **options), expected)
     return decoder
 
 
 def assert_generates(decoder, draft, call, expected):
     """Asserts what `call` generates, and that a draft that is mostly right was accepted."""
-    decoder.trace = []
     found = call()
     if found.tolist() != expected.tolist():
         raise DifferentError(f"{found.tolist()} instead of {expected.tolist()}")

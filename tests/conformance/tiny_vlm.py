@@ -20,7 +20,6 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from mmdecode.decoder import Decoder
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
@@ -39,6 +38,7 @@ from tests.conformance.tiny import (
     random_heads,
     text_model,
 )
+from tests.support.traced import Traced
 
 NEW = 12
 IMAGE = 78  # the placeholder; words of prompts are below 60
@@ -332,8 +332,7 @@ def ours(decoder, family, **options):
 def reference(family, options=()):
     """Plain output and the rows to draft from, computed once; ``options`` as sorted items."""
     expected = plain(family, **dict(options))
-    decoder = Decoder()
-    decoder.trace = []
+    decoder = Traced()
     ours(decoder, family, **dict(options))
     rows = generated(decoder.trace)
     if sum(map(len, rows)) > 20:
@@ -359,6 +358,6 @@ DRAFTS = {
 def assert_same(family, draft, **options):
     """Asserts that a decoder with the named draft generates what `generate` does."""
     expected, rows = reference(family, tuple(sorted(options.items())))
-    decoder = Decoder(DRAFTS[draft](family, rows))
+    decoder = Traced(DRAFTS[draft](family, rows))
     assert_generates(decoder, draft, lambda: ours(decoder, family, **options), expected)
     return decoder

@@ -1,10 +1,12 @@
 """What a decoder drafted in each round, next to what was written before it; and its sessions."""
 
+from tests.support.traced import traced
+
 
 def rounds_of(decoder, call):
-    """By row, ``(tokens written so far, drafted tokens)`` of every round with a draft."""
-    decoder.trace = []
-    call()
+    """By row of ``call(decoder)``: ``(tokens so far, drafted tokens)`` of drafted rounds."""
+    decoder = traced(decoder)
+    call(decoder)
     rows = []
     for trace in decoder.trace:
         written, rounds = [], []

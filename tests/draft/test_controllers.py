@@ -32,7 +32,7 @@ def test_a_doubtful_draft_passes_the_public_check():
 
 def assert_stops(risk):
     decoder = Decoder(Assistant(OTHER, 6, risk=risk))
-    rows = rounds_of(decoder, lambda: run_rows(decoder, MODEL, PROMPTS, max_new_tokens=40))
+    rows = rounds_of(decoder, lambda d: run_rows(d, MODEL, PROMPTS, max_new_tokens=40))
     lengths = set()
     for prompt, rounds in zip(PROMPTS, rows, strict=True):
         for written, drafted in rounds:

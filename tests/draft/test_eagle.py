@@ -26,6 +26,7 @@ from mmdecode.testing import check_draft
 from tests.conformance.tiny import NEW, VOCAB, WIDTH, prompts, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.sessions import noting
+from tests.support.traced import traced
 
 SIZES = {
     "hidden_size": WIDTH,
@@ -66,7 +67,7 @@ def decode(family, draft=None, guide=None, inputs=None, do_sample=False, trace=F
     """New tokens by row, and the decoder."""
     inputs = inputs or inputs_of(family)
     decoder = Decoder(draft, guide, options.pop("accept", "auto"), seed=7)
-    decoder.trace = [] if trace else None
+    decoder = traced(decoder) if trace else decoder
     options = {"max_new_tokens": NEW, "do_sample": do_sample, **options}
     options |= {"top_k": 0} if do_sample else {}
     out = mmdecode.generate(model_of(family), decoder=decoder, **inputs, **options)

@@ -60,9 +60,9 @@ def repeated(draft, guide):
 def test_untrained_heads_say_what_the_guide_said_of_the_same_states(heads, guide):
     """The states of all branches at the end of any path, and the guide on what heads make of."""
     guide = GUIDES[guide]()
-    found, rounds = repeated(following(UNTRAINED[heads](), guide), guide)
+    found, rounds = repeated(UNTRAINED[heads](), guide)
     assert found == rounds > 5
-    found, rounds = repeated(UNTRAINED[heads](), guide)  # without following it
+    found, rounds = repeated(following(UNTRAINED[heads](), None), guide)  # without it
     assert found < rounds
 
 
@@ -74,7 +74,7 @@ def test_a_drafter_that_is_the_target_is_right_under_a_guide(family, guide):
     expected, _ = decode(family, guide=guide, inputs=inputs)
     assert expected != decode(family, inputs=inputs)[0]
     draft = FeatureDraft(Oracle(vision_model(family), 1), depth=3, top_k=1)
-    found, decoder = decode(family, following(draft, guide), guide, inputs=inputs)
+    found, decoder = decode(family, draft, guide, inputs=inputs)
     assert found == expected
     assert decoder.stats.acceptance_rate > 0.9
 

@@ -104,7 +104,7 @@ def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(sure):
     """In a batch of unlike rows: so a row also drafts what it drafts alone."""
     module, inputs, lengths = random_adapter("llama"), inputs_of("llama"), set()
     decoder = Decoder(Kangaroo(module, length=4, sure=sure), seed=7)
-    call = lambda: mmdecode.generate(  # noqa: E731
+    call = lambda decoder: mmdecode.generate(  # noqa: E731
         model_of("llama"), decoder=decoder, **inputs, max_new_tokens=NEW, do_sample=False
     )
     for row, rounds in enumerate(rounds_of(decoder, call)):

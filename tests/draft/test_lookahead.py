@@ -5,29 +5,27 @@ import itertools
 import pytest
 
 from mmdecode.decoder import Decoder
-from mmdecode.draft.lookahead import POOL, Lookahead
+from mmdecode.draft.lookahead import POOL, Lookahead, LookaheadSession
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, run_rows
 from mmdecode.testing.table import Table
+from tests.draft.sessions import noting
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 
 
-class Watched(Lookahead):
-    """Notes its rows, its pool and the prefix of every round."""
+def watching(draft):
+    """Notes its window, its pool and the prefix of every round."""
+    rounds = []
 
-    def begin(self, call, prefill, kind):
-        super().begin(call, prefill, kind)
-        self.rounds = []
-
-    def propose(self, call, budget):
-        proposal = super().propose(call, budget)
+    def note(session, proposal):
+        call = session.call
         prefix = call.rows.ids[0, : int(call.end()[0])].tolist()
-        rows = [row[0].tolist() for row in self._rows]
-        pool = self._pool[0].clone()
-        self.rounds.append((prefix, rows, pool, proposal.tokens[0].tolist()))
-        return proposal
+        window = [row[0].tolist() for row in session.rows]
+        rounds.append((prefix, window, session.pool[0].clone(), proposal.tokens[0].tolist()))
+
+    return noting(draft, proposed=note), rounds
 
 
 def test_the_public_check():
@@ -35,10 +33,10 @@ def test_the_public_check():
 
 
 def watched(window=3, ngram=4, guesses=2):
-    draft = Watched(window, ngram, guesses)
+    draft, rounds = watching(Lookahead(window, ngram, guesses))
     expected = run_rows(Decoder(), MODEL, PROMPTS[:1], max_new_tokens=60)
     assert run_rows(Decoder(draft), MODEL, PROMPTS[:1], max_new_tokens=60) == expected
-    return [r for r in draft.rounds if len(r[0]) < 3 + 60 - 8]  # the end is cut short
+    return [r for r in rounds if len(r[0]) < 3 + 60 - 8]  # the end is cut short
 
 
 def assert_window_is_guessed():
@@ -58,13 +56,13 @@ def test_each_column_goes_on_as_the_model_does():
 
 
 def test_a_window_that_reads_other_scores_is_found(monkeypatch):
-    sound = Lookahead.observe
+    sound = LookaheadSession.observe
 
-    def shifted(self, call, proposal, scores, outcome):
+    def shifted(self, proposal, scores, block):
         rolled = type(scores)(logits=scores.logits.roll(1, 1))
-        sound(self, call, proposal, rolled, outcome)
+        sound(self, proposal, rolled, block)
 
-    monkeypatch.setattr(Lookahead, "observe", shifted)
+    monkeypatch.setattr(LookaheadSession, "observe", shifted)
     with pytest.raises(AssertionError):
         assert_window_is_guessed()
 

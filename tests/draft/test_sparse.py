@@ -68,9 +68,9 @@ def test_a_row_alone_is_the_row_in_a_batch():
         own = {"pixel_values": inputs["pixel_values"][images]}
         own |= {n: inputs[n][row : row + 1, -width:] for n in ("input_ids", "attention_mask")}
         alone = Decoder(Sparse(2, length=3))
-        drafted = rounds_of(alone, lambda own=own, d=alone: ours(d, "llava", inputs=own))
+        drafted = rounds_of(alone, lambda d, own=own: ours(d, "llava", inputs=own))
         batched = Decoder(Sparse(2, length=3))
-        assert drafted[0] == rounds_of(batched, lambda d=batched: ours(d, "llava"))[row]
+        assert drafted[0] == rounds_of(batched, lambda d: ours(d, "llava"))[row]
         assert ours(Decoder(Sparse(2)), "llava", inputs=own)[0, -NEW:].tolist() == rows[row]
 
 
@@ -106,7 +106,7 @@ def drafted_by_hand(written, length):
 
 def assert_drafts_by_hand():
     decoder = Decoder(Sparse(0, length=3))
-    rounds = rounds_of(decoder, lambda: ours(decoder, "llava"))[2]
+    rounds = rounds_of(decoder, lambda d: ours(d, "llava"))[2]
     assert len(rounds) > 3
     for written, drafted in rounds:
         assert drafted == drafted_by_hand(tuple(written), 3)[: len(drafted)]

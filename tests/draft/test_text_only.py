@@ -31,7 +31,7 @@ def words_alone(model, ids, written, length):
 def assert_drafts_from_words(family, inputs, **options):
     model = text_drafter()
     decoder = Decoder(Assistant(model, length=3, **options))
-    rows = rounds_of(decoder, lambda: ours(decoder, family, inputs=inputs))
+    rows = rounds_of(decoder, lambda d: ours(d, family, inputs=inputs))
     for ids, mask, rounds in zip(
         inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), rows, strict=True
     ):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mmdecode
-from mmdecode.decoder import Decoder
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.contracts import StateEdit
@@ -15,6 +14,7 @@ from mmdecode.guide.linear import Linear, generated
 from mmdecode.testing import drafts
 from tests.conformance.test_edits import Edited, doubled
 from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
+from tests.support.traced import Traced
 
 BETA = 0.05
 OTHER = BranchSpec(name="other", view="no_image")
@@ -29,9 +29,8 @@ def contrast():
     return Linear.contrast(spec, 1.0, BETA)
 
 
-def traced(guide, draft=None):
-    decoder = Decoder(draft, guide, seed=1)
-    decoder.trace = []
+def recorded(guide, draft=None):
+    decoder = Traced(draft, guide, seed=1)
     output = mmdecode.generate(
         vision_model("llava"),
         decoder=decoder,
@@ -45,7 +44,7 @@ def traced(guide, draft=None):
 
 
 def test_every_token_has_its_step():
-    output, trace = traced(contrast())
+    output, trace = recorded(contrast())
     main = torch.stack(output.logits, 1)
     for row, rounds in enumerate(trace):
         steps = [step for r in rounds for step in r.steps]
@@ -64,9 +63,9 @@ def test_every_token_has_its_step():
 
 
 def test_a_draft_changes_no_step():
-    output, plain = traced(contrast())
+    output, plain = recorded(contrast())
     known = drafts.Known(output.sequences[:, -NEW:].tolist(), length=4, wrong_at=[2, 9])
-    _, drafted = traced(contrast(), known)
+    _, drafted = recorded(contrast(), known)
     for one, two in zip(plain, drafted, strict=True):
         assert len(two) < len(one)
         a, b = ([s for r in rounds for s in r.steps] for rounds in (one, two))
@@ -76,7 +75,7 @@ def test_a_draft_changes_no_step():
 
 
 def test_the_opening_holds_every_branch_before_the_cut():
-    output, trace = traced(contrast())
+    output, trace = recorded(contrast())
     for row, rounds in enumerate(trace):
         opening = rounds[0].opening
         assert set(opening) == {"main", "noisy", "guided"}
@@ -87,7 +86,7 @@ def test_the_opening_holds_every_branch_before_the_cut():
 
 
 def test_without_a_guide_there_is_the_main_branch_alone():
-    _, trace = traced(None)
+    _, trace = recorded(None)
     assert set(trace[0][0].opening) == {"main", "guided"}
     assert all(r.steps == () for r in trace[0])
 
@@ -111,7 +110,7 @@ class Second(drafts.Known):
 
 def test_every_step_has_the_sum_of_the_weights():
     def totals(guide, draft=None):
-        output, trace = traced(guide, draft)
+        output, trace = recorded(guide, draft)
         found = [[step.total for r in rounds for step in r.steps] for rounds in trace]
         return output, found
 
@@ -135,6 +134,6 @@ def test_every_step_has_the_sum_of_the_weights():
     ids=["attention", "states", "replaced", "another branch's"],
 )
 def test_what_the_model_itself_would_say_is_unknown_where_its_branch_is_edited(guide, known):
-    _, trace = traced(guide)
+    _, trace = recorded(guide)
     steps = [step for rounds in trace for r in rounds for step in r.steps]
     assert steps and all((step.changed is not None) == known for step in steps)

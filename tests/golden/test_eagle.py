@@ -21,6 +21,7 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
 from tests.draft.sessions import noting
+from tests.support.traced import Traced
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "eagle"
 EXPECTED = load_file(DATA / "expected.safetensors")
@@ -117,8 +118,7 @@ def told(draft):
 
 def generated(layout, total, depth, top_k, prompt, new=60):
     draft, seen = told(Eagle(drafter_of(layout), depth=depth + 1, top_k=top_k, nodes=total - 1))
-    decoder = Decoder(draft)
-    decoder.trace = []
+    decoder = Traced(draft)
     ids = EXPECTED["input_ids"][prompt][None]
     out = target().generate(
         ids,

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper
 
 from mmdecode import registry
 from mmdecode.accept.typical import Typical
-from mmdecode.decoder import Decoder
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
@@ -20,6 +19,7 @@ from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.train.medusa import head_losses
+from tests.support.traced import Traced
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "medusa"
 CHOICES = {
@@ -119,8 +119,8 @@ def test_one_tree_pass_scores_every_path_as_the_reference_does(layout):
 
 def run(layout, choices, accept, **options):
     """New ids of each input alone, and how many drafted tokens each round accepted."""
-    decoder = Decoder(Medusa.from_pretrained(DATA / layout, paths=choices), accept=accept)
-    decoder.trace, ids = [], []
+    decoder = Traced(Medusa.from_pretrained(DATA / layout, paths=choices), accept=accept)
+    ids = []
     for row in EXPECTED["input_ids"]:
         out = base_of(layout).generate(
             row[None],

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 import mmdecode
 from mmdecode.checkpoints import local_path
-from mmdecode.decoder import Decoder
 from mmdecode.testing import drafts
 from mmdecode.zoo.scenes import draw_scene, render
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.gpu.devices import DEVICES
+from tests.support.traced import Traced
 
 GUIDES = [
     "vcd",
@@ -71,8 +71,7 @@ def inputs(name, rows=3):
 
 def decode(name, device, guide, draft=None, rows=3, new=NEW, do_sample=False):
     """The decoder, with its trace, and the tokens of each row up to its end."""
-    decoder = Decoder(draft, guide, seed=3)
-    decoder.trace = []
+    decoder = Traced(draft, guide, seed=3)
     mmdecode.generate(
         model(name, device),
         decoder=decoder,

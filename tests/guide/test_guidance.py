@@ -122,7 +122,8 @@ def test_a_guided_drafter_keeps_the_enumerated_law():
 def test_the_model_itself_drafts_what_it_accepts_if_it_is_guided_alike(rule):
     rates = {}
     for name, own in (("alike", Guidance(4.0, 30)), ("other", Guidance(4.0, 9)), ("none", None)):
-        decoder = Decoder(Assistant(MODEL, 3, own), Guidance(4.0, 30), rule, SEED)
+        drafter = Assistant(MODEL, 3, own)
+        decoder = Decoder(drafter, Guidance(4.0, 30), rule, SEED, draft_guided=False)
         run_rows(decoder, MODEL, [[1, 2, 3], [2, 0]], do_sample=True, max_new_tokens=40)
         rates[name] = decoder.stats.acceptance_rate
     assert rates["alike"] == 1.0 > max(rates["other"], rates["none"])

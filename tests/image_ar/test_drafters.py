@@ -35,6 +35,7 @@ from tests.conformance.tiny_images import (
     image_model,
 )
 from tests.image_ar.conftest import drawn, tiny_llamagen
+from tests.support.traced import Traced
 from tests.train.test_drafter import SMALL
 
 
@@ -93,8 +94,7 @@ def on_a_line(drafter):
 def test_of_a_drafter_that_is_the_target_every_drawn_token_is_kept(shape, scale):
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES[shape], drawn=True)
-    decoder = Decoder(draft, accept="rejection")
-    decoder.trace = []
+    decoder = Traced(draft, accept="rejection")
     painted(adapter, None, None, scale=scale, decoder=decoder, sampling=Sampling(top_p=0.9))
     assert decoder.stats.acceptance_length > 3
     assert all(round.bonus for row in decoder.trace for round in row)

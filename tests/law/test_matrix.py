@@ -6,6 +6,7 @@ written is one of these to the loop.
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def undrafted_law(guide):
 
 
 def cells(decoder, rows, seed):
-    decoder.seed = seed
+    decoder = replace(decoder, seed=seed)
     ids = torch.tensor([PROMPT]).repeat(rows, 1)
     options = {"do_sample": True, "max_new_tokens": 3, "request": range(rows)}
     new = decode(MODEL, ids, decoder, **options)[:, 3:]

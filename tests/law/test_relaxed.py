@@ -275,7 +275,7 @@ def test_neighbours_are_the_nearest_others():
 
 def test_a_group_is_next_to_its_token_in_order_close_in_probability_and_close_in_code():
     codes = torch.tensor([[0.0], [0.1], [5.0], [0.2], [0.3], [0.4]])
-    coded = SimpleNamespace(codebook=lambda: codes, model=None)
+    coded = SimpleNamespace(codebook=lambda: codes, model=None, layout=None)
     p = torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1, 0.0])
     q = torch.tensor([0.05, 0.5, 0.1, 0.2, 0.05, 0.1])
 
