@@ -157,7 +157,7 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
     _append(call, root)
     found.append(branches.score(call, drafted, {})["main"].logits)
     count = (kept >= 0).sum(1)
-    branches.keep(kept, count + 1, chain=False)
+    branches.commit(kept, count + 1, chain=False)
     _append(call, last, skip=count)
     found.append(branches.score(call, Proposal.empty(2, ids.device), {})["main"].logits)
 

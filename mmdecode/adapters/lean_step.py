@@ -76,7 +76,7 @@ class Layer(NamedTuple):
     scale: float | None = None
     padding: int = 0
 
-    def reorder(self, rows: Tensor) -> Layer:
+    def select_rows(self, rows: Tensor) -> Layer:
         """The rows ``rows`` of the audio."""
         mask = self.source_mask
         return self._replace(
@@ -116,7 +116,7 @@ class LeanPast(SourcePast):
     def reorder_cache(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``, in that order."""
         super().reorder_cache(rows)
-        self._layers = [layer.reorder(rows) for layer in self._layers]
+        self._layers = [layer.select_rows(rows) for layer in self._layers]
 
 
 class LeanAdapter(EncoderDecoderAdapter):

@@ -392,15 +392,15 @@ class AcousticScorer(BranchRunner):
             self.listeners[row].commit(self._decoded(ids))
         return self._answer(call, proposal, earlier)
 
-    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+    def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Notes who chose what; texts are cached when they are scored again."""
-        self.choices.keep(path, count)
+        self.choices.commit(path, count)
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `mmdecode.engine.contracts.BranchRunner`."""
-        self.branches.reorder(rows)
+        self.branches.select_rows(rows)
         self.listeners = [self.listeners[row].fork() for row in rows.tolist()]
-        self.choices.reorder(rows)
+        self.choices.select_rows(rows)
 
     def _answer(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]

@@ -277,7 +277,7 @@ class ModelRunner(BranchRunner):
         warn("nothing is compiled: states of inner layers are taken by hooks", stacklevel=2)
         return self.adapter.forward
 
-    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+    def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Commits root and accepted nodes of the last pass in every branch."""
         repeat = len(self.specs)
         if repeat > 1:
@@ -311,7 +311,7 @@ class ModelRunner(BranchRunner):
         self.specs = [replace(s, name=new) if s.name == name else s for s in self.specs]
         self.edits = [replace(e, branch=new) if e.branch == name else e for e in self.edits]
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keeps the rows ``rows`` of every branch; repeated rows are forks."""
         batch = len(self.pads) // len(self.specs)
         rows = torch.cat([rows + branch * batch for branch in range(len(self.specs))])

@@ -231,7 +231,7 @@ _MEMBERS = {
     "guide": ("neutral", "apply"),
     "accept": ("guarantee", "kinds", "modes", "__call__"),
     "adapter": ("model", "vocab", "num_layers", "prompt", "forward", "head"),
-    "runner": ("prefill", "score", "keep"),
+    "runner": ("prefill", "score", "commit"),
 }
 """What a part of a decoder has of its own at least."""
 

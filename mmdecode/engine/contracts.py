@@ -252,7 +252,7 @@ class BranchRunner(Part):
 
     Attributes:
         stage: Runners of a later stage see the outputs of earlier ones.
-        graph_safe: Every `score` and `keep` of a shape runs the same operations on the same
+        graph_safe: Every `score` and `commit` of a shape runs the same operations on the same
             tensors: captured, they may be replayed.
     """
 
@@ -269,11 +269,11 @@ class BranchRunner(Part):
         """Scores root and nodes, after what was kept."""
         raise NotImplementedError
 
-    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+    def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """Keeps root and accepted nodes: ``path (B, D)``, ``count (B,)`` slots, root included."""
         raise NotImplementedError
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``, in that order; repeating them is a fork."""
         raise NotImplementedError
 

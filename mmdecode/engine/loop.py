@@ -201,7 +201,7 @@ class Run:
         rows.ids.scatter_(1, columns, kept)
         if not first:
             for runner in self.runners:
-                runner.keep(outcome.path, count, proposal.is_chain)
+                runner.commit(outcome.path, count, proposal.is_chain)
         # in place: a captured round finds its tensors where they were
         rows.length += count
         rows.rounds += rows.active

@@ -212,7 +212,7 @@ class Choices:
         for row, seen in enumerate(self._seen):
             self.kept[row].append(seen[0])
 
-    def keep(self, path: Tensor, count: Tensor) -> None:
+    def commit(self, path: Tensor, count: Tensor) -> None:
         """As of a scorer: tokens behind the root and behind accepted nodes."""
         for row, (nodes, number) in enumerate(zip(path.tolist(), count.tolist(), strict=True)):
             places = [0, *(node + 1 for node in nodes)][:number]
@@ -224,7 +224,7 @@ class Choices:
         ids = call.rows.ids[row, call.prompt_length :]
         return ids[: int(call.rows.length[row])].tolist()
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``."""
         self.kept = [list(self.kept[row]) for row in rows.tolist()]
 
@@ -281,15 +281,15 @@ class SecondModel(BranchRunner):
         found = self.branches.score(self._view(call, {}), replace(proposal, tokens=own), {})
         return self._scores(found, earlier)
 
-    def keep(self, path: Tensor, count: Tensor, chain: bool) -> None:
+    def commit(self, path: Tensor, count: Tensor, chain: bool) -> None:
         """See `mmdecode.engine.contracts.BranchRunner`."""
-        self.branches.keep(path, count, chain)
-        self.choices.keep(path, count)
+        self.branches.commit(path, count, chain)
+        self.choices.commit(path, count)
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `mmdecode.engine.contracts.BranchRunner`."""
-        self.branches.reorder(rows)
-        self.choices.reorder(rows)
+        self.branches.select_rows(rows)
+        self.choices.select_rows(rows)
         self.prompt = self.prompt[rows]
 
     def _view(self, call: Call, inputs: Mapping[str, Any]) -> Call:

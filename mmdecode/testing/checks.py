@@ -434,7 +434,7 @@ def check_adapter(
                 ]
                 _close(logits[rows, node + 1], expected, f"node {node} of round {step}", tolerance)
             count = (path >= 0).sum(1) + 1
-            branches.keep(path, count, drafted.is_chain)
+            branches.commit(path, count, drafted.is_chain)
             for b in range(len(ids)):
                 kept[b] += [int(drafted.tokens[b, u]) for u in path[b].tolist() if u >= 0]
             for b, row in enumerate(kept):

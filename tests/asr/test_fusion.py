@@ -286,7 +286,7 @@ def test_a_fork_goes_on_by_itself(recogniser, features, clips):
     one = Fixed(recogniser, features[1:2])
     one([[(" ".join(words[:3]), False)]])
     one.scorer.listeners[0].commit(" ".join(words[:3]))
-    one.scorer.reorder(torch.tensor([0, 0]))
+    one.scorer.select_rows(torch.tensor([0, 0]))
     texts = [(" ".join(words), False), (" ".join([*words[:3], "and"]), False)]
     found = one([[texts[0]], [texts[1]]])
     alone = Fixed(recogniser, features[1:2])([texts])[0]

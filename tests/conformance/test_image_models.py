@@ -200,8 +200,8 @@ def test_rows_that_change_places_keep_what_is_theirs(family, monkeypatch):
 
     def there_and_back(score):
         def scored(self, call, proposal, earlier):
-            self.reorder(order)
-            self.reorder(order.argsort())
+            self.select_rows(order)
+            self.select_rows(order.argsort())
             return score(self, call, proposal, earlier)
 
         return scored

@@ -182,7 +182,7 @@ class Forks(drafts.TestDrafter):
         proposal = Proposal(tokens=tokens, kind="deterministic")
         rows = torch.tensor([2, 0, 0])
         before = branches.score(call, proposal, {})["main"].logits[rows]
-        branches.reorder(rows)
+        branches.select_rows(rows)
         ids, length = call.rows.ids[rows], call.rows.length[rows]
         kept = dataclasses.replace(call.rows, ids=ids, length=length)
         moved = dataclasses.replace(call, rows=kept)

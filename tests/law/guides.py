@@ -127,11 +127,11 @@ class Edited(BranchRunner):
         with self.edits():
             return self.branches.score(call, proposal, earlier)
 
-    def keep(self, path, count, chain):
-        self.branches.keep(path, count, chain)
+    def commit(self, path, count, chain):
+        self.branches.commit(path, count, chain)
 
-    def reorder(self, rows):
-        self.branches.reorder(rows)
+    def select_rows(self, rows):
+        self.branches.select_rows(rows)
 
 
 class EditedTable(Table):

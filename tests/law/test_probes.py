@@ -149,10 +149,10 @@ class TextScorer(BranchRunner):
     def score(self, call, proposal, earlier):
         return self.answer(proposal, earlier)
 
-    def keep(self, path, count, chain):
+    def commit(self, path, count, chain):
         """Its prefix is the text of the context."""
 
-    def reorder(self, rows):
+    def select_rows(self, rows):
         """The context has them already."""
 
 
@@ -216,7 +216,7 @@ def branches_after_a_round(call, specs):
     tokens = (call.request.prompt_ids[:, -1:] + torch.arange(4)) % 5
     branches.score(call, Proposal(tokens=tokens, kind="deterministic", tree=tree), {})
     path = torch.tensor([[1, 3]]).expand(call.batch, -1)
-    branches.keep(path, torch.full((call.batch,), 3), False)
+    branches.commit(path, torch.full((call.batch,), 3), False)
     commit(call, torch.cat([tokens.gather(1, path), tokens[:, :1]], 1))
     return branches
 
@@ -229,7 +229,7 @@ def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
     specs = [MAIN, BranchSpec(name="u", prompt="last_token", view="salt", view_options={"by": 4})]
     call = context_of(PROMPTS, [4, 5, 6, 7])
     branches = branches_after_a_round(call, specs)
-    branches.reorder(ROWS)
+    branches.select_rows(ROWS)
     call = context_of([PROMPTS[i] for i in ROWS.tolist()], [[4, 5, 6, 7][i] for i in ROWS.tolist()])
     fresh = branches_after_a_round(call, specs)
     tokens = torch.tensor([[1, 2], [3, 4], [0, 0], [2, 1]])  # the forks part here
@@ -239,7 +239,7 @@ def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
         for name in ("main", "u"):
             assert torch.equal(found[name].logits, expected[name].logits)
         for scorer in (branches, fresh):
-            scorer.keep(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
+            scorer.commit(torch.tensor([[0, 1]]).expand(4, -1), torch.full((4,), 3), True)
         commit(call, torch.cat([tokens, tokens[:, :1]], 1))
 
 

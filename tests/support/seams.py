@@ -42,7 +42,7 @@ BLOCK_MASK = Seam(branches, "block_mask")
 """``(begin, pads, depths, ancestors, visible, dtype, window)``: what each token of a pass sees."""
 RUN_BRANCHES = Seam(ModelRunner, "run")
 SCORE = Seam(ModelRunner, "score")
-KEEP = Seam(ModelRunner, "keep")
+KEEP = Seam(ModelRunner, "commit")
 COMMIT_TO_CACHE = Seam(RaggedCache, "commit")
 """``(cache, count, path=None)``."""
 CUT = Seam(Stopping, "cut")
