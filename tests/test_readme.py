@@ -54,7 +54,7 @@ CAN = {
     "silence": "probability that nobody speaks",
     "word_times": "word times",
     "fixed_windows": "windows of one length",
-    "audio_views": "guides that change the sound",
+    "audio_transforms": "guides that change the sound",
     "drafts": "drafts, guides",
 }
 

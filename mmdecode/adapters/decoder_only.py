@@ -49,7 +49,7 @@ class DecoderOnlyAdapter(Adapter):
         "use a prompt instead, or a model with images or audio; where another model gave it "
         "embeddings, call mmdecode.generate, or generate inside mmdecode.attach(model)",
     )
-    """Why a branch with a view is refused, and what to do."""
+    """Why a branch with a transform is refused, and what to do."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_attention(model)
@@ -69,9 +69,9 @@ class DecoderOnlyAdapter(Adapter):
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
-        if spec.view is not None:
+        if spec.transform is not None:
             raise IncompatibleError.between(
-                f"branch {spec.name!r} with view {spec.view!r}",
+                f"branch {spec.name!r} with transform {spec.transform!r}",
                 self.name,
                 *self.no_views,
             )

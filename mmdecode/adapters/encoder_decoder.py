@@ -53,11 +53,11 @@ class EncoderDecoderAdapter(Adapter):
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's decoder prompt with the source it came with."""
         name = self.name
-        if spec.view is not None or isinstance(spec.prompt, Tensor):
+        if spec.transform is not None or isinstance(spec.prompt, Tensor):
             raise IncompatibleError.between(
                 f"branch {spec.name!r}",
                 name,
-                "an encoder-decoder has no views and takes no foreign prompts",
+                "an encoder-decoder has no transforms and takes no foreign prompts",
                 "use prompt='same' or prompt='last_token'",
             )
         ids, mask = call.request.prompt_ids, call.request.prompt_mask

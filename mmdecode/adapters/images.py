@@ -2,9 +2,9 @@
 
 In image mode the engine's context holds generated tokens alone and its prompt is empty: what an
 image is drawn of comes in `Call.model_inputs`, as an adapter's `condition` made it, and each
-branch's prompt is built of that here. A branch with the view ``"unconditional"`` reads what stands
-for no condition. The law is over what can be generated, which need not be the vocabulary that a
-prompt is written in.
+branch's prompt is built of that here. A branch with the transform ``"unconditional"`` reads what
+stands for no condition. The distribution is over what can be generated, which need not be the
+vocabulary that a prompt is written in.
 """
 
 from __future__ import annotations
@@ -103,17 +103,17 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         """What an image is drawn of, or what stands for nothing.
 
         Raises:
-            IncompatibleError: The branch asks for another view or prompt.
+            IncompatibleError: The branch asks for another transform or prompt.
         """
-        if spec.view not in (None, UNCONDITIONAL) or spec.prompt != "same":
+        if spec.transform not in (None, UNCONDITIONAL) or spec.prompt != "same":
             raise IncompatibleError.between(
                 f"branch {spec.name!r}",
                 self.name,
-                f"in image mode there are no views but {UNCONDITIONAL!r}, and no prompts beside "
+                f"in image mode the only transform is {UNCONDITIONAL!r}, and the only prompt "
                 "the condition",
                 "use guide 'guidance'",
             )
-        return self.drawn_of(call.request.model_kwargs, nothing=spec.view == UNCONDITIONAL)
+        return self.drawn_of(call.request.model_kwargs, nothing=spec.transform == UNCONDITIONAL)
 
     def telling(self, tokens: Tensor) -> Self:
         """This adapter with prompts that go on with generated ``tokens (B, n)``, for one pass."""

@@ -2,10 +2,11 @@
 
 ``generate`` of an InstructBLIP model merges what its Q-Former says into the embeddings of the
 prompt and calls ``generate`` of its inner language model; a decoder is handed that one. Text is
-decoded as of any language model. Views of the image need the model around it and the Q-Former's
-ids, which `mmdecode.generate` and `mmdecode.attach` pass on; the registry then finds this adapter.
+decoded as of any language model. Transforms of the image need the model around it and the
+Q-Former's ids, which `mmdecode.generate` and `mmdecode.attach` pass on; the registry then finds
+this adapter.
 
-Of the views, ``features`` are the query tokens that the language model reads, and ``tokens`` are
+The transform ``features`` changes the query tokens that the language model reads, and ``tokens``
 the patches that the Q-Former may read: the number of query tokens stays. The class token is no
 patch, so all patches in their order are not quite the main branch. A question that is rewritten is
 rewritten for the Q-Former too.
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmdecode.adapters import image_views
+from mmdecode.adapters import image_transforms
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
 from mmdecode.engine.adapter import BranchSpec, Prompt
@@ -36,7 +37,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         model: The model around it; see `inner`.
     """
 
-    summary = "the language model of InstructBLIP, and the views of its images"
+    summary = "the language model of InstructBLIP, and the transforms of its images"
     source = "Dai et al. 2023"
     model_types = ("instructblip",)
     raw_names: ClassVar[Sequence[str]] = (
@@ -64,12 +65,12 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         return type(self._whole).__name__
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The embeddings that generate merged, or a view of the image or the question."""
-        if spec.view == "tokens":
-            image_views.refuse_lacking(spec)
-            return self._of_patches(call, **spec.view_options)
-        if spec.view is not None:
-            return image_views.prompt(self, call, spec)
+        """The embeddings that generate merged, or a transform of the image or the question."""
+        if spec.transform == "tokens":
+            image_transforms.refuse_lacking(spec)
+            return self._of_patches(call, **spec.transform_options)
+        if spec.transform is not None:
+            return image_transforms.prompt(self, call, spec)
         return DecoderOnlyAdapter.prompt(self, call, spec)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -78,16 +79,16 @@ class InstructBlipAdapter(VisionLanguageAdapter):
 
     def whole(self, call: Call, images: Mapping[str, Any]) -> Prompt:
         """The caller's prompt with what the Q-Former says of other images."""
-        features = image_views.encode(self, dict(images)).features
-        return image_views.of_features(self, call, call.request.prompt_mask, features, ())
+        features = image_transforms.encode(self, dict(images)).features
+        return image_transforms.of_features(self, call, call.request.prompt_mask, features, ())
 
     def built(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
         """A prompt of a processor's output; the Q-Former reads the new question of any image."""
         raw = {name: inputs[name] for name in self.raw_names if name in inputs}
         ids = inputs["input_ids"]
         mask = left_padded(inputs.get("attention_mask", torch.ones_like(ids)))
-        features = image_views.encode(self, raw).features
-        embeds = image_views.embedded(self, ids, self.image_mask(ids) & mask, features)
+        features = image_transforms.encode(self, raw).features
+        embeds = image_transforms.embedded(self, ids, self.image_mask(ids) & mask, features)
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
@@ -103,23 +104,25 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         self,
         call: Call,
         select: Callable[[Tensor, Tensor], Tensor],
-        heads: image_views.Heads = "mean",
+        heads: image_transforms.Heads = "mean",
     ) -> Prompt:
         """The prompt of a Q-Former that reads some patches of each row, and no class token."""
         parts = []
-        for own in image_views.raw_images(self, call):
+        for own in image_transforms.raw_images(self, call):
             if not own:
                 continue
-            plan = image_views.salient_plan(self, heads)
+            plan = image_transforms.salient_plan(self, heads)
 
             def chosen(states: Tensor, plan: Any = plan) -> Tensor:
-                (paid,) = image_views.salience(plan.chunks(), has_cls=True)
+                (paid,) = image_transforms.salience(plan.chunks(), has_cls=True)
                 patches = states[:, 1:]
                 return patches[:, select(patches[0], paid[0])]
 
-            with image_views.reading(self, plan), self._read_by_qformer(chosen):
-                parts.append(image_views.encode(self, own).features)
-        return image_views.of_features(self, call, call.request.prompt_mask, torch.cat(parts), ())
+            with image_transforms.reading(self, plan), self._read_by_qformer(chosen):
+                parts.append(image_transforms.encode(self, own).features)
+        return image_transforms.of_features(
+            self, call, call.request.prompt_mask, torch.cat(parts), ()
+        )
 
     def _read_by_qformer(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Lets ``change(states (R, 1 + n, H)) -> states`` hold for what the Q-Former reads."""

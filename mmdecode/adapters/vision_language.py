@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.adapters import image_views, pictures
+from mmdecode.adapters import image_transforms, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
@@ -85,8 +85,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
                 "its adapter merges images and ids itself",
                 "leave inputs_embeds out",
             )
-        if spec.view is not None:
-            return image_views.prompt(self, call, spec)
+        if spec.transform is not None:
+            return image_transforms.prompt(self, call, spec)
         prompt = super().prompt(call, spec)
         if isinstance(spec.prompt, str) and spec.prompt == "same":
             return replace(prompt, inputs=self.model_inputs(call))
@@ -207,7 +207,9 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         if sizes is not None:
             areas = [(..., slice(high), slice(wide)) for high, wide in sizes.tolist()]
             return [("pixel_values", (i, *area)) for i, area in enumerate(areas)]
-        return [(name, i) for name in image_views.PIXELS for i in range(len(own.get(name, ())))]
+        return [
+            (name, i) for name in image_transforms.PIXELS for i in range(len(own.get(name, ())))
+        ]
 
     def image(self, values: Tensor) -> Tensor:
         """Pixels as the model may be given them."""
@@ -264,8 +266,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             raw: What was encoded.
             counts: Image tokens by image, or by row.
         """
-        found = torch.cat(image_views.salience(weights, self.has_cls()))
-        return image_views.pooled(found, sum(counts) // len(found)).flatten()
+        found = torch.cat(image_transforms.salience(weights, self.has_cls()))
+        return image_transforms.pooled(found, sum(counts) // len(found)).flatten()
 
     def patches(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Lets ``change(states (R, n, H)) -> states`` of patches hold for what is projected.
@@ -398,7 +400,7 @@ class LlavaAdapter(VisionLanguageAdapter):
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
         """As of any; of LLaVA-NeXT, attention within the whole image, which comes before tiles."""
-        found = torch.cat(image_views.salience(weights, self.has_cls()))
+        found = torch.cat(image_transforms.salience(weights, self.has_cls()))
         first_stays = self.model.config.vision_feature_select_strategy == "full"
         if self.has_cls() and first_stays:
             found = pad(found, (1, 0))  # a class token is no part of an image
@@ -624,7 +626,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         self, weights: Sequence[Tensor], raw: Mapping[str, Tensor], counts: Sequence[int]
     ) -> Tensor:
         """Attention that merged patches get on average; they follow one another."""
-        found = torch.cat([s.flatten() for s in image_views.salience(weights, has_cls=False)])
+        found = torch.cat([s.flatten() for s in image_transforms.salience(weights, has_cls=False)])
         return found.reshape(sum(counts), -1).mean(1)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:

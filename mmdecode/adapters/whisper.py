@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
-from mmdecode.adapters import audio_views
+from mmdecode.adapters import audio_transforms
 from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
 from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WhisperAdapter(LeanAdapter):
-    """Audio is never padding: its windows are of one length. Its views: `audio_views`."""
+    """Audio is never padding: its windows are of one length. Its transforms: `audio_transforms`."""
 
     summary = "Whisper and its distilled relatives"
     source = "Radford et al. 2023"
@@ -58,11 +58,11 @@ class WhisperAdapter(LeanAdapter):
         return int(self.model.generation_config.decoder_start_token_id)
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """As of any encoder-decoder; of view ``audio`` with the states of the changed recording."""
-        if spec.view != "audio":
+        """Same as the base class; for the transform ``audio``, encodes the changed waveform."""
+        if spec.transform != "audio":
             return super().prompt(call, spec)
-        clean = super().prompt(call, replace(spec, view=None, view_options={}))
-        states = audio_views.changed(call, spec, self._encode, clean.inputs["source"])
+        clean = super().prompt(call, replace(spec, transform=None, transform_options={}))
+        states = audio_transforms.changed(call, spec, self._encode, clean.inputs["source"])
         return replace(clean, inputs={**clean.inputs, "source": states})
 
     def _encode(self, features: Tensor) -> Tensor:

@@ -29,13 +29,13 @@ class Amateur(Assistant):
 
     Args:
         length: Tokens per round; 0 is neutral.
-        view: What the drafting branch is shown, see `mmdecode.adapters.image_views`; ``None``: as
-            the prompt says.
+        transform: What the drafting branch is shown, see `mmdecode.adapters.image_transforms`;
+            ``None``: as the prompt says.
         prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
-        view_options: Arguments of the view.
+        transform_options: Arguments of the transform.
 
     Raises:
-        IncompatibleError: When decoding begins, of a model that has no such view.
+        IncompatibleError: When decoding begins, of a model that has no such transform.
     """
 
     summary = "the model itself drafts, without the image"
@@ -44,21 +44,24 @@ class Amateur(Assistant):
     def __init__(
         self,
         length: int = 3,
-        view: str | None = "no_image",
+        transform: str | None = "no_image",
         prompt: Literal["same", "last_token"] | Tensor = "same",
-        view_options: Mapping[str, Any] | None = None,
+        transform_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(None, length)
         self.spec = BranchSpec(
-            name="amateur", view=view, prompt=prompt, view_options=view_options or {}
+            name="amateur",
+            transform=transform,
+            prompt=prompt,
+            transform_options=transform_options or {},
         )
 
     @classmethod
     def from_options(  # type: ignore[override]
-        cls, length: int = 3, view: str = "no_image", prompt: str | None = None
+        cls, length: int = 3, transform: str = "no_image", prompt: str | None = None
     ) -> Amateur:
         """From a string; ``prompt=last_token`` is for models without images."""
-        return cls(length, view) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
+        return cls(length, transform) if prompt is None else cls(length, None, prompt)  # type: ignore[arg-type]
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Reads what it is shown of the prompt."""

@@ -113,7 +113,7 @@ class Assistant(Drafter):
             except IncompatibleError as error:
                 if self.guide or target.guide is None:
                     raise
-                unguided = str(error)  # as of a view that this model does not offer
+                unguided = str(error)  # as of a transform that this model does not offer
         session = self._opened(call, adapter, words, replace(target, guide=None))
         session.unguided = unguided
         return session

@@ -30,8 +30,8 @@ class BranchSpec:
         name: How the guide finds its scores; ``"main"`` is the model as called.
         prompt: ``"same"``; ``"last_token"`` keeps the last prompt token alone; or ids ``(B, P')``.
         prompt_mask: Beside ids.
-        view: What the adapter is asked to change in the inputs, for example ``"noise"``.
-        view_options: Arguments of the view.
+        transform: What the adapter is asked to change in the inputs, for example ``"noise"``.
+        transform_options: Arguments of the transform.
         model: Another model with the same vocabulary; ``None``: the called one.
         stage: Branches of a later stage see the scores of earlier ones.
         replaces_after_prefill: Name of a prefill-only branch. After prefill, this branch takes over
@@ -43,8 +43,8 @@ class BranchSpec:
     name: str
     prompt: Literal["same", "last_token"] | Tensor = "same"
     prompt_mask: Tensor | None = None
-    view: str | None = None
-    view_options: Mapping[str, Any] = field(default_factory=dict)
+    transform: str | None = None
+    transform_options: Mapping[str, Any] = field(default_factory=dict)
     model: Any = None
     stage: int = 1
     replaces_after_prefill: str | None = None

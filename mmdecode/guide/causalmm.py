@@ -88,11 +88,13 @@ class CausalMM(Linear):
         layers = checked_layers(layers)
         self._change = INTERVENTIONS[intervention]
         vision = BranchSpec(
-            name="vision", view="tower", view_options={"edit": self._in_tower, "layers": layers}
+            name="vision",
+            transform="tower",
+            transform_options={"edit": self._in_tower, "layers": layers},
         )
         if released:
             options = {"change": self._of_patches}
-            vision = BranchSpec(name="vision", view="patches", view_options=options)
+            vision = BranchSpec(name="vision", transform="patches", transform_options=options)
         specs = {"vision": vision, "language": BranchSpec(name="language")}
         names = LEVELS[level]
         weights = [1 + not_negative("gamma", gamma) * len(names), *(-gamma for _ in names)]

@@ -34,7 +34,7 @@ WITHOUT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "black": ("pictures", {"change": _zeros}),
     "zero_features": ("features", {"change": _zeros}),
 }
-"""Unconditional branches: a view and its options."""
+"""Unconditional branches: a transform and its options."""
 
 
 class CFGImage(Linear):
@@ -56,7 +56,7 @@ class CFGImage(Linear):
     def __init__(self, gamma: float = 1.5, without: str = "no_image", beta: float = 0.0) -> None:
         if without not in WITHOUT:
             raise OptionError(f"without must be one of {', '.join(WITHOUT)}, got {without!r}")
-        view, options = WITHOUT[without]
-        branch = BranchSpec(name="unconditional", view=view, view_options=options)
+        transform, options = WITHOUT[without]
+        branch = BranchSpec(name="unconditional", transform=transform, transform_options=options)
         not_negative("gamma", gamma)
         super().__init__([branch], [gamma, 1 - gamma], beta, log_space=True)

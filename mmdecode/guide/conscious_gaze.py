@@ -74,9 +74,9 @@ class ConsciousGaze(Guide):
         self.neutral = self.alpha == 0 and not update
         noise = {"change": uniform_noise}
         self.branches = [
-            BranchSpec(name="words", view="pixels", view_options=noise),
-            BranchSpec(name="image", view="only_images"),
-            BranchSpec(name="neither", view="only_images", view_options=noise),
+            BranchSpec(name="words", transform="pixels", transform_options=noise),
+            BranchSpec(name="image", transform="only_images"),
+            BranchSpec(name="neither", transform="only_images", transform_options=noise),
         ]
         self.edits = []
         if self.alpha:

@@ -71,7 +71,7 @@ class DAMRO(Linear):
         self.k, self.order = int(k), order
         self.salience: str | None = None
         options = {"select": self._select, "heads": heads}
-        branch = BranchSpec(name=_BRANCH, view="tokens", view_options=options)
+        branch = BranchSpec(name=_BRANCH, transform="tokens", transform_options=options)
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:

@@ -2,8 +2,8 @@
 
 ``u + s (c - u)`` on raw logits, c with the condition and u without: the caption left out, the null
 class, a negative prompt. Which of these it is belongs to the model family, so the branch asks its
-adapter for the view ``"unconditional"``. Every family's own strength comes down to this s; one that
-states t with ``(1 + t) c - t u`` has s = 1 + t.
+adapter for the transform ``"unconditional"``. Every family's own strength comes down to this s; one
+that states t with ``(1 + t) c - t u`` has s = 1 + t.
 
 Source: Ho and Salimans 2022, arXiv:2207.12598, equation 6.
 """
@@ -45,7 +45,7 @@ class Guidance(Linear):
                 f"until must be 0 or more, got {until}; scale=1 switches guidance off"
             )
         self.scale, self.until = not_negative("scale", scale), until
-        branch = BranchSpec(name="unconditional", view="unconditional")
+        branch = BranchSpec(name="unconditional", transform="unconditional")
         super().__init__([branch], [self.scale, 1 - self.scale])
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:

@@ -56,7 +56,9 @@ class ICD(Linear):
                 )
             roles = (ROLES[role],)
         change = partial(_instructed, roles)
-        branch = BranchSpec(name="disturbed", view="questions", view_options={"change": change})
+        branch = BranchSpec(
+            name="disturbed", transform="questions", transform_options={"change": change}
+        )
         super().__init__([branch], contrast(alpha), beta)
 
 

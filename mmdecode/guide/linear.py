@@ -113,13 +113,13 @@ class Linear(Guide):
 
 
 class Contrast(Linear):
-    """The contrast form against another prompt or view, as a string can name it.
+    """The contrast form against another prompt or transform, as a string can name it.
 
     Args:
         alpha: See `Linear.contrast`.
         beta: The plausibility cut.
         prompt: The other branch's, see `mmdecode.engine.adapter.BranchSpec`.
-        view: What the other branch is shown.
+        transform: What the other branch is shown.
     """
 
     summary = "linear combination of branches with a plausibility cut"
@@ -130,21 +130,21 @@ class Contrast(Linear):
         alpha: float = 1.0,
         beta: float = 0.1,
         prompt: Literal["same", "last_token"] = "same",
-        view: str | None = None,
+        transform: str | None = None,
     ) -> None:
         if prompt not in ("same", "last_token"):
             raise OptionError(f"prompt must be 'same' or 'last_token', got {prompt!r}")
-        if prompt == "same" and view is None:
+        if prompt == "same" and transform is None:
             raise OptionError(
-                "contrast needs something to pull away from; give prompt=last_token or a view"
+                "contrast needs something to pull away from; give prompt=last_token or a transform"
             )
-        branch = BranchSpec(name="contrast", prompt=prompt, view=view)
+        branch = BranchSpec(name="contrast", prompt=prompt, transform=transform)
         super().__init__([branch], contrast(alpha), beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
-        """No constants; warns where a view shows what the model sees."""
+        """No constants; warns where a transform shows what the model sees."""
         for branch in self.branches:
-            if branch.view is not None:
+            if branch.transform is not None:
                 warn_inactive(type(self).__name__, call, prefill, branch.name)
 
 

@@ -38,7 +38,7 @@ class M3ID(Linear):
     def __init__(self, rate: float = 0.02, beta: float = 0.1) -> None:
         self.rate = not_negative("rate", rate)
         # weights change by position, see `weigh`; their sum is always 1
-        super().__init__([BranchSpec(name="text", view="no_image")], [1 + rate, -rate], beta)
+        super().__init__([BranchSpec(name="text", transform="no_image")], [1 + rate, -rate], beta)
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
         """``(1 + f, -f)`` with ``f = (1 - g) / g``."""

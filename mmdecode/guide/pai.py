@@ -52,7 +52,7 @@ class PAI(Linear):
     ) -> None:
         self.alpha = not_negative("alpha", alpha)
         not_negative("gamma", gamma)
-        branch = BranchSpec(name="no_image", view="no_image")
+        branch = BranchSpec(name="no_image", transform="no_image")
         super().__init__([branch], [gamma, 1 - gamma], beta, log_space=True)
         self.neutral &= self.alpha == 0
         layers = checked_layers(layers)

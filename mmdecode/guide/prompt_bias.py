@@ -45,8 +45,8 @@ class PromptBias(Guide):
         self.branches = (
             BranchSpec(
                 name="instructed",
-                view="questions",
-                view_options={"change": change},
+                transform="questions",
+                transform_options={"change": change},
                 stage=2,
                 replaces_after_prefill="main",
             ),

@@ -59,7 +59,7 @@ def attended_branch(keep: float) -> BranchSpec:
     if isinstance(keep, str) or not 0 < keep <= 1:
         raise OptionError(f"keep must be in 0..1 and more than 0, got {keep}; 1 keeps all tokens")
     select = partial(most_attended, keep)
-    return BranchSpec(name="attended", view="tokens", view_options={"select": select})
+    return BranchSpec(name="attended", transform="tokens", transform_options={"select": select})
 
 
 def most_attended(keep: float, features: Tensor, salience: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ class RITUAL(Linear):
             raise OptionError(f"transform must be one of {', '.join(TRANSFORMS)}, got {transform}")
         names = tuple(TRANSFORMS) if transform is None else (transform,)
         branch = BranchSpec(
-            name="transformed", view="pictures", view_options={"change": partial(_drawn, names)}
+            name="transformed",
+            transform="pictures",
+            transform_options={"change": partial(_drawn, names)},
         )
         divisor = total if normalize else 1.0
         super().__init__([branch], [1 / divisor, alpha / divisor], beta)

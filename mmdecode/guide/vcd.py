@@ -49,7 +49,9 @@ def noised_branch(step: int) -> BranchSpec:
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise OptionError(f"step must be a whole number in 0..{STEPS - 1}, got {step}")
-    return BranchSpec(name="noised", view="pixels", view_options={"change": partial(_drawn, step)})
+    return BranchSpec(
+        name="noised", transform="pixels", transform_options={"change": partial(_drawn, step)}
+    )
 
 
 @lru_cache(maxsize=1)

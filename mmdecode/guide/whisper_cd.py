@@ -57,7 +57,7 @@ from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
 
 if TYPE_CHECKING:
-    from mmdecode.adapters.audio_views import Change
+    from mmdecode.adapters.audio_transforms import Change
 
 NOISED, SILENT, SCRAMBLED = "noised", "silent", "scrambled"
 _FLOOR = -100.0  # log-probability below which a token is ruled out, in a negative branch
@@ -163,7 +163,7 @@ class WhisperCD(Guide):
         if structure is not None:
             heard[SCRAMBLED] = scrambled
         self.branches = [
-            BranchSpec(name=name, view="audio", view_options={"change": change})
+            BranchSpec(name=name, transform="audio", transform_options={"change": change})
             for name, change in heard.items()
         ]
         self.neutral = not (alpha or beta or gate or self.asks)

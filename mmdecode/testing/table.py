@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 LAYERS = 2
 NOTHING = 1001
-"""Salt of the view ``"unconditional"``."""
+"""Salt of the transform ``"unconditional"``."""
 _BITS = 50  # float64 holds such integers exactly
 _KEEP = (1 << _BITS) - 1
 _WORD = (1 << 64) - 1
@@ -95,9 +95,9 @@ class Table(nn.Module):
         blind: Whether the tokens do not matter and positions alone do.
         layout: Of the codes among the generated tokens, as for a model of image tokens.
 
-    A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The view
-    ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts `NOTHING` in
-    its place.
+    A call may give ``salt``, int64 ``(B,)``: what an image or audio is to a real model. The
+    transform ``"salt"`` of a branch adds its option ``by`` to it, and ``"unconditional"`` puts
+    `NOTHING` in its place.
     """
 
     dtype = torch.float64
@@ -208,19 +208,19 @@ class TableAdapter(Adapter):
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
         """The caller's prompt, its last token alone, or the ids of the branch."""
-        if spec.view not in (None, "salt", "unconditional"):
+        if spec.transform not in (None, "salt", "unconditional"):
             raise IncompatibleError.between(
-                f"branch {spec.name!r} with view {spec.view!r}",
+                f"branch {spec.name!r} with transform {spec.transform!r}",
                 "a table model",
                 "it has no input but its salt",
-                "use the view 'salt' with the option by=...",
+                "use the transform 'salt' with the option by=...",
             )
         ids, mask = call.request.prompt_ids, call.request.prompt_mask
         salt = call.request.model_kwargs.get("salt")
         salt = torch.zeros_like(call.rows.length) if salt is None else salt
-        if spec.view == "salt":
-            salt = salt + int(spec.view_options["by"])
-        elif spec.view == "unconditional":
+        if spec.transform == "salt":
+            salt = salt + int(spec.transform_options["by"])
+        elif spec.transform == "unconditional":
             salt = torch.full_like(salt, NOTHING)
         if isinstance(spec.prompt, Tensor):
             ids = spec.prompt.expand(call.batch, -1)

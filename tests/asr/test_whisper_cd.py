@@ -38,7 +38,7 @@ def hearing(change, **options):
     """A guide all of whose branches hear ``change``."""
     guide = WhisperCD(gate=0, **options)
     guide.branches = [
-        BranchSpec(name=spec.name, view="audio", view_options={"change": change})
+        BranchSpec(name=spec.name, transform="audio", transform_options={"change": change})
         for spec in guide.branches
     ]
     return guide
@@ -210,7 +210,7 @@ def test_branches_in_one_pass_say_what_each_says_alone(model, processor, waves, 
         [[start(f"<|{n}|>") for n in ("startoftranscript", "en", "transcribe", "notimestamps")]]
     )
     for spec in guide.branches:
-        changed = window.features(spec.view_options["change"](window.samples, None))[None]
+        changed = window.features(spec.transform_options["change"](window.samples, None))[None]
         encoded = model.get_encoder()(changed).last_hidden_state
         alone = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded), decoder_input_ids=ids

@@ -6,9 +6,9 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.adapters import image_views
+from mmdecode.adapters import image_transforms
 from mmdecode.decoder import Decoder
-from tests.conformance.test_views import CHANGED, UNCHANGED, alone, seen
+from tests.conformance.test_transforms import CHANGED, UNCHANGED, alone, seen
 from tests.conformance.tiny_vlm import (
     END,
     IMAGE,
@@ -71,12 +71,12 @@ def test_a_row_of_tiles_draws_alike_in_every_batch():
         for inputs in (together, own)
     ]
     assert texts[0] == texts[1]
-    views = [
+    transforms = [
         seen("llava_next", "pixels", inputs, **CHANGED["pixels"])[0, -NEW:].tolist()
         for inputs in (together, own)
     ]
     same = seen("llava_next", "pixels", together, **UNCHANGED["pixels"])[0, -NEW:].tolist()
-    assert views[0] == views[1] != same
+    assert transforms[0] == transforms[1] != same
 
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
@@ -123,7 +123,7 @@ def test_salience_is_of_the_features_beside_it_however_they_were_selected(tower)
     for strategy in ("default", "full"):
         adapter = llava(vision_config=vision, vision_feature_select_strategy=strategy)
         with torch.no_grad():
-            encoded[strategy] = image_views.encode(adapter, values, salient="mean")
+            encoded[strategy] = image_transforms.encode(adapter, values, salient="mean")
         assert len(encoded[strategy].salience) == len(encoded[strategy].features)
     fewer, more = (
         (own.features.unflatten(0, (3, -1)), own.salience.unflatten(0, (3, -1)))

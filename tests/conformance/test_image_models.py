@@ -181,7 +181,7 @@ def test_drafts_of_text_change_nothing_either(family, draft):
 
 @pytest.mark.parametrize("family", GUIDED)
 def test_a_model_drafts_from_its_unconditional_branch(family):
-    decoder = Decoder(Amateur(2, view="unconditional"))
+    decoder = Decoder(Amateur(2, transform="unconditional"))
     assert draw(family, decoder, do_sample=True).tolist() == reference(family, True)
     assert decoder.stats.accepted
 

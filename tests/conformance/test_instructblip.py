@@ -132,10 +132,10 @@ def first_row():
     return {name: value[:1] for name, value in inputs().items()}
 
 
-def seen(view, given=None, questions=None, **options):
-    """Greedy tokens of the branch alone that a view shows."""
+def seen(transform, given=None, questions=None, **options):
+    """Greedy tokens of the branch alone that a transform shows."""
     given = given or inputs()
-    spec = BranchSpec(name="seen", view=view, view_options=options)
+    spec = BranchSpec(name="seen", transform=transform, transform_options=options)
     guide = Linear([spec], [0.0, 1.0])
     asked = [Asked(row, ()) for row in range(len(given["input_ids"]))]
     return decode(guide, model=model(), inputs=given, mm_inputs={"questions": questions or asked})
@@ -149,9 +149,9 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.parametrize("view", UNCHANGED)
-def test_a_view_that_changes_nothing_is_the_main_branch(view):
-    assert seen(view, **UNCHANGED[view]) == plain()[:, -NEW:].tolist()
+@pytest.mark.parametrize("transform", UNCHANGED)
+def test_a_transform_that_changes_nothing_is_the_main_branch(transform):
+    assert seen(transform, **UNCHANGED[transform]) == plain()[:, -NEW:].tolist()
 
 
 CHANGED = {
@@ -163,12 +163,12 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("view", CHANGED)
-def test_a_row_is_changed_alike_in_every_batch(view):
-    together = seen(view, **CHANGED[view])
+@pytest.mark.parametrize("transform", CHANGED)
+def test_a_row_is_changed_alike_in_every_batch(transform):
+    together = seen(transform, **CHANGED[transform])
     for row, expected in zip(together, plain()[:, -NEW:].tolist(), strict=True):
         assert row != expected
-    assert seen(view, given=first_row(), **CHANGED[view])[0] == together[0]
+    assert seen(transform, given=first_row(), **CHANGED[transform])[0] == together[0]
 
 
 def test_without_the_image_the_prompt_is_what_stands_around_it():
@@ -208,14 +208,14 @@ def test_pixels_of_another_size_than_trained_for():
     larger = {**inputs(), "pixel_values": torch.randn(2, 3, 12, 12), "max_new_tokens": NEW}
     larger |= {"interpolate_pos_encoding": True, "do_sample": False}
     expected = model().generate(**larger)
-    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    spec = BranchSpec(name="seen", transform="pixels", transform_options=UNCHANGED["pixels"])
     decoder = Decoder(guide=Linear([spec], [0.0, 1.0]))
     assert mmdecode.generate(model(), decoder=decoder, **larger).tolist() == expected.tolist()
 
 
 def noised():
     """In the manner of VCD."""
-    spec = BranchSpec(name="noised", view="pixels", view_options=CHANGED["pixels"])
+    spec = BranchSpec(name="noised", transform="pixels", transform_options=CHANGED["pixels"])
     return Linear([spec], contrast(1.0), 0.1)
 
 
@@ -234,7 +234,7 @@ def test_guides_of_images_are_drafted_exactly_in_every_batch(guide):
 
 
 def test_copies_of_a_row_share_its_image():
-    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    spec = BranchSpec(name="seen", transform="pixels", transform_options=UNCHANGED["pixels"])
     options = {"num_return_sequences": 2, "do_sample": True, "model": model(), "inputs": inputs()}
     assert decode(Linear([spec], [0.0, 1.0]), **options) == decode(None, **options)
 

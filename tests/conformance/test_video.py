@@ -5,7 +5,7 @@ import torch
 
 from mmdecode.adapters import pictures
 from mmdecode.errors import IncompatibleError
-from tests.conformance.test_views import seen
+from tests.conformance.test_transforms import seen
 from tests.conformance.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model
 
 VIDEO = 77
@@ -57,7 +57,7 @@ def noised(values, draw):
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_a_view_that_changes_nothing_is_the_main_branch(family):
+def test_a_transform_that_changes_nothing_is_the_main_branch(family):
     inputs = video_inputs(family)
     expected = plain(family, inputs=inputs)
     assert expected.max() < VOCAB
@@ -122,8 +122,8 @@ def test_without_its_video_a_prompt_is_what_stands_around_it(family):
     assert seen(family, "no_image", inputs=inputs)[:, -NEW:].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("view", ["features", "tokens"])
-def test_features_of_a_video_are_refused(view):
+@pytest.mark.parametrize("transform", ["features", "tokens"])
+def test_features_of_a_video_are_refused(transform):
     options = {"features": {"change": same}, "tokens": {"select": lambda f, s: s.topk(1).indices}}
     with pytest.raises(IncompatibleError, match="give the frames as images"):
-        seen("qwen2_vl", view, inputs=video_inputs("qwen2_vl"), **options[view])
+        seen("qwen2_vl", transform, inputs=video_inputs("qwen2_vl"), **options[transform])

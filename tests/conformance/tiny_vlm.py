@@ -346,7 +346,7 @@ DRAFTS = {
     "text_assistant": lambda family, rows: Assistant(text_model("llama", seed=9, layers=1), 3),
     "assistant_is_target": lambda family, rows: Assistant(vision_model(family), length=3),
     "amateur": lambda family, rows: Amateur(length=3),
-    "amateur_that_sees_all": lambda family, rows: Amateur(length=3, view=None),
+    "amateur_that_sees_all": lambda family, rows: Amateur(length=3, transform=None),
     "layer_skip": lambda family, rows: LayerSkip(exit_layer=1, length=3),
     "known": lambda family, rows: drafts.Known(rows, length=4, wrong_at=[2, 9]),
     "known_tree": lambda family, rows: HiddenPath(rows),

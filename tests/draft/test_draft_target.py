@@ -24,7 +24,7 @@ from tests.draft.test_kangaroo import table_draft
 MODEL = Table(5, seed=3)
 OTHER = Table(5, seed=8)
 ONE_BRANCH = {
-    "amateur": lambda: Amateur(3, view=None, prompt="last_token"),
+    "amateur": lambda: Amateur(3, transform=None, prompt="last_token"),
     "copy": lambda: CacheCopyDrafter(3),
     "sparse": lambda: Sparse(length=3),
     "layer_skip": lambda: LayerSkip(exit_layer=1, length=3),
@@ -87,7 +87,10 @@ def test_a_drafter_with_one_branch_is_warped_and_not_guided(name):
 
 
 UNGUIDED = {
-    "a view that is not offered": (Linear([BranchSpec(name="n", view="noise")], [2, -1]), "noise"),
+    "a transform that is not offered": (
+        Linear([BranchSpec(name="n", transform="noise")], [2, -1]),
+        "noise",
+    ),
     "another model": (Linear([BranchSpec(name="n", model=OTHER)], [2, -1]), "branches of its own"),
     "an edit": (Edited(), "inside the model"),
     "exits": (Early(), "more than logits"),
@@ -103,6 +106,6 @@ def test_a_guide_that_an_assistant_cannot_follow_is_left_out_and_the_warp_is_not
 
 
 def test_a_guide_of_its_own_that_an_assistant_cannot_follow_is_refused():
-    guide, _ = UNGUIDED["a view that is not offered"]
+    guide, _ = UNGUIDED["a transform that is not offered"]
     with pytest.raises(IncompatibleError, match="noise"):
         drafted(Assistant(OTHER, 3, guide))

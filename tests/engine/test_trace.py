@@ -17,7 +17,7 @@ from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
 from tests.support.traced import Traced
 
 BETA = 0.05
-OTHER = BranchSpec(name="other", view="no_image")
+OTHER = BranchSpec(name="other", transform="no_image")
 
 
 def noisy(values, draw):
@@ -25,7 +25,7 @@ def noisy(values, draw):
 
 
 def contrast():
-    spec = BranchSpec(name="noisy", view="pixels", view_options={"change": noisy})
+    spec = BranchSpec(name="noisy", transform="pixels", transform_options={"change": noisy})
     return Linear.contrast(spec, 1.0, BETA)
 
 

@@ -13,7 +13,7 @@ from mmdecode.errors import IncompatibleError
 from mmdecode.guide import AGLA, ICD, M3ID, RITUAL, VCD, CFGImage, Linear, PromptBias
 from mmdecode.testing import drafts
 from tests.conformance import test_instructblip as instructblip
-from tests.conformance.test_views import FAMILIES, alone
+from tests.conformance.test_transforms import FAMILIES, alone
 from tests.conformance.tiny import HiddenPath
 from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
 
@@ -297,7 +297,7 @@ IDLE = [
         "agla:beta=0.1",
         "cfg_image",
         "rbd",
-        "contrast:view=no_image",
+        "contrast:transform=no_image",
     ],
     *["cfg_image:without=mean", "cfg_image:without=zero_features", "damro", "causalmm", "dagcd"],
     *["pai", "pai:gamma=1,beta=0", "pai:alpha=0", "scalingvis", "adaptvis", "conscious_gaze"],
@@ -323,7 +323,7 @@ class Same(VCD):
     def __init__(self):
         super().__init__()
         unchanged = {"change": lambda values, draw: values}
-        self.branches = [dataclasses.replace(self.branches[0], view_options=unchanged)]
+        self.branches = [dataclasses.replace(self.branches[0], transform_options=unchanged)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -345,7 +345,7 @@ def test_a_question_that_stays_as_it_is_is_warned_of():
         def __init__(self):
             super().__init__()
             options = {"change": lambda question, draw: question}
-            self.branches = (dataclasses.replace(self.branches[0], view_options=options),)
+            self.branches = (dataclasses.replace(self.branches[0], transform_options=options),)
 
     with pytest.warns(UserWarning, match="Mute is inactive"):
         run("llava", Mute(), prompts("llava"))

@@ -235,7 +235,7 @@ def test_images_and_pixels_are_transformed_alike(parts):
     answerer = Answerer(model, processor)
     question = answerer.prompts.question("What is beside the star?", [picture(1)])
     pixels = question.build([question])["pixel_values"][0]
-    flip = RITUAL(transform="vertical_flip").branches[0].view_options["change"]
+    flip = RITUAL(transform="vertical_flip").branches[0].transform_options["change"]
     seen = pictures.changed(pixels, flip, seed=0)
     turned = pictures.changed_image(question.images[0], flip, torch.Generator())
     expected = answerer.prompts.question("What?", [turned])
@@ -244,7 +244,7 @@ def test_images_and_pixels_are_transformed_alike(parts):
 
 def test_an_instruction_stands_before_the_question_and_behind_its_images(parts):
     answerer = Answerer(*parts)
-    change = ICD(role="Look away.").branches[0].view_options["change"]
+    change = ICD(role="Look away.").branches[0].transform_options["change"]
     for text, expected in (
         ("What?", "Look away. What?"),
         ("<image>\nWhat?", "<image>\nLook away. What?"),
@@ -252,7 +252,7 @@ def test_an_instruction_stands_before_the_question_and_behind_its_images(parts):
     ):
         asked = answerer.prompts.question(text, [picture(0)])
         assert change(asked, torch.Generator()).text == expected
-    drawn = ICD().branches[0].view_options["change"]
+    drawn = ICD().branches[0].transform_options["change"]
     asked = answerer.prompts.question("What?", [picture(0)])
     texts = {drawn(asked, torch.Generator().manual_seed(s)).text for s in range(40)}
     assert len(texts) == 5 and all(text.endswith(" What?") for text in texts)
@@ -264,7 +264,7 @@ def test_an_instruction_stands_behind_a_placeholder_of_the_processor_too(parts, 
     processor.tokenizer.add_special_tokens({"extra_special_tokens": [own]})
     processor.image_token = own
     prompts = Answerer(parts[0], processor).prompts
-    change = ICD(role="Look away.").branches[0].view_options["change"]
+    change = ICD(role="Look away.").branches[0].transform_options["change"]
     for text, expected in (
         (f"{own}\nWhat?", f"{own}\nLook away. What?"),
         (f"{own}<image> What?", f"{own}<image> Look away. What?"),

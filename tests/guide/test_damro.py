@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration
 import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
-from mmdecode.adapters import image_views
+from mmdecode.adapters import image_transforms
 from mmdecode.decoder import Decoder
 from mmdecode.engine import attention
 from mmdecode.engine.branches import ModelRunner
@@ -40,7 +40,7 @@ def read(query, key, heads):
     plan = attention.TowerPlan(sites={id(module): 0}, reads={0}, joined=heads == "joined")
     with attention.planned(plan):
         attention.attend(module, query, key, key, None)
-    (found,) = image_views.salience(plan.chunks(), has_cls=True)
+    (found,) = image_transforms.salience(plan.chunks(), has_cls=True)
     return found
 
 
@@ -136,7 +136,9 @@ def test_the_tokens_are_those_that_get_most_attention(family, measure):
         chosen.append(guide._select(features, salience).tolist())
         return torch.tensor(chosen[-1])
 
-    guide.branches = [replace(branch, view_options={**branch.view_options, "select": noted})]
+    guide.branches = [
+        replace(branch, transform_options={**branch.transform_options, "select": noted})
+    ]
     decode(guide, family)
     rows = [[0], [1, 2]]  # images of the rows that have some
     paid = received(family)

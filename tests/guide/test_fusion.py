@@ -18,7 +18,7 @@ from tests.conformance.tiny import whisper_model
 from tests.guide.laws import context, law
 
 BRANCH = BranchSpec(name=ACOUSTIC)
-SALTED = BranchSpec(name=ACOUSTIC, view="salt", view_options={"by": 9})
+SALTED = BranchSpec(name=ACOUSTIC, transform="salt", transform_options={"by": 9})
 V = 40
 
 

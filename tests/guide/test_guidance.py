@@ -154,7 +154,7 @@ def test_models_that_write_text_are_refused():
     decoder = Decoder(guide=Guidance(2.0))
     with pytest.raises(IncompatibleError, match="'unconditional'"):
         text_model("llama").generate(**prompts(2), custom_generate=decoder, max_new_tokens=2)
-    with pytest.raises(IncompatibleError, match="there is no such view"):
+    with pytest.raises(IncompatibleError, match="there is no such transform"):
         vision_model("llava").generate(
             **vision_inputs("llava"), custom_generate=decoder, max_new_tokens=2
         )

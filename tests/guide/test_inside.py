@@ -18,7 +18,7 @@ from mmdecode.guide.dola import DoLa
 from mmdecode.guide.pai import PAI
 from mmdecode.guide.scalingvis import ScalingVis
 from mmdecode.testing import drafts
-from tests.conformance.test_views import FAMILIES
+from tests.conformance.test_transforms import FAMILIES
 from tests.conformance.tiny import TEXT_CONFIGS, HiddenPath
 from tests.conformance.tiny_vlm import IMAGE
 from tests.guide import uncached
@@ -225,8 +225,8 @@ VISION = {
 def gaze():
     guide = ConsciousGaze(2.0, SENSED, candidates=6, update=True, update_from=SENSED)
     for spec in guide.branches:
-        if "change" in spec.view_options:
-            spec.view_options["change"] = flipped
+        if "change" in spec.transform_options:
+            spec.transform_options["change"] = flipped
     return guide
 
 

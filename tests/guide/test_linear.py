@@ -223,9 +223,9 @@ def test_rbd_without_the_visual_branch_is_vcd():
     guide, vcd = RBD(0.8, 0.0, 0.2, step=300), VCD(0.8, 0.2, step=300)
     assert guide.weights == vcd.weights and guide.beta == vcd.beta
     (one,), (other,) = guide.branches, vcd.branches
-    assert (one.view, one.view_options["change"].args) == (
-        other.view,
-        other.view_options["change"].args,
+    assert (one.transform, one.transform_options["change"].args) == (
+        other.transform,
+        other.transform_options["change"].args,
     )
 
 
@@ -298,7 +298,7 @@ def test_a_wrong_option_is_refused(spec):
 def test_options_in_a_string_reach_the_guide():
     assert registry.create("guide", "vcd:alpha=0.5,beta=0.2").weights == [1.5, -0.5]
     assert registry.create("guide", "ritual:alpha=3,normalize=true").total == 1
-    assert registry.create("guide", "cfg_image:gamma=2,without=black").branches[0].view == (
+    assert registry.create("guide", "cfg_image:gamma=2,without=black").branches[0].transform == (
         "pictures"
     )
     found = registry.create("guide", "contrast:prompt=last_token,alpha=2")

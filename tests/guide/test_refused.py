@@ -23,27 +23,28 @@ def test_a_branch_in_the_place_of_one_that_shares_its_pass_is_refused():
     class Clash(Linear):
         def __init__(self):
             law = BranchSpec(name="law", stage=2, replaces_after_prefill="main")
-            super().__init__([BranchSpec(name="beside", view="no_image"), law], [0, 0.5, 0.5])
+            super().__init__([BranchSpec(name="beside", transform="no_image"), law], [0, 0.5, 0.5])
 
     with pytest.raises(IncompatibleError, match=r"in the place of 'main'.* with beside"):
         decode(Clash())
 
 
 @pytest.mark.parametrize(
-    ("view", "function"),
+    ("transform", "function"),
     [(name, "change") for name in ("pixels", "questions", "pictures", "features", "patches")]
     + [("tokens", "select"), ("tower", "edit")],
 )
-def test_a_view_that_needs_a_function_is_refused_to_a_string(view, function):
-    says = rf"view '{view}'.* needs '{function}'.*use no_image or only_images, or build .* Python"
+def test_a_transform_that_needs_a_function_is_refused_to_a_string(transform, function):
+    needs = rf"transform '{transform}'.* needs '{function}'"
+    says = rf"{needs}.*use no_image or only_images, or build .* Python"
     with pytest.raises(OptionError, match=says):
-        decode(f"contrast:view={view}")
+        decode(f"contrast:transform={transform}")
     with pytest.raises(OptionError, match=says):
-        decode(None, draft=f"amateur:view={view}")
+        decode(None, draft=f"amateur:transform={transform}")
     with pytest.raises(OptionError, match=says):
         mmdecode.generate(
             instructblip.model(),
-            decoder=Decoder(guide=f"contrast:view={view}"),
+            decoder=Decoder(guide=f"contrast:transform={transform}"),
             max_new_tokens=2,
             **instructblip.inputs(),
         )
@@ -51,7 +52,7 @@ def test_a_view_that_needs_a_function_is_refused_to_a_string(view, function):
 
 def test_an_unknown_view_is_answered_with_those_that_a_string_can_name():
     with pytest.raises(IncompatibleError, match="use one of no_image, only_images, or build"):
-        decode("contrast:view=noise")
+        decode("contrast:transform=noise")
 
 
 def test_the_released_form_of_causalmm_is_about_images():
@@ -60,7 +61,7 @@ def test_the_released_form_of_causalmm_is_about_images():
 
 
 def test_an_unknown_view_is_refused_for_the_model_that_the_caller_knows():
-    decoder = Decoder(guide="contrast:view=nonsense")
+    decoder = Decoder(guide="contrast:transform=nonsense")
     with pytest.raises(IncompatibleError, match="InstructBlipForConditionalGeneration"):
         mmdecode.generate(
             instructblip.model(), decoder=decoder, max_new_tokens=2, **instructblip.inputs()

@@ -34,7 +34,7 @@ def test_noised_pixels_are_the_references(step):
 
 def change(step, values, seed=0):
     (branch,) = VCD(step=step).branches
-    return branch.view_options["change"](values, torch.Generator().manual_seed(seed))
+    return branch.transform_options["change"](values, torch.Generator().manual_seed(seed))
 
 
 def test_noise_has_the_variance_of_its_step_and_the_seed_of_its_image():

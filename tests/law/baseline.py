@@ -255,7 +255,7 @@ OPTIONS = {
     "amateur": {
         Text: "amateur:prompt=last_token",
         Speech: "amateur:prompt=last_token",
-        Images: "amateur:view=unconditional",
+        Images: "amateur:transform=unconditional",
     },
     "jacobi": {Images: "jacobi:window=8"},
     "layer_skip": dict.fromkeys(KINDS, "layer_skip:exit_layer=2,length=3"),

@@ -69,7 +69,11 @@ class Penalty(Probe):
 class Against(Probe):
     """Twice the main branch less one that sees another input and one token of the prompt."""
 
-    branches = (BranchSpec(name="other", prompt="last_token", view="salt", view_options={"by": 9}),)
+    branches = (
+        BranchSpec(
+            name="other", prompt="last_token", transform="salt", transform_options={"by": 9}
+        ),
+    )
 
     def apply(self, constants, call, proposal, scores):
         return 2.0 * scores["main"].logits - scores["other"].logits
@@ -191,7 +195,7 @@ class Unheard(WhisperCD):
     def __init__(self):
         super().__init__(alpha=1.0, beta=0.2, gate=0.3, doubt=0.0, snr=None)
         self.branches = [
-            BranchSpec(name=spec.name, view="salt", view_options={"by": 5 + number})
+            BranchSpec(name=spec.name, transform="salt", transform_options={"by": 5 + number})
             for number, spec in enumerate(self.branches)
         ]
 

@@ -85,9 +85,9 @@ def two_branch_law(prompt, new):
 
 
 def two_branches():
-    other_view = BranchSpec(name="a", prompt="last_token", view="salt", view_options={"by": 5})
+    other = BranchSpec(name="a", prompt="last_token", transform="salt", transform_options={"by": 5})
     other_model = BranchSpec(name="b", model=OTHER)
-    return Linear([other_view, other_model], [1.5, -0.75, 0.25])
+    return Linear([other, other_model], [1.5, -0.75, 0.25])
 
 
 GUIDES = {
@@ -99,7 +99,7 @@ GUIDES = {
     ),
     "linear_with_cut": (
         lambda: Linear.contrast(
-            BranchSpec(name="far", view="salt", view_options={"by": 77}), 1.0, 0.2
+            BranchSpec(name="far", transform="salt", transform_options={"by": 77}), 1.0, 0.2
         ),
         contrast_law,
     ),

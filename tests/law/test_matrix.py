@@ -81,7 +81,7 @@ EXAMPLES = {
         **{kind: functools.partial(table_draft, kind, V) for kind in SEEING},
         "recycling": lambda: Recycling(nodes=6),
         "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
-        "amateur": lambda: Amateur(2, view=None, prompt="last_token"),
+        "amateur": lambda: Amateur(2, transform=None, prompt="last_token"),
         "hydra": lambda: hydra_draft(V),
         "kangaroo": lambda: kangaroo_draft(V),
         "layer_skip": lambda: LayerSkip(exit_layer=1, length=2),
@@ -105,7 +105,7 @@ EXAMPLES = {
     },
     "guide": {
         "contrast": lambda: Linear.contrast(
-            BranchSpec(name="far", view="salt", view_options={"by": 77}), 1.0, 0.2
+            BranchSpec(name="far", transform="salt", transform_options={"by": 77}), 1.0, 0.2
         ),
         "guidance": lambda: Guidance(1.5, until=1),
         "whisper_cd": guides.Unheard,

@@ -226,7 +226,10 @@ def context_of(prompts, salts):
 
 
 def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
-    specs = [MAIN, BranchSpec(name="u", prompt="last_token", view="salt", view_options={"by": 4})]
+    specs = [
+        MAIN,
+        BranchSpec(name="u", prompt="last_token", transform="salt", transform_options={"by": 4}),
+    ]
     call = context_of(PROMPTS, [4, 5, 6, 7])
     branches = branches_after_a_round(call, specs)
     branches.select_rows(ROWS)

@@ -52,7 +52,7 @@ class Capabilities:
         silence: It says how probable it is that nobody speaks.
         word_times: Words can be timed.
         fixed_windows: All windows have one length, and the last one is filled up.
-        audio_views: Guides may change the waveform, see `Recognizer.heard`.
+        audio_transforms: Guides may change the waveform, see `Recognizer.heard`.
         drafts: The engine decodes it, so that drafts and guides work; else plain ``generate`` does.
     """
 
@@ -62,7 +62,7 @@ class Capabilities:
     silence: bool = False
     word_times: bool = False
     fixed_windows: bool = False
-    audio_views: bool = False
+    audio_transforms: bool = False
     drafts: bool = True
 
 
@@ -134,7 +134,7 @@ class Recognizer:
     """A model with its processor, as the loop over windows needs it.
 
     A family supplies `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
-    `generate` and `searched`; with ``audio_views`` `heard` as well, and where it `detects`
+    `generate` and `searched`; with ``audio_transforms`` `heard` as well, and where it `detects`
     languages `detected`. Everything else has a default.
 
     Args:
@@ -240,7 +240,7 @@ class Recognizer:
 
         Raises:
             IncompatibleError: The engine has no adapter for the model, or the guide changes the
-                waveform and the family offers no view of it.
+                waveform and the family cannot read a changed one.
         """
         can, guide = self.capabilities, decoder.guide
         if not can.drafts and (guide is not None or not isinstance(decoder.draft, NoDraft)):
@@ -251,11 +251,11 @@ class Recognizer:
                 "leave them out, or register an adapter under the entry-point group "
                 "mmdecode.adapters",
             )
-        if not can.audio_views and changes_audio(guide):
+        if not can.audio_transforms and changes_audio(guide):
             raise IncompatibleError.between(
                 f"guide {type(guide).__name__}",
                 self.name,
-                "the guide changes the waveform, and this family offers no view of it",
+                "the guide changes the waveform, and this family cannot read a changed one",
                 f"leave the guide out, or {_INSTEAD[False]}",
             )
 
@@ -320,7 +320,7 @@ class Recognizer:
         return None
 
     def heard(self, recording: Recording, seek: int, count: int) -> Any:
-        """A window as a waveform that guides may change, see `mmdecode.adapters.audio_views`."""
+        """A window as a waveform that guides may change: `mmdecode.adapters.audio_transforms`."""
         raise NotImplementedError
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
@@ -556,4 +556,4 @@ def of_type(model_type: str) -> type[Recognizer]:
 
 def changes_audio(guide: Any) -> bool:
     """Whether a guide reads a window whose waveform was changed."""
-    return any(spec.view == "audio" for spec in getattr(guide, "branches", ()))
+    return any(spec.transform == "audio" for spec in getattr(guide, "branches", ()))

@@ -55,7 +55,7 @@ class WhisperRecognizer(Recognizer):
         silence=True,
         word_times=True,
         fixed_windows=True,
-        audio_views=True,
+        audio_transforms=True,
     )
 
     def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:

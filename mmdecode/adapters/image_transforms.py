@@ -1,6 +1,6 @@
-"""Views of a vision-language prompt: what a branch may be shown instead of what was asked.
+"""Transforms of a vision-language prompt: what a branch may be shown instead of what was asked.
 
-A guide names a view and says what to change; which tensors that touches is the family's to know.
+A guide names a transform and its options; which tensors that touches is the family's to know.
 
 - ``pixels``: ``change(values, draw) -> values`` of each image's normalised pixels, in whatever
   shape the processor left them (tiles, flattened patches).
@@ -77,52 +77,54 @@ class Encoded:
 
 
 def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt of a branch that names a view.
+    """The prompt of a branch that names a transform.
 
     Raises:
-        IncompatibleError: The view is unknown, or needs what the call did not hand over.
-        OptionError: The view lacks a function.
+        IncompatibleError: The transform is unknown, or needs what the call did not hand over.
+        OptionError: The transform lacks a function.
     """
-    view = VIEWS.get(str(spec.view))
-    if view is None:
+    transform = TRANSFORMS.get(str(spec.transform))
+    if transform is None:
         raise IncompatibleError.between(
-            f"branch {spec.name!r} with view {spec.view!r}",
+            f"branch {spec.name!r} with transform {spec.transform!r}",
             adapter.name,
-            "there is no such view",
+            "there is no such transform",
             f"use one of {', '.join(by_name())}, or build the part in Python for one of "
-            f"{', '.join(view for view in VIEWS if view not in by_name())}",
+            f"{', '.join(transform for transform in TRANSFORMS if transform not in by_name())}",
         )
     refuse_lacking(spec)
-    if view is not questions and not bool(adapter.image_mask(call.request.prompt_ids).any()):
+    if transform is not questions and not bool(adapter.image_mask(call.request.prompt_ids).any()):
         # as in a batch where other rows have images; guides warn that they are inactive
-        whole: Literal["last_token", "same"] = "last_token" if view is only_images else "same"
+        whole: Literal["last_token", "same"] = "last_token" if transform is only_images else "same"
         return adapter.prompt(call, BranchSpec(name=spec.name, prompt=whole))
-    return view(adapter, call, spec, **spec.view_options)
+    return transform(adapter, call, spec, **spec.transform_options)
 
 
 def refuse_lacking(spec: BranchSpec) -> None:
-    """Raises where a branch leaves out a function that its view cannot be without.
+    """Raises where a branch leaves out a function that its transform cannot be without.
 
     Raises:
         OptionError: A function is missing.
     """
-    lacking = [name for name in _functions(str(spec.view)) if name not in spec.view_options]
+    lacking = [
+        name for name in _functions(str(spec.transform)) if name not in spec.transform_options
+    ]
     if lacking:
         raise OptionError(
-            f"view {spec.view!r} of branch {spec.name!r} needs {lacking[0]!r}, a function that no "
-            f"string can name; use {' or '.join(by_name())}, or build the guide or draft in Python "
-            f"with view_options={{{lacking[0]!r}: ...}}"
+            f"transform {spec.transform!r} of branch {spec.name!r} needs {lacking[0]!r}, a "
+            f"function that no string can name; use {' or '.join(by_name())}, or build the guide "
+            f"or draft in Python with transform_options={{{lacking[0]!r}: ...}}"
         )
 
 
 def by_name() -> list[str]:
-    """Views that need no function, which a string can name."""
-    return [view for view in VIEWS if not _functions(view)]
+    """Transforms that need no function, which a string can name."""
+    return [transform for transform in TRANSFORMS if not _functions(transform)]
 
 
-def _functions(view: str) -> list[str]:
-    """Options that a view cannot be without."""
-    _, _, _, *options = inspect.signature(VIEWS[view]).parameters.values()
+def _functions(transform: str) -> list[str]:
+    """Options that a transform cannot be without."""
+    _, _, _, *options = inspect.signature(TRANSFORMS[transform]).parameters.values()
     return [option.name for option in options if option.default is option.empty]
 
 
@@ -507,7 +509,7 @@ def _gather(values: Tensor, order: Tensor) -> Tensor:
     return values.gather(-1, index.expand(*values.shape[:-1], -1))
 
 
-VIEWS: Mapping[str, Callable[..., Prompt]] = {
+TRANSFORMS: Mapping[str, Callable[..., Prompt]] = {
     "pixels": pixels,
     "questions": questions,
     "pictures": pictures,

@@ -1,4 +1,4 @@
-"""What a branch may be shown instead of the prompt, on every family: see adapters.image_views."""
+"""What a branch may be shown instead of the prompt, in every family: adapters.image_transforms."""
 
 import inspect
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ class Asked:
         return self.inputs
 
 
-def seen(family, view, inputs=None, mm_inputs=None, **options):
-    """Greedy output of the branch alone that a view shows."""
-    spec = BranchSpec(name="seen", view=view, view_options=options)
+def seen(family, transform, inputs=None, mm_inputs=None, **options):
+    """Greedy output of the branch alone that a transform shows."""
+    spec = BranchSpec(name="seen", transform=transform, transform_options=options)
     decoder = Decoder(guide=Linear([spec], [0.0, 1.0]), seed=3)
     return mmdecode.generate(
         vision_model(family),
@@ -75,13 +75,13 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.parametrize("view", UNCHANGED)
+@pytest.mark.parametrize("transform", UNCHANGED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_view_that_changes_nothing_is_the_main_branch(family, view):
-    if view == "tokens" and family in QWEN:
+def test_a_transform_that_changes_nothing_is_the_main_branch(family, transform):
+    if transform == "tokens" and family in QWEN:
         pytest.skip("chosen tokens are read at consecutive positions, not on their grid")
     expected, _ = reference(family)
-    found = seen(family, view, mm_inputs=questions(family), **UNCHANGED[view])
+    found = seen(family, transform, mm_inputs=questions(family), **UNCHANGED[transform])
     assert found.tolist() == expected.tolist()
 
 
@@ -89,7 +89,8 @@ def test_a_view_that_changes_nothing_is_the_main_branch(family, view):
 def test_prompts_that_are_laid_out_alike_are_read_in_one_pass(family):
     """Two branches; the main one too, unless it is given otherwise, as with encoded images."""
     specs = [
-        BranchSpec(name=name, view="pixels", view_options=UNCHANGED["pixels"]) for name in "ab"
+        BranchSpec(name=name, transform="pixels", transform_options=UNCHANGED["pixels"])
+        for name in "ab"
     ]
     decoder = Decoder(guide=Linear(specs, [0.0, 0.5, 0.5]))
     model, read = vision_model(family), []
@@ -112,16 +113,18 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("view", CHANGED)
+@pytest.mark.parametrize("transform", CHANGED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_is_changed_alike_in_every_batch(family, view):
+def test_a_row_is_changed_alike_in_every_batch(family, transform):
     inputs = vision_inputs(family)
-    together = seen(family, view, **CHANGED[view])[:, -NEW:]
+    together = seen(family, transform, **CHANGED[transform])[:, -NEW:]
     expected, _ = reference(family)
     assert together[0].tolist() != expected[0, -NEW:].tolist()  # it does change something
     assert together[1].tolist() == expected[1, -NEW:].tolist()  # a row without images
     for row in (0, 2):
-        found = seen(family, view, inputs=alone(family, inputs, row), **CHANGED[view])[0, -NEW:]
+        found = seen(family, transform, inputs=alone(family, inputs, row), **CHANGED[transform])[
+            0, -NEW:
+        ]
         assert found.tolist() == together[row].tolist()
 
 
@@ -216,7 +219,7 @@ def test_only_images_can_be_changed_as_pixels_are(family):
 def test_copies_of_a_row_share_its_images(family):
     inputs = vision_inputs(family)
     options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": NEW}
-    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    spec = BranchSpec(name="seen", transform="pixels", transform_options=UNCHANGED["pixels"])
     outputs = [
         mmdecode.generate(
             vision_model(family), decoder=Decoder(guide=guide, seed=3), **options, **inputs
@@ -227,7 +230,7 @@ def test_copies_of_a_row_share_its_images(family):
 
 
 def test_images_that_were_encoded_before_are_refused():
-    spec = BranchSpec(name="seen", view="pixels", view_options=UNCHANGED["pixels"])
+    spec = BranchSpec(name="seen", transform="pixels", transform_options=UNCHANGED["pixels"])
     decoder = Decoder(guide=Linear([spec], [0.0, 1.0]))
     model = vision_model("llava")
     options = {"max_new_tokens": 2, "do_sample": False, **vision_inputs("llava")}
@@ -236,14 +239,14 @@ def test_images_that_were_encoded_before_are_refused():
             model.generate(custom_generate=decoder, **options)
     with mmdecode.attach(model):
         model.generate(custom_generate=decoder, **options)
-    with pytest.raises(IncompatibleError, match="no such view"):
+    with pytest.raises(IncompatibleError, match="no such transform"):
         seen("llava", "noise")
     with pytest.raises(IncompatibleError, match="Answerer"):
         seen("llava", "questions", change=lambda question, draw: question)
 
 
-@pytest.mark.parametrize("view", CHANGED)
-def test_a_batch_without_images_is_as_its_rows_are_among_others(view):
+@pytest.mark.parametrize("transform", CHANGED)
+def test_a_batch_without_images_is_as_its_rows_are_among_others(transform):
     inputs = vision_inputs("llava", images=False)
-    found = seen("llava", view, inputs=inputs, **CHANGED[view])
+    found = seen("llava", transform, inputs=inputs, **CHANGED[transform])
     assert found.tolist() == plain("llava", inputs=inputs).tolist()

@@ -1,7 +1,7 @@
-"""Views of a recording: what a branch may be given to hear instead of what was said.
+"""Transforms of a recording: what a branch may be given to hear instead of what was said.
 
-A guide names the view and says what to change; how a waveform becomes what the model takes is known
-to whoever cut the window.
+A guide names the transform and says what to change; how a waveform becomes what the model takes is
+known to whoever cut the window.
 
 - ``audio``: ``change(samples (T,), draw) -> samples (T,)`` of each row's window. The caller hands
   over ``mm_inputs["audio"]``, a `Heard` for each row, as `mmdecode.asr.Transcriber` does.
@@ -37,34 +37,34 @@ class Heard(Protocol):
     def features(self, samples: Tensor) -> Tensor:
         """What the model is given of other samples, ``(mels, frames)``.
 
-        Levels are counted from the loudest of the recording as it was: a view that made its own
-        would lift silence to the level of speech.
+        Levels are counted from the loudest of the recording as it was: a transform that made its
+        own would lift silence to the level of speech.
         """
 
 
 def changed(
     call: Call, spec: BranchSpec, encode: Callable[[Tensor], Tensor], source: Tensor
 ) -> Tensor:
-    """What the encoder makes of each row's window under a view, ``(B, S, H)``.
+    """What the encoder makes of each row's window under a transform, ``(B, S, H)``.
 
     Args:
         call: The call.
-        spec: The branch, of view ``audio``.
+        spec: The branch, of transform ``audio``.
         encode: The encoder, features ``(B, mels, frames)`` to states ``(B, S, H)``.
         source: What it made of the windows as they are, ``(B, S, H)``.
 
     Raises:
         IncompatibleError: The waveforms are not at hand, or are not those of the rows.
-        OptionError: The view lacks its function.
+        OptionError: The transform lacks its function.
     """
-    change: Change | None = spec.view_options.get("change")
+    change: Change | None = spec.transform_options.get("change")
     if change is None:
         raise OptionError(
-            f"view 'audio' of branch {spec.name!r} needs 'change', a function that no string can "
-            "name; build the part in Python with view_options={'change': ...}"
+            f"transform 'audio' of branch {spec.name!r} needs 'change', a function that no string "
+            "can name; build the part in Python with transform_options={'change': ...}"
         )
     given: Sequence[Heard] | None = call.request.inputs.get("audio")
-    asked = f"branch {spec.name!r} with view 'audio'"
+    asked = f"branch {spec.name!r} with transform 'audio'"
     advice = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
         "mm_inputs={'audio': [heard(samples, extractor), ...]}, heard from "
