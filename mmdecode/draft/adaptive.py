@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode.draft.composed import drafter_of
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import (
@@ -96,7 +97,7 @@ class Adaptive(Drafter):
         doubt: float = 0.3,
         sampled: bool = False,
     ) -> None:
-        self.draft: Drafter = registry.create("draft", draft) if isinstance(draft, str) else draft
+        self.draft = drafter_of(draft)
         if not depths or any(levels is not None and levels < 0 for levels in depths):
             raise OptionError(
                 f"depths={tuple(depths)}; expected at least one depth, each None or >= 0"

@@ -6,13 +6,14 @@ always has something to say. Both see every round, so the second is up to date w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode import registry
+from mmdecode.draft.composed import drafter_of
 from mmdecode.draft.source import Source
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
@@ -33,32 +34,31 @@ class FirstOf(Drafter):
     """The proposal of ``first`` where it has one, else that of ``second``, row by row.
 
     Args:
-        first: A draft that proposes deterministic tokens.
+        first: A draft that proposes deterministic tokens, or its name with options.
         second: Another, or its name with options.
 
     Lossless under every exact rule. Neutral: a ``first`` that proposes nothing.
 
     Raises:
-        IncompatibleError: A draft does not offer deterministic proposals, or remembers only what it
-            drafted itself.
+        IncompatibleError: A draft does not offer deterministic proposals, or cannot go on after
+            tokens of another.
+        OptionError: One of them is no drafter.
     """
 
     summary = "a text at hand, such as the last window's, before another draft"
     source = "arXiv:2304.04487, Yang et al. 2023, in front of any draft"
 
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self.first, self.second = first, second
-        for draft in (first, second):
-            if not draft.capabilities.composable or "deterministic" not in draft.kinds:
-                raise IncompatibleError.between(
-                    f"draft {type(draft).__name__}",
-                    "FirstOf",
-                    "a part of it has to propose deterministic tokens, and to go on behind tokens "
-                    "that the other part drafted",
-                    "combine lookup, source, recycling or medusa",
+    def __init__(self, first: Drafter | str, second: Drafter | str) -> None:
+        self.first, self.second = drafter_of(first), drafter_of(second)
+        for draft in (self.first, self.second):
+            if not draft.capabilities.composable:
+                _refuse(draft, "it cannot go on after tokens that another drafter proposed")
+            if "deterministic" not in draft.kinds:
+                _refuse(
+                    draft, f"it proposes {', '.join(draft.kinds)} tokens, not deterministic ones"
                 )
         self.capabilities = DrafterCapabilities(
-            graph_safe=all(draft.capabilities.graph_safe for draft in (first, second))
+            graph_safe=all(draft.capabilities.graph_safe for draft in (self.first, self.second))
         )
 
     @classmethod
@@ -81,6 +81,15 @@ class FirstOf(Drafter):
         """Begins both."""
         first, second = self.first.begin(call, prefill), self.second.begin(call, prefill)
         return FirstOfSession(call, first, second)
+
+
+def _refuse(draft: Drafter, because: str) -> NoReturn:
+    raise IncompatibleError.between(
+        f"draft {type(draft).__name__}",
+        "FirstOf",
+        because,
+        "use lookup, source, recycling or medusa",
+    )
 
 
 class FirstOfSession(DraftSession):

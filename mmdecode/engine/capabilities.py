@@ -1,13 +1,16 @@
-"""What parts declare of themselves, and how a misspelt declaration is found.
+"""What parts declare, and how a misspelt declaration is found.
 
-A capability is a field of a frozen dataclass, so that a name that does not exist is refused where
-the class is defined; so is a public name of a part that is nearly one of those its base declares.
+A capability is a field of a frozen dataclass: a field that does not exist is refused where the
+class is defined. So is a public name of a part that is nearly one that its base declares, a
+capability set as an attribute of its own, and a method's name given to something that is none.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,7 +30,7 @@ class Capabilities:
             OptionError: It says which one was meant.
         """
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        refuse_unknown(given, known, "capability")
+        refuse_unknown(given, known, f"capability of {cls.__name__}")
         return super().__new__(cls)
 
 
@@ -69,6 +72,7 @@ class Part:
         super().__init_subclass__(**options)
         kind: Any = cls
         refuse_near_misses(tuple(vars(cls)), kind)
+        refuse_other_kinds(vars(cls), kind)
 
 
 @functools.lru_cache(maxsize=256)  # adapters are looked at in every call
@@ -84,18 +88,57 @@ def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
     """
     if Part in cls.__bases__:
         return
-    base = next(one for one in cls.__mro__ if Part in one.__bases__)
+    base = _base(cls)
     declared = [name for name in _declared(base) if not name.startswith("_")]
     known = {name for one in cls.__mro__[1:] for name in _declared(one)}
+    can = type(vars(base).get("capabilities"))
+    fields = vars(can).get("__dataclass_fields__", ())
     for name in names:
         if name.startswith("_") or name in known:
             continue
+        if name in fields:
+            raise OptionError(
+                f"{cls.__name__}.{name} is a capability, which a {base.__name__} declares as one; "
+                f"write capabilities = {can.__name__}({name}=...)"
+            )
         near = difflib.get_close_matches(name, declared, 1, NEAR)
         if near:
             raise OptionError(
                 f"{cls.__name__}.{name} is nothing that a {base.__name__} declares; did you mean "
                 f"{near[0]!r}? If not, choose a name that is less like it"
             )
+
+
+def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
+    """Refuses values of a part where its base declares something of another kind.
+
+    Args:
+        values: By name: of the class, or of an object of it.
+        cls: The part's class.
+
+    Raises:
+        OptionError: A method is no method, or the capabilities are those of another part.
+    """
+    if Part in cls.__bases__:
+        return
+    base = _base(cls)
+    for name in values:
+        meant, value = vars(base).get(name), values[name]
+        if inspect.isfunction(meant) and not (callable(value) or hasattr(value, "__get__")):
+            raise OptionError(
+                f"{cls.__name__}.{name} is {value!r}, and a {base.__name__} declares a method; "
+                f"write def {name}({', '.join(inspect.signature(meant).parameters)})"
+            )
+        if isinstance(meant, Capabilities) and not isinstance(value, type(meant)):
+            raise OptionError(
+                f"{cls.__name__}.{name} is {value!r}; a {base.__name__} declares them as "
+                f"{type(meant).__name__}(...)"
+            )
+
+
+def _base(cls: Any) -> Any:
+    """The class that declares what parts of its kind have."""
+    return next(one for one in cls.__mro__ if Part in one.__bases__)
 
 
 def _declared(cls: type) -> set[str]:

@@ -18,11 +18,12 @@ from mmdecode._compat import attention_implementation
 from mmdecode.engine.adapter import MAIN, Adapter, Prompt
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.cache import bucket
-from mmdecode.engine.capabilities import Part, refuse_near_misses
+from mmdecode.engine.capabilities import Part, refuse_near_misses, refuse_other_kinds
 from mmdecode.engine.contracts import (
     AcceptanceRule,
     BranchRunner,
     Drafter,
+    DraftSession,
     Guide,
     Requirements,
     StateEdit,
@@ -256,12 +257,13 @@ def refuse_no_part(part: str, given: Any) -> None:
         why = f"its class {type(given).__name__} is no subclass of mmdecode.{base.__name__}"
     else:
         kind: Any = type(given)
-        return refuse_near_misses(tuple(vars(given)), kind)
+        refuse_near_misses(tuple(vars(given)), kind)
+        return refuse_other_kinds(vars(given), kind)
     advice = (
         f"make an object of a class that inherits from mmdecode.{base.__name__}"
         if part in ("adapter", "runner")
         else f"give a name as 'mmdecode methods {part}' lists them, with options as "
-        "name:key=value, or an object"
+        f"name:key=value, or an object of a class that inherits from mmdecode.{base.__name__}"
     )
     raise OptionError(f"{part}={given!r} is no {part} ({why}); {advice}")
 
@@ -270,6 +272,21 @@ def _lacks(given: Any, name: str, base: type) -> bool:
     """Whether a part lacks what its base declares and does not have."""
     own = getattr(type(given), name, None)
     return not hasattr(given, name) or (own is not None and own is vars(base).get(name))
+
+
+def refuse_no_session(drafter: Drafter, given: Any) -> DraftSession:
+    """What a drafter's ``begin`` returned, if that is a session.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if isinstance(given, DraftSession):
+        return given
+    name = type(drafter).__name__
+    raise OptionError(
+        f"{name}.begin returned {given!r}; expected an object of a class that inherits from "
+        "mmdecode.DraftSession"
+    )
 
 
 def refuse_looking(guide: Guide | None) -> None:
@@ -401,7 +418,7 @@ def refuse_proposal(proposal: Proposal, kind: Kind, draft: Drafter, rule: Accept
             f"draft {type(draft).__name__}",
             f"accept {type(rule).__name__}",
             f"a proposal of kind {kind!r} was agreed, this one is {proposal.kind!r}",
-            "repair the draft: begin tells it the kind",
+            "repair the draft: call.plan.kind says which was agreed",
         )
     if proposal.size > MAX_NODES:
         raise OptionError(

@@ -176,7 +176,7 @@ class Block:
         return torch.stack([took_part, self.num_drafted, self.num_accepted, self.count], 1)
 
 
-class DraftSession:
+class DraftSession(Part):
     """Base of one call of a `Drafter`: its caches and states, and what it does in every round.
 
     As it stands, it drafts nothing.

@@ -146,7 +146,7 @@ class Run:
         left = self.call.request.max_new_tokens > 1 and not self.seen_to_end()
         if not left:
             return DraftSession(self.call)
-        return self.drafter.begin(self.call, main)
+        return checks.refuse_no_session(self.drafter, self.drafter.begin(self.call, main))
 
     def step(self) -> Callable[[Proposal], RoundResult]:
         """A round, or what replays captured ones."""

@@ -1,14 +1,20 @@
 """What is given to a decoder as its parts."""
 
+import sys
+
 import pytest
 import torch
 
 import mmdecode as mm
+from mmdecode import registry
+from mmdecode.draft.adaptive import Adaptive
+from mmdecode.draft.first_of import FirstOf
+from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.capabilities import DrafterCapabilities, RuleCapabilities
 from mmdecode.engine.contracts import Requirements
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError, MMDecodeError, OptionError
 from mmdecode.testing.table import Table, TableAdapter, decode
 
 
@@ -38,6 +44,103 @@ def test_a_capability_that_does_not_exist_is_refused_with_the_one_that_was_meant
         DrafterCapabilities(graph_saf=True)
     with pytest.raises(OptionError, match=r"'drafter_invariance'; did you mean"):
         RuleCapabilities(drafter_invariance=True)
+
+
+PLUGIN = """
+from mmdecode import Drafter, DraftSession
+from mmdecode.engine.capabilities import DrafterCapabilities
+class Hasty(Drafter):
+    capabilities = DrafterCapabilities(graph_saf=True)
+    def begin(self, call, prefill):
+        return DraftSession(call)
+"""
+
+
+def test_a_capability_misspelt_in_a_plugin_is_refused_with_the_plugin_and_what_was_meant(
+    tmp_path, monkeypatch
+):
+    info = tmp_path / "hurry-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hurry\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mmdecode.draft]\nhasty = hurry_mod:Hasty\n")
+    (tmp_path / "hurry_mod.py").write_text(PLUGIN)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    meant = (
+        r"draft 'hasty' of hurry \(hurry_mod:Hasty\) .*no capability of DrafterCapabilities named "
+        r"'graph_saf'; did you mean 'graph_safe'\?"
+    )
+    with pytest.raises(MMDecodeError, match=meant):
+        mm.Decoder("hasty")
+    with pytest.warns(RuntimeWarning, match=meant):
+        registry.describe("draft")
+
+
+def test_a_capability_that_is_not_declared_as_one_is_refused():
+    with pytest.raises(OptionError, match=r"write capabilities = Draf\w+\(graph_safe=\.\.\.\)"):
+
+        class Bare(mm.Drafter):
+            graph_safe = True
+
+    with pytest.raises(OptionError, match=r"Another.capabilities .* as DrafterCapabilities\("):
+
+        class Another(mm.Drafter):
+            capabilities = RuleCapabilities()
+
+    class Late(mm.Drafter):
+        def __init__(self):
+            self.capabilities = {"graph_safe": True}
+
+        def begin(self, call, prefill):
+            """Nothing."""
+
+    with pytest.raises(OptionError, match=r"Late.capabilities is \{'graph_safe': True\}"):
+        mm.Decoder(Late())
+
+
+def test_a_value_in_the_place_of_a_method_is_refused():
+    with pytest.raises(OptionError, match=r"Deep.needs is .*; write def needs\(self, adapter\)"):
+
+        class Deep(mm.Drafter):
+            needs = Requirements()
+
+
+@pytest.mark.parametrize("session", [None, PromptLookup()])
+def test_what_a_drafter_begins_that_is_no_session_is_refused(session):
+    class Odd(mm.Drafter):
+        def begin(self, call, prefill):
+            return session
+
+    with pytest.raises(OptionError, match=r"Odd.begin returned .* inherits from mmdecode.DraftSes"):
+        decode(Table(8, seed=1), torch.ones(1, 2).long(), mm.Decoder(Odd()))
+
+
+def test_a_method_of_a_session_that_is_nearly_one_of_its_base_is_refused():
+    with pytest.raises(OptionError, match=r"Odd.observed is nothing .* DraftSession .*'observe'"):
+
+        class Odd(mm.DraftSession):
+            def observed(self, proposal, scores, block):
+                """Misspelt."""
+
+
+@pytest.mark.parametrize(
+    "second",
+    [LayerSkip(exit_layer=1), Adaptive(LayerSkip(exit_layer=1))],
+    ids=["itself", "inside of another"],
+)
+def test_a_drafter_that_cannot_be_composed_is_refused_with_both_sides(second):
+    name = type(second).__name__
+    with pytest.raises(
+        IncompatibleError, match=rf"draft {name} does not fit FirstOf: .*; use lookup, source"
+    ):
+        FirstOf(PromptLookup(), second)
+
+
+@pytest.mark.parametrize("make", [Adaptive, lambda given: FirstOf("lookup", given)])
+def test_a_part_of_a_composite_that_is_no_drafter_is_refused(make):
+    with pytest.raises(OptionError, match=r"draft=5 is no draft \(no begin\)"):
+        make(5)
+    with pytest.raises(mm.errors.UnknownNameError, match="did you mean 'lookup'"):
+        make("lookupp")
 
 
 def test_a_name_that_is_nearly_one_of_a_parts_base_is_refused():
@@ -130,7 +233,7 @@ def test_a_runner_of_branches_without_its_base_is_refused():
         def prefill(self, call, earlier):
             """Nothing."""
 
-        score = keep = prefill
+        score = commit = prefill
 
     class Both(mm.Guide):
         branches = (BranchSpec(name="own", build=lambda call: Running()),)
