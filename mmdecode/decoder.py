@@ -285,7 +285,8 @@ class Decoder:
         """
         if guide is None and not images:
             return DraftTarget()
-        return DraftTarget(guide=guide if self.draft_guided else None, warp=prefix_free(processors))
+        follows = self.draft_guided and self.draft.capabilities.follows_target
+        return DraftTarget(guide=guide if follows else None, warp=prefix_free(processors))
 
     def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
         """The rule of this call and the kind of proposal it gets."""

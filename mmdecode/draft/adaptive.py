@@ -228,6 +228,7 @@ class AdaptiveSession(DraftSession):
     ) -> None:
         super().__init__(call)
         self.inner, self.depth, self.note = inner, depth, note
+        self.unguided = inner.unguided
         self.times = [began]
 
     def propose(self, budget: int) -> Proposal:

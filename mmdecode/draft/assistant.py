@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mmdecode import registry
 from mmdecode.checkpoints import code_trusted, config_of, loading, local_path
-from mmdecode.draft.target import TargetDistribution, branches_of, can_follow, noise_of
+from mmdecode.draft.target import TargetDistribution, branches_of, noise_of, why_unguided
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket
@@ -109,22 +109,25 @@ class Assistant(Drafter):
         unguided = None if self.guide else _unguided(target.guide, adapter, words)
         if unguided is None:
             try:
-                return self._opened(call, adapter, words, target)
+                return self._opened(call, adapter, words, target, None)
             except IncompatibleError as error:
                 if self.guide or target.guide is None:
                     raise
                 unguided = str(error)  # as of a transform that this model does not offer
-        session = self._opened(call, adapter, words, replace(target, guide=None))
-        session.unguided = unguided
-        return session
+        return self._opened(call, adapter, words, replace(target, guide=None), unguided)
 
     def _opened(
-        self, call: Call, adapter: Any, words: bool, target: DraftTarget
+        self,
+        call: Call,
+        adapter: Any,
+        words: bool,
+        target: DraftTarget,
+        unguided: str | None,
     ) -> AssistantSession:
         """A session that has read the prompt, or its ``words`` alone."""
         main = _words(call) if words else MAIN
         branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
-        followed = TargetDistribution(call, target, branch.prefill(call, {}))
+        followed = TargetDistribution(call, target, branch.prefill(call, {}), unguided)
         return AssistantSession(call, branch, followed, self.length, self.risk)
 
     def _adapter(self, call: Call, prefill: BranchOutput) -> Any:
@@ -168,11 +171,9 @@ class AssistantSession(DraftSession):
 
     Attributes:
         lag: Tokens that each round reads again.
-        unguided: Why the guide of the call is not followed; ``None``: it is, or there is none.
     """
 
     lag = 2
-    unguided: str | None = None
 
     def __init__(
         self,
@@ -184,6 +185,7 @@ class AssistantSession(DraftSession):
     ) -> None:
         super().__init__(call)
         self.branch, self.target, self.length, self.risk = branch, target, length, risk
+        self.unguided = target.unguided
 
     def propose(self, budget: int) -> Proposal:
         """A chain per row."""
@@ -287,9 +289,7 @@ def _unguided(guide: Guide | None, adapter: Any, words: bool) -> str | None:
         return "the drafting model reads the words of the prompt alone"
     if guide.edits:
         return f"guide {type(guide).__name__} changes what happens inside the model"
-    if not can_follow(guide, adapter):
-        return f"guide {type(guide).__name__} wants more than logits, or branches of its own"
-    return None
+    return why_unguided(guide, adapter)
 
 
 def _sees(adapter: Any) -> bool:

@@ -23,7 +23,6 @@ from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.target import (
-    TargetDistribution,
     along_path,
     branch_prompt,
     followed,
@@ -194,7 +193,8 @@ class FeatureSession(DraftSession):
         self.draft = draft
         self.drafter = draft.placed.like(prefill.hidden["last"])
         outputs = outputs_by_name(prefill)
-        self.target = TargetDistribution(call, followed(call), outputs)
+        self.target = followed(call, prefill)
+        self.unguided = self.target.unguided
         # rows of all below go branch by branch
         self.state: Tensor | None = None  # of the last row, (B, 1, H)
         self._reach = 0  # slots of the longest row

@@ -58,7 +58,10 @@ class FirstOf(Drafter):
                     draft, f"it proposes {', '.join(draft.kinds)} tokens, not deterministic ones"
                 )
         self.capabilities = DrafterCapabilities(
-            graph_safe=all(draft.capabilities.graph_safe for draft in (self.first, self.second))
+            graph_safe=all(draft.capabilities.graph_safe for draft in (self.first, self.second)),
+            follows_target=any(
+                draft.capabilities.follows_target for draft in (self.first, self.second)
+            ),
         )
 
     @classmethod
@@ -98,6 +101,7 @@ class FirstOfSession(DraftSession):
     def __init__(self, call: Call, first: DraftSession, second: DraftSession) -> None:
         super().__init__(call)
         self.first, self.second = first, second
+        self.unguided = first.unguided or second.unguided
 
     def propose(self, budget: int) -> Proposal:
         """One proposal; its rows have shapes of their own where the parts differ in shape."""

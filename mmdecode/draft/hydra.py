@@ -19,13 +19,7 @@ from torch import Tensor
 from mmdecode.draft.features import refuse_encoder, refuse_foreign, shipped
 from mmdecode.draft.growing import Shape, grown_proposal
 from mmdecode.draft.placed import Placed
-from mmdecode.draft.target import (
-    TargetDistribution,
-    along_path,
-    followed,
-    gathered,
-    outputs_by_name,
-)
+from mmdecode.draft.target import along_path, followed, gathered
 from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
@@ -140,7 +134,8 @@ class HydraSession(DraftSession):
         refuse_foreign(draft.heads, call.plan.adapter, prefill)
         self.draft = draft
         self.heads = draft.placed.like(prefill.hidden["last"])
-        self.target = TargetDistribution(call, followed(call), outputs_by_name(prefill))
+        self.target = followed(call, prefill)
+        self.unguided = self.target.unguided
         self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, 1, H)
 
     def propose(self, budget: int) -> Proposal:

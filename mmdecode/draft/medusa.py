@@ -29,7 +29,6 @@ from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired, read_weights
 from mmdecode.draft.placed import Placed
 from mmdecode.draft.target import (
-    TargetDistribution,
     along_path,
     branch_prompt,
     followed,
@@ -348,7 +347,8 @@ class MedusaSession(DraftSession):
         states = prefill.hidden["last"]
         self.heads, self.tree = draft.placed.like(states), draft.shape(call)
         outputs = outputs_by_name(prefill)
-        self.target = TargetDistribution(call, followed(call), outputs)
+        self.target = followed(call, prefill)
+        self.unguided = self.target.unguided
         self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None
         if draft.placed_block is not None:

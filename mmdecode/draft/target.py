@@ -23,28 +23,22 @@ from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 
 
-def can_follow(guide: Guide | None, adapter: Adapter) -> bool:
-    """Whether a guide can be applied to a draft's logits, one set for each of its branches.
+def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
+    """Why a guide cannot be applied to a draft's logits, one set for each of its branches.
 
-    It cannot where a branch is run by another model or by a runner of the guide's own, takes the
-    place of another after the prompt, or where the guide reads more than logits.
+    ``None``: it can, or there is none. It cannot where a branch is run by another model or by a
+    runner of the guide's own, takes over from another after the prompt, or where the guide reads
+    more than logits.
     """
     if guide is None:
-        return True
-    own = [
-        s
-        for s in guide.branches
-        if s.build is not None or s.model is not None or s.replaces_after_prefill
-    ]
-    return not own and needs_of(guide, adapter) == Requirements()
-
-
-def followed(call: Call) -> DraftTarget:
-    """The draft target of a call's plan, without the guide where it cannot be followed."""
-    target = call.plan.draft_target
-    if can_follow(target.guide, call.plan.adapter):
-        return target
-    return replace(target, guide=None)
+        return None
+    name = type(guide).__name__
+    for spec in guide.branches:
+        if spec.build is not None or spec.model is not None or spec.replaces_after_prefill:
+            return f"guide {name} has branches of its own, which no draft runs: {spec.name!r}"
+    if needs_of(guide, adapter) != Requirements():
+        return f"guide {name} reads more than logits"
+    return None
 
 
 def branches_of(target: DraftTarget) -> list[BranchSpec]:
@@ -52,9 +46,18 @@ def branches_of(target: DraftTarget) -> list[BranchSpec]:
     return [MAIN, *(target.guide.branches if target.guide else ())]
 
 
+def followed(call: Call, prefill: BranchOutput) -> TargetDistribution:
+    """What a drafter follows that runs on the model's own states, which every branch has."""
+    target = call.plan.draft_target
+    reason = why_unguided(target.guide, call.plan.adapter)
+    return TargetDistribution(call, target, outputs_by_name(prefill), reason)
+
+
 def warp_alone(call: Call, prefill: Mapping[str, BranchOutput]) -> TargetDistribution:
     """What a drafter with one branch follows: the target is warped, and not guided."""
-    return TargetDistribution(call, replace(call.plan.draft_target, guide=None), prefill)
+    target = call.plan.draft_target
+    reason = None if target.guide is None else "the drafter has one branch"
+    return TargetDistribution(call, target, prefill, reason)
 
 
 def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
@@ -63,9 +66,19 @@ def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
 
 
 def branch_prompt(call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt that a branch has read; see `BranchSpec.replaces_after_prefill`."""
-    running = {} if call.plan.main is None else {one.name: one for one in call.plan.main.specs}
-    return call.plan.adapter.prompt(call, running.get(spec.name, spec))
+    """The prompt that a branch has read; see `BranchSpec.replaces_after_prefill`.
+
+    It is made again, its images or audio encoded again, where another runner read it than the main
+    branch's, as one of a later stage.
+    """
+    main = call.plan.main
+    names = [] if main is None else [one.name for one in main.specs]
+    if main is not None and spec.name in names:
+        index = names.index(spec.name)
+        if main.prompts:
+            return main.prompts[index]
+        spec = main.specs[index]
+    return call.plan.adapter.prompt(call, spec)
 
 
 class TargetDistribution:
@@ -73,21 +86,30 @@ class TargetDistribution:
 
     Args:
         call: The call that is drafted for.
-        target: What is followed, see `followed`.
+        target: What is to be followed.
         prefill: Outputs after the prompt of the branches that draft, by name; the guide makes its
             constants of them.
+        unguided: Why the guide is left out; ``None``: it is followed, or there is none.
 
     Attributes:
         specs: The branches that logits are needed of, in row order.
+        unguided: As given: for `mmdecode.engine.contracts.DraftSession.unguided`.
     """
 
     def __init__(
-        self, call: Call, target: DraftTarget, prefill: Mapping[str, BranchOutput]
+        self,
+        call: Call,
+        target: DraftTarget,
+        prefill: Mapping[str, BranchOutput],
+        unguided: str | None = None,
     ) -> None:
+        if unguided is not None:
+            target = replace(target, guide=None)
         self.call, self.target, self.specs = call, target, branches_of(target)
-        guide = target.guide
+        self.unguided, guide = unguided, target.guide
         # the prompt was read before the first token was committed
         start = call.at(torch.zeros_like(call.rows.length))
+        start = replace(start, plan=replace(start.plan, is_draft=True))
         self._constants = None if guide is None else guide.begin(start, prefill)
 
     def each(self, values: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class ModelRunner(BranchRunner):
         self._past: Any = None
         self._forward: Callable[..., Tensor] = adapter.forward
         self.width = 0  # slots of the widest prompt
+        self.prompts: list[Prompt] = []  # of the branches, kept for drafters that follow a guide
         self.left_out: Tensor | int = 0  # tokens of the prompt that are in no slot, per row
         self._means: Mapping[int, Tensor] = {}  # see Scores.text_attention
         self._images: Tensor | None = None  # of the prompts, where somebody asks
@@ -73,7 +74,9 @@ class ModelRunner(BranchRunner):
 
     def prefill(self, call: Call, earlier: Mapping[str, BranchOutput]) -> dict[str, BranchOutput]:
         """Reads the prompts of all branches; row 0 is their last position."""
-        prompts = self.adapter.stack([self.adapter.prompt(call, spec) for spec in self.specs])
+        own = [self.adapter.prompt(call, spec) for spec in self.specs]
+        self.prompts = [] if call.plan.draft_target.guide is None else own
+        prompts = self.adapter.stack(own)
         for prompt in prompts:
             refuse_memory(self.adapter, prompt)
         if call.plan.static_shapes and not capture.available(call.device):

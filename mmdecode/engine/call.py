@@ -83,6 +83,8 @@ class Plan:
         main: Runs the main branch, for drafters that copy its keys and values; ``None`` before the
             prompt was read, and where a guide runs that branch itself.
         draft_target: What drafters follow that can.
+        is_draft: Whether a guide is applied to a draft's logits. It does not warn there: it has
+            seen the model's own.
     """
 
     adapter: Any = None
@@ -92,6 +94,7 @@ class Plan:
     drafter_invariant: bool = False
     main: ModelRunner | None = None
     draft_target: DraftTarget = DraftTarget()
+    is_draft: bool = False
 
 
 @dataclass(kw_only=True)

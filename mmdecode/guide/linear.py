@@ -195,6 +195,8 @@ def generated(call: Call, proposal: Proposal) -> Tensor:
 
 def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], name: str) -> None:
     """Warns where a branch says what the main one does, of every row that has an image."""
+    if call.plan.is_draft:
+        return
     # the same tokens may be read another way, which costs the last bits
     same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)
     same = same.flatten(1).all(1)
@@ -210,7 +212,7 @@ def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], n
 
 def warn_inert(guide: str, call: Call) -> None:
     """Warns where a guide that is about sampling meets greedy generation."""
-    if not call.request.do_sample:
+    if not (call.request.do_sample or call.plan.is_draft):
         warn(
             f"guide {guide} is inert in greedy generation, where it changes no token; set "
             "do_sample=True, or leave it out",

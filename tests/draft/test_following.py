@@ -1,22 +1,31 @@
 """Drafters that follow the guided distribution, and models that they cannot draft for."""
 
 import functools
+from dataclasses import replace
 from threading import Thread
 
 import pytest
 import torch
 
+import mmdecode
 from mmdecode import registry
 from mmdecode.decoder import Decoder
+from mmdecode.draft.adaptive import Adaptive
+from mmdecode.draft.amateur import Amateur
+from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
+from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.hydra import Hydra
+from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.draft.target import can_follow
+from mmdecode.draft.target import why_unguided
+from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.cfg_image import CFGImage
 from mmdecode.guide.dola import DoLa
+from mmdecode.guide.linear import Contrast, Linear
 from mmdecode.guide.pai import PAI
 from mmdecode.guide.vcd import VCD
 from mmdecode.models.hydra import HydraHeads
@@ -81,9 +90,65 @@ def test_a_drafter_that_is_the_target_is_right_under_a_guide(family, guide):
 
 def test_what_draws_on_more_than_logits_is_not_followed():
     adapter = registry.adapter_for(vision_model("llava"))
-    assert all(can_follow(make(), adapter) for make in GUIDES.values())
-    assert can_follow(None, adapter)
-    assert not can_follow(AdaptVis(), adapter) and not can_follow(DoLa(), adapter)
+    assert all(why_unguided(make(), adapter) is None for make in GUIDES.values())
+    assert why_unguided(None, adapter) is None
+    assert "AdaptVis has branches of its own" in why_unguided(AdaptVis(), adapter)
+    assert "DoLa reads more than logits" in why_unguided(DoLa(), adapter)
+
+
+SHORT = {"max_new_tokens": 6}
+DRAFTS = {**UNTRAINED, "eagle": lambda: FeatureDraft(Oracle(vision_model("llava"), 1), depth=2)}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_stats_say_why_a_drafter_does_not_follow_a_guide(name):
+    reasons = {}
+    for guide in (DoLa(), VCD(), None):
+        _, decoder = decode("llava", DRAFTS[name](), guide, **SHORT)
+        reasons[type(guide)] = decoder.stats.unguided
+    assert reasons == {DoLa: {"guide DoLa reads more than logits"}, VCD: set(), type(None): set()}
+
+
+def test_stats_say_why_a_composite_and_a_drafter_with_one_branch_do_not_follow():
+    for draft in (Adaptive(DRAFTS["medusa"]()), FirstOf(PromptLookup(), DRAFTS["medusa"]())):
+        _, decoder = decode("llava", draft, DoLa(), **SHORT)
+        assert decoder.stats.unguided == {"guide DoLa reads more than logits"}
+    _, decoder = decode("llava", Amateur(), VCD(), **SHORT)
+    assert decoder.stats.unguided == {"the drafter has one branch"}
+
+
+def test_nothing_is_said_of_a_drafter_that_is_not_to_follow():
+    decoder = Decoder(DRAFTS["medusa"](), DoLa(), draft_guided=False)
+    mmdecode.generate(vision_model("llava"), decoder=decoder, **inputs_of("llava"), **SHORT)
+    assert decoder.stats.rounds and not decoder.stats.unguided
+
+
+RUNNING = {**DRAFTS, "assistant": lambda: Assistant(vision_model("llava"), 2), "amateur": Amateur}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_guide_warns_once_whatever_drafts(name):
+    same = {"change": lambda values, draw: values}
+    with pytest.warns(UserWarning) as told:
+        guide = Contrast(transform="pixels")
+        guide.branches = [replace(guide.branches[0], transform_options=same)]
+        decode("llava", RUNNING[name](), guide, **SHORT)
+    assert ["inactive" in str(one.message) for one in told] == [True]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_images_of_a_branch_are_encoded_once_for_the_model_and_its_draft(name):
+    changed = []
+
+    def dimmed(features, draw):
+        changed.append(len(features))
+        return features / 2
+
+    branch = BranchSpec(name="dim", transform="features", transform_options={"change": dimmed})
+    decode("llava", DRAFTS[name](), Linear([branch], [2, -1]), **SHORT)
+    drafted = len(changed)
+    decode("llava", None, Linear([branch], [2, -1]), **SHORT)
+    assert drafted == len(changed) - drafted > 0
 
 
 def test_a_warp_reaches_the_heads():
