@@ -1,14 +1,18 @@
 """Checks that a draft, a rule, a guide or an adapter keeps its promises.
 
 `check_draft`, `check_accept`, `check_guide` and `check_adapter` are for parts of your own and raise
-AssertionError with what differs. They are composed of `assert_lossless` (byte equality with a plain
-loop) and `assert_distribution` (counts of whole sequences against exact enumeration). Both are only
-worth something because known mistakes fail them: the mutants under ``tests/law``.
+AssertionError with the promise that is broken and what differs. They are composed of
+`assert_lossless` (byte equality with a plain loop) and `assert_distribution` (counts of whole
+sequences against exact enumeration). Both are only worth something because known mistakes fail
+them: the mutants under ``tests/law``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +23,10 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call
+from mmdecode.engine.capabilities import Part
+from mmdecode.engine.checks import refuse_no_part
 from mmdecode.engine.proposal import Proposal, Tree
-from mmdecode.errors import IncompatibleError
+from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import drafts
 from mmdecode.testing.table import (
     Table,
@@ -212,24 +218,124 @@ def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     yield from ([p] for p in prompts)
 
 
-def check_draft(make: Callable[[], Any], model: Any = None) -> None:
+@contextmanager
+def _promised(what: str) -> Iterator[None]:
+    """Names the promise that is being checked in whatever is raised meanwhile."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"promise broken, {what}: {error}") from error
+    except Exception as error:
+        error.add_note(f"raised while this promise was checked: {what}")
+        raise
+
+
+def _made(part: str, make: Callable[[], Any]) -> Any:
+    """What a factory makes.
+
+    Raises:
+        OptionError: It is no factory, or makes no part of the kind.
+    """
+    if isinstance(make, Part) or not callable(make):
+        name = type(make).__name__
+        raise OptionError(f"{make!r} is no factory; give what makes one: lambda: {name}(...)")
+    made = make()
+    refuse_no_part(part, made)
+    return made
+
+
+Run = Callable[..., Any]
+"""From a part, a model, prompts and options of `decode` to what is compared."""
+
+
+def _check_shared(
+    make: Callable[[], Any], models: Sequence[Any], run: Run, agree: Callable[[Any, Any, str], None]
+) -> None:
+    """Asserts that one object gives in every call what an object of the call's own gives.
+
+    Args:
+        make: A new part.
+        models: Two.
+        run: Decodes with the part.
+        agree: Compares what ``run`` returned with what it should be.
+    """
+    first, other = models
+    alone = run(make(), first, PROMPTS)
+    with _promised("one object serves call after call"):
+        shared = make()
+        run(shared, first, PROMPTS[:1], max_new_tokens=1)
+        agree(run(shared, first, PROMPTS), alone, "after a call of one token")
+        agree(run(shared, other, PROMPTS[:2]), run(make(), other, PROMPTS[:2]), "of another model")
+        agree(run(shared, first, PROMPTS), alone, "after a call of another model")
+    with _promised("one object serves two threads at once"), ThreadPoolExecutor(1) as thread:
+        shared, asked, found = make(), [], []
+
+        def interrupt(ids: Tensor, scores: Any) -> Tensor:
+            asked.append(ids)
+            if len(asked) == 2:  # the other call begins and ends amid a drafted round of this one
+                found.append(thread.submit(run, shared, other, PROMPTS[:2]).result())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        agree(run(shared, first, PROMPTS, criteria=[interrupt]), alone, "around another's call")
+        agree(found[0], run(make(), other, PROMPTS[:2]), "amid another's call")
+
+
+def _check_shared_draft(make: Callable[[], Any], models: Sequence[Any], learns: bool) -> None:
+    def run(draft: Any, model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
+        decoder = Decoder(draft, seed=SEED)
+        rows = run_rows(decoder, model, prompts, **options)
+        stats = decoder.stats
+        return rows, None if learns else (stats.drafted, stats.accepted)
+
+    def agree(found: Any, expected: Any, where: str) -> None:
+        (rows, counts), (others, due) = found, expected
+        assert rows == others, f"{where} it generates {rows}, a new object {others}"
+        assert counts == due, (
+            f"{where} it drafts and accepts {counts} tokens, a new object {due}; keep what belongs "
+            "to a call in the DraftSession, or check it with learns=True if it learns from calls"
+        )
+
+    _check_shared(make, models, run, agree)
+
+
+def _models(model: Any) -> tuple[Any, Any]:
+    """The model of a check, and another; of a special one a copy, which parts tell from it."""
+    if model is not None:
+        return model, deepcopy(model)
+    bias = {0: 1.0, 4: -0.5}
+    return Table(5, seed=3, bias=bias), Table(5, seed=4, bias=bias)
+
+
+def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = False) -> None:
     """Checks that a draft changes speed and nothing else.
+
+    Tokens are compared with a plain loop, alone and in batches, greedy and sampled; with a rule
+    that relies on the probabilities of the draft, whole distributions. Then one object is used
+    call after call, for two models in turn, and by two threads at once.
 
     Args:
         make: A new draft for a vocabulary of 5.
         model: The table model it drafts for, where it needs a special one.
+        learns: Whether what it drafts may depend on earlier calls.
 
     Raises:
-        AssertionError: A promise is broken.
+        AssertionError: A promise is broken; it is named.
+        OptionError: ``make`` makes no `Drafter`.
     """
-    model = model or Table(5, seed=3, bias={0: 1.0, 4: -0.5})
-    for do_sample in (False, True):
-        for prompts in _batches(PROMPTS):
-            decoder = Decoder(make(), seed=SEED)
-            assert_lossless(
-                decoder, model, law_of(model), prompts, do_sample=do_sample, eos=[model.vocab - 1]
-            )
-    kinds = make().kinds
+    kinds = _made("draft", make).kinds
+    model, other = _models(model)
+    with _promised("a drafter changes no token"):
+        for do_sample in (False, True):
+            for prompts in _batches(PROMPTS):
+                assert_lossless(
+                    Decoder(make(), seed=SEED),
+                    model,
+                    law_of(model),
+                    prompts,
+                    do_sample=do_sample,
+                    eos=[model.vocab - 1],
+                )
+    _check_shared_draft(make, (model, other), learns)
     names = {
         "iid": "rejection",
         "without_replacement": "rejection",
@@ -237,13 +343,14 @@ def check_draft(make: Callable[[], Any], model: Any = None) -> None:
     }
     for kind, rule in names.items():
         if kind in kinds:
-            assert_distribution(
-                lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
-                model,
-                law_of(model),
-                samples=10_000,
-                length=3,
-            )
+            with _promised(f"proposals of kind {kind} are what they say, under accept={rule!r}"):
+                assert_distribution(
+                    lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
+                    model,
+                    law_of(model),
+                    samples=10_000,
+                    length=3,
+                )
     if not {"iid", "without_replacement"} & set(kinds):
         _refused(lambda: Decoder(make(), accept="rejection"), type(make()).__name__, "Rejection")
 
@@ -255,9 +362,10 @@ def check_accept(make: Callable[[], Any]) -> None:
         make: A new rule. Unless its ``guarantee`` is ``"exact"``, only an empty draft is judged.
 
     Raises:
-        AssertionError: A promise is broken.
+        AssertionError: A promise is broken; it is named.
+        OptionError: ``make`` makes no `AcceptanceRule`.
     """
-    rule = make()
+    rule = _made("accept", make)
     model = Table(4, seed=11, sharpness=1.5)
     proposers = [drafts.TestDrafter()]
     if rule.guarantee == "exact":
@@ -277,18 +385,21 @@ def check_accept(make: Callable[[], Any]) -> None:
         ]
     proposers = [p for p in proposers if set(p.kinds) & set(rule.kinds)]
     for draft in proposers:
+        told = f"in mode {{}} with {type(draft).__name__} proposing {', '.join(draft.kinds)} tokens"
         if "greedy" in rule.modes:
-            assert_lossless(
-                Decoder(draft, accept=make()), model, law_of(model), do_sample=False, eos=[3]
-            )
+            with _promised(told.format("greedy")):
+                assert_lossless(
+                    Decoder(draft, accept=make()), model, law_of(model), do_sample=False, eos=[3]
+                )
         if "sample" in rule.modes:
-            assert_distribution(
-                lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
-                model,
-                law_of(model),
-                samples=10_000,
-                length=3,
-            )
+            with _promised(told.format("sample")):
+                assert_distribution(
+                    lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
+                    model,
+                    law_of(model),
+                    samples=10_000,
+                    length=3,
+                )
     for mode in {"greedy", "sample"} - set(rule.modes):
         draft = drafts.Bigram(bigram(4), kinds=tuple(rule.kinds[:1]))
         _refused(
@@ -306,7 +417,8 @@ def check_guide(
     """Checks that a guide's law depends on each node's prefix alone.
 
     Tokens and their processed laws are compared over drafts, batches and repeated calls, so that a
-    guide which keeps a state from round to round or from call to call is found.
+    guide which keeps a state from round to round or from call to call is found; then one object
+    is used for two models in turn and by two threads at once.
 
     Args:
         make: A new guide for a table model with a vocabulary of 5.
@@ -317,8 +429,10 @@ def check_guide(
         AssertionError: Drafting, batch neighbours, an earlier call or the neutral setting change
             the law.
         IncompatibleError: The guide says that it looks back or ahead.
+        OptionError: ``make`` makes no `Guide`.
     """
-    model = model or Table(5, seed=3, bias={0: 1.0, 4: -0.5})
+    _made("guide", make)
+    model, other = _models(model)
     for do_sample in (False, True):
         options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
         undrafted = Decoder(None, make(), seed=SEED)
@@ -340,6 +454,16 @@ def check_guide(
             found = _laws(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
             without = _laws(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
             _agree(found, without, "in its neutral setting", "without it", tolerance=0.0)
+
+    def run(guide: Any, *given: Any, **options: Any) -> list[_Row]:
+        return _laws(Decoder(None, guide, seed=SEED), *given, **options)
+
+    _check_shared(
+        make,
+        (model, other),
+        run,
+        lambda found, expected, where: _agree(found, expected, where, "by a new object"),
+    )
 
 
 _Row = tuple[list[int], Tensor]
@@ -406,6 +530,7 @@ def check_adapter(
         AssertionError: Masks, positions, compaction or row order are wrong.
     """
     adapter = make(model)
+    refuse_no_part("adapter", adapter)
     tree = Tree((-1, -1, 0, 0, 2, 1))
     tokens = torch.arange(len(ids) * len(tree)).reshape(len(ids), -1) * 7 % adapter.vocab
     tokens[0, -1] = -1

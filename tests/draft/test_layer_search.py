@@ -55,7 +55,7 @@ def written(draft, family="llama", ids=None, **options):
 
 @pytest.mark.parametrize("make", [Clasp, Swift])
 def test_they_pass_the_public_check(make):
-    check_draft(lambda: make(share=0.5, length=2, every=2))
+    check_draft(lambda: make(share=0.5, length=2, every=2), learns=make is Swift)
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])

@@ -382,7 +382,7 @@ def test_neutral_guides_leave_every_byte(do_sample):
 
 @pytest.mark.parametrize("name", ["jacobi_coupled", "lookup", "assistant", "random_trees"])
 def test_our_drafts_pass_the_public_check(name):
-    check_draft(DRAFTS[name])
+    check_draft(DRAFTS[name], learns=name == "random_trees")  # its generator goes on
 
 
 @pytest.mark.parametrize(

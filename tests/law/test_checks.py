@@ -1,0 +1,112 @@
+"""The checks for parts of others find what breaks a promise, and name it."""
+
+import pytest
+
+import mmdecode as mm
+from mmdecode.accept.exact import GreedyMatch
+from mmdecode.draft.lookup import PromptLookup
+from mmdecode.engine.contracts import Outcome
+from mmdecode.engine.proposal import Proposal
+from mmdecode.errors import OptionError
+from mmdecode.testing import check_accept, check_adapter, check_draft, check_guide, drafts
+from mmdecode.testing.table import Table, left_pad
+
+
+class OneState(mm.Drafter):
+    """The mistake: what belongs to a call is kept in the drafter."""
+
+    def begin(self, call, prefill):
+        self.call = call
+        return OneStateSession(call, self)
+
+
+class OneStateSession(mm.DraftSession):
+    def __init__(self, call, drafter):
+        super().__init__(call)
+        self.drafter = drafter
+
+    def propose(self, budget):
+        return Proposal(tokens=self.drafter.call.last(1), kind="deterministic")
+
+
+def test_a_state_of_a_call_that_is_kept_in_the_drafter_is_found():
+    with pytest.raises(Exception) as raised:
+        check_draft(OneState)
+    told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert "one object serves two threads at once" in told[-1]
+
+
+class Learning(drafts.Constant):
+    """Proposes one token more in every call."""
+
+    def begin(self, call, prefill):
+        self.length += 1
+        return super().begin(call, prefill)
+
+
+def test_a_drafter_that_learns_from_calls_has_to_be_checked_as_one():
+    with pytest.raises(AssertionError, match=r"one object serves call after call.*learns=True"):
+        check_draft(lambda: Learning(1, 1))
+    check_draft(lambda: Learning(1, 1), learns=True)
+
+
+class Remembers(mm.Guide):
+    """The mistake: a guide that keeps what an earlier call began with."""
+
+    neutral = False
+
+    def __init__(self):
+        self.seen = 0
+
+    def begin(self, call, prefill):
+        self.seen += call.request.max_new_tokens == 1
+
+    def apply(self, constants, call, proposal, scores):
+        return scores["main"].logits * (1 + self.seen)
+
+
+def test_a_guide_that_remembers_a_call_is_found():
+    with pytest.raises(AssertionError, match=r"one object serves call after call"):
+        check_guide(Remembers)
+
+
+class Wrong(mm.AcceptanceRule):
+    """The mistake: it keeps whatever was drafted."""
+
+    guarantee = "exact"
+    kinds = ("deterministic",)
+    modes = frozenset({"greedy"})
+
+    def __call__(self, proposal, law, call):
+        kept = min(proposal.size, 1)
+        return Outcome(
+            path=proposal.tokens.new_zeros(call.batch, kept),
+            num_accepted=proposal.tokens.new_full((call.batch,), kept),
+            next_token=law.all()[:, 0].argmax(-1),
+        )
+
+
+def test_a_rule_that_keeps_everything_is_found_and_the_drafter_named():
+    with pytest.raises(AssertionError, match=r"promise broken, in mode greedy with Random"):
+        check_accept(Wrong)
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "message"),
+    [
+        (check_draft, PromptLookup(), r"is no factory; give what makes one: lambda: PromptLookup"),
+        (check_accept, GreedyMatch(), r"is no factory; .*lambda: GreedyMatch"),
+        (check_draft, GreedyMatch, r"is no draft \(no begin\)"),
+        (check_guide, PromptLookup, r"is no guide \(no neutral, apply\)"),
+        (check_accept, "greedy", r"'greedy' is no factory"),
+    ],
+)
+def test_what_makes_no_part_of_the_kind_is_refused(check, given, message):
+    with pytest.raises(OptionError, match=message):
+        check(given)
+
+
+def test_what_makes_no_adapter_is_refused():
+    model, (ids, mask) = Table(5), left_pad([[1, 2], [3]])
+    with pytest.raises(OptionError, match=r"is no adapter \(no model, vocab"):
+        check_adapter(lambda model: object(), model, ids, mask)
