@@ -334,24 +334,26 @@ class ModelRunner(BranchRunner):
             layer: self.adapter.head(self.adapter.norm(states[layer])).float()
             for layer in self.needs.early_exit_logits
         }
+        text_attention = {}
+        if self._images is not None:
+            width = self._images.shape[1]
+            text_attention = {key: value[:, :, :width] for key, value in self._means.items()}
+        whole = BranchOutput(
+            logits=logits,
+            hidden=states,
+            early_exit_logits=exits,
+            attention=weights,
+            text_attention=text_attention,
+            images=self._images,
+            prompt_hidden=prompt,
+        )
+        if len(specs) == 1:
+            return {specs[0].name: whole}
         batch = len(logits) // len(specs)
-        result = {}
-        for index, spec in enumerate(specs):
-            rows = slice(index * batch, (index + 1) * batch)
-            result[spec.name] = BranchOutput(
-                logits=logits[rows],
-                hidden={key: value[rows] for key, value in states.items()},
-                early_exit_logits={key: value[rows] for key, value in exits.items()},
-                attention={key: value[rows] for key, value in weights.items()},
-                text_attention={
-                    key: value[rows, :, : self._images.shape[1]]
-                    for key, value in self._means.items()
-                    if self._images is not None
-                },
-                images=None if self._images is None else self._images[rows],
-                prompt_hidden={key: value[rows] for key, value in prompt.items()},
-            )
-        return result
+        return {
+            spec.name: whole.rows(slice(index * batch, (index + 1) * batch))
+            for index, spec in enumerate(specs)
+        }
 
 
 def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -> Any:

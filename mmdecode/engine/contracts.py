@@ -58,6 +58,23 @@ class BranchOutput:
     prompt_hidden: Mapping[int | str, Tensor] = field(default_factory=dict)
     other_branches: Mapping[str, BranchOutput] = field(default_factory=dict)
 
+    def rows(self, rows: slice) -> BranchOutput:
+        """The same of some rows, without `other_branches`."""
+
+        def those(values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+            return {key: value[rows] for key, value in values.items()}
+
+        return BranchOutput(
+            logits=self.logits[rows],
+            candidates=None if self.candidates is None else self.candidates[rows],
+            hidden=those(self.hidden),
+            early_exit_logits=those(self.early_exit_logits),
+            attention=those(self.attention),
+            text_attention=those(self.text_attention),
+            images=None if self.images is None else self.images[rows],
+            prompt_hidden=those(self.prompt_hidden),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:

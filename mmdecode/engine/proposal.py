@@ -52,7 +52,7 @@ class Tree:
     @classmethod
     def chain(cls, length: int) -> Tree:
         """One node below the other."""
-        return cls(tuple(range(-1, length - 1)))
+        return _chain(length)
 
     @classmethod
     def from_paths(cls, paths: list[tuple[int, ...]]) -> tuple[Tree, list[tuple[int, ...]]]:
@@ -68,7 +68,7 @@ class Tree:
 
     def narrow(self, nodes: int) -> Tree:
         """The first ``nodes`` nodes."""
-        return self if nodes == len(self.parents) else Tree(self.parents[:nodes])
+        return self if nodes == len(self.parents) else _narrow(self, nodes)
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -84,6 +84,16 @@ class Tree:
         Ancestors include the node itself; row 0 is the root.
         """
         return _tree_tensors(self, device)
+
+
+@lru_cache(maxsize=256)
+def _chain(length: int) -> Tree:
+    return Tree(tuple(range(-1, length - 1)))
+
+
+@lru_cache(maxsize=256)
+def _narrow(tree: Tree, nodes: int) -> Tree:
+    return Tree(tree.parents[:nodes])
 
 
 @lru_cache(maxsize=256)
