@@ -22,6 +22,8 @@ from transformers.generation.logits_process import (
 
 from mmdecode import registry
 from mmdecode._compat import arguments_of_generate
+from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
+from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
 from mmdecode.engine.attention import AttentionEdit
@@ -293,14 +295,10 @@ class Decoder:
         if not isinstance(self.accept, str):
             checks.refuse_mode(self.accept, do_sample)
             return self.accept, checks.agreed_kind(self.accept, self.draft)
-        if not do_sample:
-            names = ["greedy"]
-        elif self.accept == "auto":
-            names = ["coupled"]
-        else:
-            names = ["rejection", "membership"]
-        for name in names:
-            rule: AcceptanceRule = registry.create("accept", name)
+        rules: list[AcceptanceRule] = [GreedyMatch()]
+        if do_sample:
+            rules = [Coupled()] if self.accept == "auto" else [Rejection(), Membership()]
+        for rule in rules:
             if set(rule.kinds) & set(self.draft.kinds):
                 return rule, checks.agreed_kind(rule, self.draft)
         raise IncompatibleError.between(
