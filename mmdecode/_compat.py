@@ -1,14 +1,16 @@
-"""Private names of transformers, in this file and nowhere else; seen in 5.17 and 5.23."""
+"""Private names of transformers and torch, in this file and nowhere else; seen in 5.17 and 5.23."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationMixin
 
 
@@ -97,3 +99,18 @@ _stock: dict[int, list[Any]] = {}
 def detects_timestamps_from_logprob(processor: Any) -> bool:
     """Whether the Whisper timestamp processor weighs all timestamps against the best text token."""
     return bool(getattr(processor, "_detect_timestamp_from_logprob", True))
+
+
+KINDS_OF_SHAPES = 64
+"""Kinds of shapes that one forward pass is compiled for, in all models together."""
+
+
+def compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    """``torch.compile`` of a whole function, with room for more kinds of shapes than torch gives.
+
+    torch counts them by function, 8 by default, and every model here runs through the same one.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, KINDS_OF_SHAPES)
+    made: Callable[..., Tensor] = torch.compile(function, fullgraph=True, backend=backend)
+    return made

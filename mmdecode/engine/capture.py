@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from warnings import warn
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mmdecode._compat import compiled
 from mmdecode.engine.adapter import Adapter, Mask
 from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
@@ -166,17 +166,15 @@ class Compiled:
         self.adapter = adapter
         self.model = origin(adapter.model)  # views come and go
         if self.model not in _compiled:
-            # torch keeps what it compiled, for 8 kinds of shapes at most, by code object
-            own = FunctionType(_forward.__code__.replace(), globals())
-            _compiled[self.model] = torch.compile(own, fullgraph=True, backend=BACKEND)
+            _compiled[self.model] = compiled(_forward, BACKEND)
 
     def __call__(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """As ``adapter.forward``."""
         adapter = self.adapter
-        compiled = _compiled[self.model]
-        if compiled is not None:
+        forward = _compiled[self.model]
+        if forward is not None:
             try:
-                return compiled(adapter, tokens, mask, positions, past)
+                return forward(adapter, tokens, mask, positions, past)
             except RuntimeError as error:
                 _compiled[self.model] = None
                 why = " ".join(str(error).split("\n")[:2])
