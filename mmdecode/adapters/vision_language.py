@@ -60,6 +60,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Layer of the image encoder whose attention says which patches matter."""
     first_position: ClassVar = 0
     """Position of the first token."""
+    caps_logits: ClassVar = False
+    """Whether the model applies its text model's ``final_logit_softcapping``; most leave it out."""
     by_token: ClassVar[Sequence[str]] = ("token_type_ids",)
     """Inputs with a value per prompt token in their last axis."""
 
@@ -68,9 +70,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         self._body = model.get_decoder()
         refuse_attention(self._body)
         self._whole = model.base_model
-        # scaling the logits is up to the model around the text model, and most leave it out
-        code = inspect.unwrap(type(model).forward).__code__
-        if "final_logit_softcapping" not in (*code.co_names, *code.co_consts):
+        if not self.caps_logits:
             self._cap = None
         self._scale = 1.0
         self._marks = placeholders(model.config)
@@ -474,6 +474,7 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
 
     summary = "PaliGemma, whose prompt is read in both directions"
     model_types = ("paligemma",)
+    caps_logits: ClassVar = True
     first_position: ClassVar = 1
 
     def sees(self, images: Tensor, mask: Tensor) -> Tensor:
