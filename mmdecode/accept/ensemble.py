@@ -1,12 +1,12 @@
-"""Ensemble rule: where something was drafted, the law is a mixture of target and draft.
+"""Ensemble rule: where something was drafted, the distribution is a mixture of target and draft.
 
-The law of a drafted position is v = w p + (1 - w) q, everywhere else (the prompt's first token, the
+At a drafted position it is v = w p + (1 - w) q, everywhere else (the prompt's first token, the
 token after a wholly accepted draft, rows that drafted nothing) it is p. Exact for v; since v
 depends on the drafter and on where it drafted, the output is not that of the model. It is accepted
 more often than under plain rejection, with probability 1 - w TV(p, q) for one draft.
 
 Source: the mixture target of cascades and assisted ensembles, Narasimhan et al. 2024,
-arXiv:2405.19261, section 3; the same law as ``assistant_ensemble_weight`` of transformers.
+arXiv:2405.19261, section 3; the same distribution as ``assistant_ensemble_weight`` of transformers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ class Ensemble(Rejection):
             raise OptionError(f"weight must be above 0 and at most 1, got {weight}; 1 is neutral")
         self.weight = weight
 
-    def target(self, p: Tensor, q: Tensor) -> Tensor:
+    def followed(self, p: Tensor, q: Tensor) -> Tensor:
         """The mixture, ``(B, V)``."""
         return p if self.weight == 1 else self.weight * p + (1 - self.weight) * q

@@ -1,7 +1,8 @@
-"""Exact rules: the output law is the guided law of the model, whatever is proposed.
+"""Exact rules: the output follows the model's guided distribution, whatever is proposed.
 
-These follow the law's own choice while it was drafted, so they take any proposal. Rules that divide
-by q, and so need the law that a token was really drawn from, are in `mmdecode.accept.rejection`.
+These follow the target's own choice while it was drafted, so they take any proposal. Rules that
+divide by q, and so need the distribution that a token was really sampled from, are in
+`mmdecode.accept.rejection`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ANY: tuple[Kind, ...] = ("deterministic", "coupled", "iid", "without_replacemen
 
 
 class GreedyMatch(AcceptanceRule):
-    """Keeps a drafted token if it is the argmax of the law; ties go to the lowest id.
+    """Keeps a drafted token if it is the argmax of the target; ties go to the lowest id.
 
     Guarantee: exact for greedy decoding, for any proposal.
     Source: Stern et al. 2018, arXiv:1811.03115, section 3.
@@ -33,9 +34,9 @@ class GreedyMatch(AcceptanceRule):
     modes = frozenset({"greedy"})
     capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        return follow(proposal, law, call, best)
+        return follow(proposal, target, call, best)
 
 
 class Coupled(AcceptanceRule):
@@ -56,16 +57,16 @@ class Coupled(AcceptanceRule):
     modes = frozenset({"sample"})
     capabilities = RuleCapabilities(drafter_invariant=True)
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        return follow(proposal, law, call, keyed(proposal, call, Role.TARGET))
+        return follow(proposal, target, call, keyed(proposal, call, Role.TARGET))
 
 
 class Membership(AcceptanceRule):
-    """Draws the token from the law first, and follows the draw while it was drafted.
+    """Samples the token from the target first, and follows the sample while it was drafted.
 
-    Form (a) of one-hot rejection: the same law and acceptance, the probability that the law puts on
-    the drafted children, as testing them one after the other.
+    Form (a) of one-hot rejection: the same distribution and acceptance, the probability that the
+    target puts on the drafted children, as testing them one after the other.
 
     Guarantee: exact, for any proposal whose tokens do not depend on the acceptance noise.
     Source: Leviathan et al. 2023, arXiv:2211.17192, with a one-hot q.
@@ -77,8 +78,8 @@ class Membership(AcceptanceRule):
     kinds = _ANY
     modes = frozenset({"sample"})
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, call, Role.ACCEPT, trial=call.rows.rounds)
-        outcome = follow(proposal, law, call, choose)
+        outcome = follow(proposal, target, call, choose)
         return replace(outcome, choices=None)  # made by noise that decides this round alone

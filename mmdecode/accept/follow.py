@@ -55,12 +55,12 @@ Choose = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 def best(scores: Tensor, depths: Tensor) -> Tensor:
-    """The law's own choice in greedy generation; ties go to the lowest id."""
+    """The target's own choice in greedy generation; ties go to the lowest id."""
     return scores.argmax(-1)
 
 
 def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = None) -> Choose:
-    """The law's own choice in sampling: a Gumbel-max draw whose noise is keyed by position."""
+    """The target's own choice in sampling: a Gumbel-max sample with noise keyed by position."""
 
     def choose(scores: Tensor, depths: Tensor) -> Tensor:
         positions = call.rows.length[:, None] + depths
@@ -76,12 +76,12 @@ def keyed(proposal: Proposal, call: Call, role: Role, trial: Tensor | None = Non
     return choose
 
 
-def follow(proposal: Proposal, law: TargetLogits, call: Call, choose: Choose) -> Outcome:
-    """Keeps nodes while they are what the law itself chooses; the next choice ends the block."""
-    if not law.vectorised:
-        return _follow_lazily(proposal, law, call, choose)
+def follow(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose) -> Outcome:
+    """Keeps nodes while they are what the target itself chooses; the next choice ends the block."""
+    if not target.vectorised:
+        return _follow_lazily(proposal, target, call, choose)
     if not proposal.size:
-        chosen = choose(law.all(), call.rows.length.new_zeros((1, 1)))
+        chosen = choose(target.all(), call.rows.length.new_zeros((1, 1)))
         return Outcome(
             path=proposal.tokens,
             num_accepted=torch.zeros_like(call.rows.length),
@@ -89,21 +89,21 @@ def follow(proposal: Proposal, law: TargetLogits, call: Call, choose: Choose) ->
             choices=chosen,
         )
     parents, depths, _ = proposal.structure()
-    choices = choose(law.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
+    choices = choose(target.all(), torch.nn.functional.pad(depths, (1, 0)))  # (B, N + 1)
     wanted = choices.gather(1, (parents + 1).expand(call.batch, -1))
     path, count, end = deepest_path(proposal.tokens == wanted, proposal)
     decided = choices.gather(1, end[:, None])[:, 0]
     return Outcome(path=path, num_accepted=count, next_token=decided, choices=choices)
 
 
-def _follow_lazily(proposal: Proposal, law: TargetLogits, call: Call, choose: Choose) -> Outcome:
+def _follow_lazily(proposal: Proposal, target: TargetLogits, call: Call, choose: Choose) -> Outcome:
     parents, _, _ = proposal.structure()
     parents = parents.expand(call.batch, -1)
     node = torch.full_like(call.rows.length, -1)  # the root
     going = call.rows.active.clone()
     next_token, steps = torch.full_like(node, -1), []
     for depth in range(proposal.size + 1):
-        scores = law.at(torch.where(going, node + 1, -1))
+        scores = target.at(torch.where(going, node + 1, -1))
         choice = choose(scores[:, None], torch.full_like(node, depth)[:1, None])[:, 0]
         next_token = torch.where(going, choice, next_token)
         child = (parents == node[:, None]) & (proposal.tokens == choice[:, None])
@@ -118,20 +118,21 @@ def _follow_lazily(proposal: Proposal, law: TargetLogits, call: Call, choose: Ch
 
 def keep_likely(
     proposal: Proposal,
-    law: TargetLogits,
+    target: TargetLogits,
     call: Call,
     choose: Choose,
     test: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Outcome:
-    """Keeps the longest path whose tokens all pass on their own, the likelier one of equals.
+    """Keeps the longest path whose tokens all pass on their own, the more likely one of equals.
 
     Args:
         proposal: The tree.
-        law: At its nodes; processors of unknown type run behind passing nodes alone.
+        target: At its nodes; processors of unknown type run after passing nodes alone.
         call: The rows.
         choose: Decides the token after the path.
-        test: From the unnormalised log-law before each node ``(B, R, V)``, the node's token
-            ``(B, R)`` and the depth of its parent ``(B, R)`` to whether it passes, ``(B, R)``.
+        test: From the unnormalised log-probabilities before each node ``(B, R, V)``, the node's
+            token ``(B, R)`` and the depth of its parent ``(B, R)`` to whether it passes,
+            ``(B, R)``.
     """
     parents, depths, ancestors = proposal.structure()
     parents, depths = parents.expand(call.batch, -1), depths.expand(call.batch, -1)
@@ -144,8 +145,8 @@ def keep_likely(
 
     if not proposal.size:
         whole, total = used, tokens.float()
-    elif law.vectorised:
-        rows = law.all()
+    elif target.vectorised:
+        rows = target.all()
         index = (parents + 1)[..., None].expand(-1, -1, rows.shape[-1])
         passes, gain = judged(rows.gather(1, index), slice(None))
         above = ancestors[:, 1:, 1:]
@@ -159,7 +160,7 @@ def keep_likely(
         for node in range(proposal.size):
             parent = parents[:, node, None] + 1
             below = torch.stack(reached, 1).gather(1, parent)[:, 0] & used[:, node]
-            scores = law.at(torch.where(below, parent[:, 0], -1))[:, None]
+            scores = target.at(torch.where(below, parent[:, 0], -1))[:, None]
             passes, gain = judged(scores, slice(node, node + 1))
             reached.append(below & passes[:, 0])
             sums.append(torch.stack(sums, 1).gather(1, parent)[:, 0] + gain[:, 0])
@@ -171,5 +172,5 @@ def keep_likely(
         end = (order == rank.argmax(1, keepdim=True)) & whole
         whole = (ancestors[:, 1:, 1:] & end[..., None]).any(1)
     path, count, last = deepest_path(whole, proposal)
-    scores = law.at(torch.where(call.rows.active, last, -1))[:, None]
+    scores = target.at(torch.where(call.rows.active, last, -1))[:, None]
     return Outcome(path=path, num_accepted=count, next_token=choose(scores, count[:, None])[:, 0])

@@ -6,8 +6,8 @@ min(1, p(x) / q(x)) and min(1, p(C) / q(C)); what is not kept goes on with max(p
 
 Source: So et al. 2025 (GSD), arXiv:2508.07747. Differs from the published code: groups overlap, so
 that grouped odds alone may be worse than plain ones; here the better of both counts. A group holds
-tokens with probability only, so that nothing outside the law is kept. There, an error anywhere
-falls back to the plain test without a word.
+tokens with probability only, so that nothing outside the distribution is kept. There, an error
+anywhere falls back to the plain test without a word.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Grouped(Relaxed):
         self.size, self.gap, self.distance = size, gap, distance
         self.neutral = size == 1
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
@@ -63,7 +63,7 @@ class Grouped(Relaxed):
             codebook_of(
                 self, call.plan.adapter
             )  # refuse in the first round, before anything is drafted
-        return super().__call__(proposal, law, call)
+        return super().__call__(proposal, target, call)
 
     def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """What the test divides: p and q of the token, or of its group."""
@@ -71,7 +71,9 @@ class Grouped(Relaxed):
         if self.neutral:
             return p_x, q_x
         members, alike = self._group(asked, p_x)
-        p_group, q_group = ((law.gather(-1, members) * alike).sum(-1) for law in (asked.p, asked.q))
+        p_group, q_group = (
+            (probs.gather(-1, members) * alike).sum(-1) for probs in (asked.p, asked.q)
+        )
         better = p_group * q_x > p_x * q_group
         return torch.where(better, p_group, p_x), torch.where(better, q_group, q_x)
 
@@ -82,7 +84,7 @@ class Grouped(Relaxed):
         _, code_of, relaxed = codes_at(asked)
         ids = torch.arange(p.shape[-1], device=p.device)
         likelier = (p > p_x[..., None]) | ((p == p_x[..., None]) & (ids < x))
-        # the least likely of those before x, and the likeliest of those behind it
+        # the least likely of those before x, and the most likely of those after it
         above = p.masked_fill(~likelier, torch.inf).topk(side, largest=False)
         below = p.masked_fill(likelier | (ids == x), 0).topk(side)
         members = torch.cat([above.indices, x, below.indices], -1)

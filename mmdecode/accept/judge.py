@@ -1,7 +1,7 @@
 """Judge-style threshold: keep what the model itself finds nearly as likely as its favourite.
 
-Heuristic. A drafted token that is not the law's own choice is kept where its probability exceeds a
-share of the largest one; the law's own choice (argmax, or the keyed sample) is always kept.
+Heuristic. A drafted token that is not the target's own choice is kept where its probability exceeds
+a share of the largest one; the target's own choice (argmax, or the keyed sample) is always kept.
 
 Source: in the spirit of Bachmann et al. 2025 (Judge Decoding), arXiv:2501.19309, who accept what a
 trained judge or the standard test accepts; here the judge is a threshold and needs no training.
@@ -23,7 +23,7 @@ from mmdecode.errors import OptionError
 
 
 class Judge(AcceptanceRule):
-    """Keeps a drafted token if ``p(x) > share * max p``, or if it is the law's own choice.
+    """Keeps a drafted token if ``p(x) > share * max p``, or if it is the target's own choice.
 
     Args:
         share: 0..1; lower keeps more. ``1`` is neutral: the greedy and the coupled rule.
@@ -42,7 +42,7 @@ class Judge(AcceptanceRule):
             raise OptionError(f"share must be in 0..1, got {share}; 1 is neutral")
         self.share = share
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
         choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
 
@@ -52,4 +52,4 @@ class Judge(AcceptanceRule):
             likely = scores.gather(2, tokens[..., None])[..., 0] > scores.amax(-1) + floor
             return likely | (tokens == choose(scores, depths))
 
-        return keep_likely(proposal, law, call, choose, test)
+        return keep_likely(proposal, target, call, choose, test)

@@ -1,12 +1,12 @@
 """LANTERN and LANTERN++: codes that look alike lend a drafted one their probability. Heuristic.
 
-Laws of image tokens are flat, since many codes would do: an exact test turns a draft down although
-its neighbours in the codebook have probability enough. Here x is kept with probability
+Distributions of image tokens are flat, since many codes would do: an exact test rejects a draft
+although its neighbours in the codebook have probability enough. Here x is kept with probability
 min(1, (p(x) + p(A)) / q(x)), where A is the longest run of the nearest codes, nearest first, whose
 probabilities add up to no more than a budget: ``delta`` (LANTERN), or ``(lambda - 1) p(x)``
 (LANTERN++). What is not kept goes on with max(p - q, 0).
 
-``delta`` bounds what one test borrows, not the distance of the output law; that is
+``delta`` bounds what one test borrows, not the distance of the output distribution; that is
 `mmdecode.evaluation.relaxed.one_token`.
 
 Sources: Jang et al. 2024 (LANTERN), arXiv:2410.03355; Park et al. 2025 (LANTERN++),
@@ -85,7 +85,7 @@ class LANTERN(Relaxed):
         self.k, self.neighbours = k, neighbours
         self.neutral = self.delta == 0 and self.lambda_ == 1
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`.
 
         Raises:
@@ -93,7 +93,7 @@ class LANTERN(Relaxed):
         """
         if not self.neutral:
             self._table(call.plan.adapter)  # refuse in the first round, before anything is drafted
-        return super().__call__(proposal, law, call)
+        return super().__call__(proposal, target, call)
 
     def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """What the test divides: the probability of x with what is lent to it, and q(x)."""

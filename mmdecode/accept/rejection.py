@@ -43,18 +43,18 @@ class Rejection(AcceptanceRule):
     kinds: tuple[Kind, ...] = ("without_replacement", "iid")
     modes = frozenset({"sample"})
 
-    def target(self, p: Tensor, q: Tensor) -> Tensor:
-        """The law that is followed where q drafted, both ``(..., V)``; the model's own."""
+    def followed(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distribution to follow where q drafted, both ``(..., V)``: the model's own."""
         return p
 
     def odds(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """What the test divides, both ``(...)``: keep where ``u * second < first``."""
         return at_token(asked.p, asked.token), at_token(asked.q, asked.token)
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
-        walk = self._chain if proposal.is_chain and law.vectorised else self._tree
-        path, count, p = walk(proposal, law, call)
+        walk = self._chain if proposal.is_chain and target.vectorised else self._tree
+        path, count, p = walk(proposal, target, call)
         gumbel = call.request.noise.gumbel(
             (call.rows.length + count)[:, None], Role.RESIDUAL, p.shape[-1], trial=call.rows.rounds
         )
@@ -62,17 +62,17 @@ class Rejection(AcceptanceRule):
         return Outcome(path=path, num_accepted=count, next_token=next_token)
 
     def _chain(
-        self, proposal: Proposal, law: TargetLogits, call: Call
+        self, proposal: Proposal, target: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tests at once: path, its length, and the law of the token behind it."""
-        rows = law.all().softmax(-1)  # (B, N + 1, V)
+        """All tests at once: path, its length, and the distribution of the token after it."""
+        rows = target.all().softmax(-1)  # (B, N + 1, V)
         size = proposal.size
         order = torch.arange(size, device=call.device)
         if not size:
             return proposal.tokens, torch.zeros_like(call.rows.length), rows[:, 0]
         used = (proposal.tokens >= 0) & call.rows.active[:, None]
         token, q = proposal.tokens.clamp_min(0), self._drawn_from(proposal)
-        p = self.target(rows[:, :-1], q)
+        p = self.followed(rows[:, :-1], q)
         place = call.rows.length[:, None] + order
         asked = Asked(
             p=p,
@@ -91,13 +91,13 @@ class Rejection(AcceptanceRule):
         return path, count, torch.where(stopped, left, _at(rows, count))
 
     def _tree(
-        self, proposal: Proposal, law: TargetLogits, call: Call
+        self, proposal: Proposal, target: TargetLogits, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Child after child; of unknown processors, those at kept nodes alone are run."""
         parents, depths, _ = proposal.structure()
         tests = _tests(proposal.tree, proposal.size, call.device)
         draws = self._draws(call, len(tests))
-        p = law.at(torch.where(call.rows.active, 0, -1)).softmax(-1)
+        p = target.at(torch.where(call.rows.active, 0, -1)).softmax(-1)
         node = torch.full_like(call.rows.length, -1)  # where a row stands; -1 is the root
         fresh = call.rows.active  # whether no child of that node was tested yet
         drawn = torch.zeros_like(p, dtype=torch.bool)  # its siblings that were
@@ -111,7 +111,7 @@ class Rejection(AcceptanceRule):
             if proposal.kind == "without_replacement":
                 q = q.masked_fill(drawn, 0)
                 q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-            p = torch.where((asked & fresh)[:, None], self.target(p, q), p)
+            p = torch.where((asked & fresh)[:, None], self.followed(p, q), p)
             depth = depths.expand(call.batch, -1).gather(1, child[:, None])[:, 0] - 1
             place = call.rows.length + depth
             odds = self.odds(
@@ -125,8 +125,8 @@ class Rejection(AcceptanceRule):
             )
             drawn = drawn & ~keep[:, None]
             fresh = keep | (fresh & ~asked)
-            if law.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
-                ahead = law.at(torch.where(keep, child + 1, -1)).softmax(-1)
+            if target.vectorised or bool(keep.any()):  # unknown processors run at kept nodes alone
+                ahead = target.at(torch.where(keep, child + 1, -1)).softmax(-1)
                 p = torch.where(keep[:, None], ahead, p)
             node = torch.where(keep, child, node)
             steps.append(torch.where(keep, child, -1))
@@ -140,7 +140,7 @@ class Rejection(AcceptanceRule):
 
     @staticmethod
     def _drawn_from(proposal: Proposal, node: Tensor | None = None) -> Tensor:
-        """The law q of all nodes, ``(B, N, V)``, or of one per row, ``(B, V)``."""
+        """The distribution q of all nodes, ``(B, N, V)``, or of one per row, ``(B, V)``."""
         assert proposal.log_q is not None
         rows = proposal.log_q if node is None else _at(proposal.log_q, node)
         return rows.softmax(-1)
@@ -150,24 +150,26 @@ class Relaxed(Rejection):
     """A test that keeps more than the exact one; a subclass overrides `odds`.
 
     What is not kept goes on with the residual of the exact rule. Where every token is kept at least
-    as often as by the exact test, no residual leads to a law nearer to p: it is as far from p as
-    what the kept tokens alone have too much (`mmdecode.evaluation.relaxed`).
+    as often as by the exact test, no choice of residual brings the output distribution closer to p:
+    its total variation equals the excess mass of the accepted tokens
+    (`mmdecode.evaluation.relaxed`).
 
-    Guarantee: lossy; it slides from the law of the model towards that of the draft. Tokens that
-    were not drawn are taken too: q is then one-hot, and the exact test keeps x with probability
-    p(x).
+    Guarantee: lossy; it slides from the distribution of the model towards that of the draft. Tokens
+    that were not sampled are taken too: q is then one-hot, and the exact test keeps x with
+    probability p(x).
     """
 
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("without_replacement", "iid", "deterministic")
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
         if proposal.log_q is None:
             tokens = proposal.tokens.clamp_min(0)[..., None]
-            certain = law.raw().new_full((*proposal.tokens.shape, law.raw().shape[-1]), -torch.inf)
+            vocab = target.raw().shape[-1]
+            certain = target.raw().new_full((*proposal.tokens.shape, vocab), -torch.inf)
             proposal = replace(proposal, log_q=certain.scatter_(2, tokens, 0.0))
-        return super().__call__(proposal, law, call)
+        return super().__call__(proposal, target, call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +177,8 @@ class Asked:
     """What a test may look at.
 
     Attributes:
-        p: The law followed, what earlier siblings left of it, ``(..., V)``.
-        q: The law that the token was drawn from, without earlier siblings, ``(..., V)``.
+        p: The distribution to follow, what earlier siblings left of it, ``(..., V)``.
+        q: The distribution that the token was sampled from, without earlier siblings, ``(..., V)``.
         token: ``(...)``.
         depth: Nodes between the root and the token, ``(...)``: 0 for the first drafted one.
         place: Index of the token among those of its row that are generated, ``(...)``.
@@ -191,9 +193,9 @@ class Asked:
     adapter: Any
 
 
-def at_token(law: Tensor, token: Tensor) -> Tensor:
+def at_token(probs: Tensor, token: Tensor) -> Tensor:
     """``(..., V)`` at one token each, ``(...)``."""
-    return law.gather(-1, token[..., None])[..., 0]
+    return probs.gather(-1, token[..., None])[..., 0]
 
 
 def _at(rows: Tensor, node: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def _at(rows: Tensor, node: Tensor) -> Tensor:
 
 
 def _aligned(steps: list[Tensor], proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Kept nodes in order, left-aligned, -1 behind; and how many. A test may have kept none."""
+    """Kept nodes in order, left-aligned, padded with -1; and how many: a test may keep none."""
     if not steps:
         return proposal.tokens, proposal.tokens.new_zeros(len(proposal.tokens))
     kept = torch.stack(steps, 1)  # (B, tests), rising where not -1

@@ -1,9 +1,10 @@
-"""Typical acceptance: keep what is likely enough for the entropy of the law. Heuristic.
+"""Typical acceptance: keep what is likely enough for the entropy of the distribution. Heuristic.
 
 Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 3.3: keep x while
-``p(x) > min(epsilon, delta * exp(-H(p)))``. The longest path wins, then the likelier one. The token
-after the path is the law's own (argmax, or the keyed sample). The reference swaps the defaults of
-epsilon and delta between two functions; these are the ones its generation uses.
+``p(x) > min(epsilon, delta * exp(-H(p)))``. The longest path wins, then the more likely one.
+The token after the path is the target's own choice (argmax, or the keyed sample). The reference
+swaps the defaults of epsilon and delta between two functions; these are the ones its generation
+uses.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Typical(AcceptanceRule):
             )
         self.epsilon, self.delta = epsilon, delta
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """See `mmdecode.engine.contracts.AcceptanceRule`."""
 
         def test(scores: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class Typical(AcceptanceRule):
             return p > threshold(log_p, self.epsilon, self.delta)
 
         choose = keyed(proposal, call, Role.TARGET) if call.request.do_sample else best
-        return keep_likely(proposal, law, call, choose, test)
+        return keep_likely(proposal, target, call, choose, test)
 
 
 def threshold(log_p: Tensor, epsilon: float, delta: float) -> Tensor:

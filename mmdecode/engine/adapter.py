@@ -27,17 +27,17 @@ class BranchSpec:
     """One more conditioning that a guide wants scored.
 
     Attributes:
-        name: How the guide finds its scores; ``"main"`` is the model as called.
+        name: By which the guide finds its outputs; ``"main"`` is the model as called.
         prompt: ``"same"``; ``"last_token"`` keeps the last prompt token alone; or ids ``(B, P')``.
-        prompt_mask: Beside ids.
+        prompt_mask: Given along with ids: True where not padding, ``(B, P')``.
         transform: What the adapter is asked to change in the inputs, for example ``"noise"``.
         transform_options: Arguments of the transform.
         model: Another model with the same vocabulary; ``None``: the called one.
-        stage: Branches of a later stage see the scores of earlier ones.
+        stage: Branches of a later stage see the outputs of earlier ones.
         replaces_after_prefill: Name of a prefill-only branch. After prefill, this branch takes over
-            its name. For a distribution that depends on what the other said of the prompt.
+            its name. For a distribution that depends on the other's outputs at the prompt.
         build: Makes a `BranchRunner` of one's own instead (another tokenizer, sparse answers);
-            called with the context.
+            called with the call.
     """
 
     name: str
@@ -57,7 +57,7 @@ MAIN = BranchSpec(name="main")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What one branch reads before the first token.
+    """The tokens and inputs that one branch reads before the first generated token.
 
     Attributes:
         ids: ``(B, P)``, padded on the left.
@@ -90,10 +90,10 @@ needs."""
 
 
 class Adapter(Part):
-    """Base of what runs one model family; a family says what it has and others do not.
+    """Base of what runs one model family; a family overrides what it has and others do not.
 
-    What a family does not override is not there: no inputs but ids, no grid, no codebook, no look
-    inside. `mmdecode.adapters` holds the families; most inherit of its classes, not of this one.
+    What it does not override is not there: no inputs but ids, no grid, no codebook, no access to
+    layers. `mmdecode.adapters` holds the families; most inherit from its classes, not this one.
 
     Attributes:
         summary: What the family is, in a line.
@@ -138,7 +138,7 @@ class Adapter(Part):
 
     @property
     def name(self) -> str:
-        """What messages call the model: the class that the caller knows."""
+        """The model's name in messages: the class that the caller knows."""
         return type(self.model).__name__
 
     # a pass
@@ -148,26 +148,26 @@ class Adapter(Part):
         raise NotImplementedError
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of all branches, in order, as few passes as they can be read in."""
+        """The prompts of all branches, in order, stacked into as few passes as possible."""
         return list(prompts)
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Whether the model reads a prompt right without a mask of the engine's.
+        """Whether the model reads a prompt correctly without a mask of the engine's.
 
-        Most spare a mask of all queries and keys where nothing is padding.
+        Most need no mask of all queries and keys where nothing is padding.
         """
         return False
 
     def open(self, cache: Any, prompt: Prompt) -> Any:
-        """What the model is given as ``past_key_values``, around the engine's ragged cache."""
+        """The model's ``past_key_values``, around the engine's ragged cache."""
         return cache
 
     def join(self, pasts: Sequence[Any], cache: Any) -> Any:
-        """As `open`, around a cache joined of several that `open` was given, in order."""
+        """Same as `open`, around a cache joined from several that `open` was given, in order."""
         return cache
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the whole prompt; a model that sees images or mixes directions looks here."""
+        """States of the whole prompt; overridden by models with images or a prefix mask."""
         return self.forward(prompt.ids, mask, positions, past)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
@@ -185,11 +185,11 @@ class Adapter(Part):
         return self.model.get_input_embeddings()(tokens)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """By the shared output matrix alone, which extra heads use too."""
+        """Applies the shared output matrix alone, which extra heads use too."""
         return self.head(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """By the norm after the last layer: what `head` wants of an earlier layer's states."""
+        """Applies the final norm, which `head` expects of an earlier layer's states."""
         raise NotImplementedError
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -217,7 +217,7 @@ class Adapter(Part):
         return {}
 
     def codebook(self) -> Tensor | None:
-        """What each code of `layout` stands for, ``(C, d)``; ``None``: not known here."""
+        """Embedding of each code of `layout`, ``(C, d)``; ``None``: there is none."""
         return None
 
     @property

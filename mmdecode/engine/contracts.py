@@ -1,10 +1,10 @@
-"""What a drafter, a guide, a rule and a branch promise each other.
+"""The contracts of drafters, guides, acceptance rules and branch runners, and what they exchange.
 
-`mmdecode.engine.loop` is the loop that holds them to it.
+`mmdecode.engine.loop` is the loop that calls them.
 
 Conventions: B rows, N nodes, V vocabulary. Row 0 of every score tensor is the root (the last
-committed token, not yet in the cache); row u + 1 is the law of the token after node u. At round 0
-there is no root: the last prompt row takes its place, with N = 0.
+committed token, not yet in the cache); row u + 1 scores the token after node u. In round 0 there is
+no root: the last prompt row takes its place, with N = 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchOutput:
-    """What one branch says about the root and every node.
+    """Scores and states of one branch at the root and every node.
 
     Attributes:
-        logits: float32, ``(B, N + 1, V)``; ``(B, N + 1, K)`` beside ``candidates``.
+        logits: float32, ``(B, N + 1, V)``; ``(B, N + 1, K)`` where ``candidates`` are given.
         candidates: Ids of the main vocabulary that were scored, ``(B, N + 1, K)``, -1 unused.
         hidden: Layer to ``(B, N + 1, H)``: ``hidden[i]`` is the input of layer i,
             ``hidden["last"]`` the state after the final norm.
@@ -42,8 +42,8 @@ class BranchOutput:
         attention: Layer to weights over the columns of the prompt, ``(B, heads, N + 1, P)``.
         text_attention: At prefill, layer to what the prompt's text tokens attend to on average,
             ``(B, heads, P)``, where asked for.
-        images: Columns of the prompt that hold image tokens, ``(B, P)``, beside ``attention`` and
-            ``text_attention``.
+        images: Columns of the prompt that hold image tokens, ``(B, P)``, along with ``attention``
+            and ``text_attention``.
         other_branches: Outputs of the guide's other branches, by name. Set only on the main
             branch's output that is passed to the drafter.
     """
@@ -98,7 +98,7 @@ class Requirements:
     text_attention: bool = False
 
     def union(self, other: Requirements) -> Requirements:
-        """Both."""
+        """What either of them needs."""
         return Requirements(
             hidden=self.hidden | other.hidden | self.early_exit_logits | other.early_exit_logits,
             prompt_hidden=self.prompt_hidden or other.prompt_hidden,
@@ -360,9 +360,9 @@ def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
 
 
 def plain_main(guide: Guide | None) -> bool:
-    """Whether the main branch says what the model says: the guide neither edits nor replaces it.
+    """Whether the main branch is the unguided model: the guide neither edits nor replaces it.
 
-    Else what the model itself would say is not known without a pass of its own.
+    Otherwise the unguided model's scores would take a forward pass of their own.
     """
     if guide is None or guide.neutral:
         return True
@@ -385,6 +385,6 @@ class AcceptanceRule(Part):
     modes: frozenset[str]
     capabilities: RuleCapabilities = RuleCapabilities()
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """The path, and the token after it."""
         raise NotImplementedError

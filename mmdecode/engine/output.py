@@ -40,15 +40,15 @@ class Committed:
 
     Attributes:
         proposal: What was drafted.
-        target: What was scored.
-        law: The target distribution under the caller's processors.
+        scores: What was scored, before the caller's processors.
+        target: The target distribution, under them.
         block: What was kept.
         first: Whether this is round 0, after the prompt was read.
     """
 
     proposal: Proposal
-    target: TargetScores
-    law: TargetLogits
+    scores: TargetScores
+    target: TargetLogits
     block: Block
     first: bool
 
@@ -95,9 +95,9 @@ class Recorder:
         path = round.block.path
         for name, rows in self.rows.items():
             along = (
-                round.law.along(path)
+                round.target.along(path)
                 if name == "scores"
-                else rows_along(round.target.main.logits, path)
+                else rows_along(round.scores.main.logits, path)
             )
             for row, kept in enumerate(round.block.count.tolist()):
                 rows[row].extend(along[row, :kept].clone())  # let the rejected rows go

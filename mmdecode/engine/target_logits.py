@@ -1,12 +1,12 @@
-"""The law at the nodes: the guide's output under the caller's logits processors and warpers.
+"""The target distribution at the nodes: the guide's output after logits processors and warpers.
 
 A processor of transformers sees one position of every row and the row's whole prefix. Here many
 nodes are scored at once, each with its own prefix. Processors of known exact type are evaluated at
 all nodes together, without looking at the device; a family's adapter may know further types. As
 soon as one of another type is in the list, the list runs as transformers would run it: node by node
 along the accepted path, batch-shaped for each distinct prefix length, never past the first
-rejection. A processor of our own says by a method
-``at_nodes(scores (B, N + 1, V), nodes) -> scores`` what it makes of all nodes together.
+rejection. Our own processors implement ``at_nodes(scores (B, N + 1, V), nodes) -> scores``, which
+processes all nodes at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Nodes:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The token each row is the law after, ``(B, N + 1)``; row 0 is the root."""
+        """The token before the one that each row scores, ``(B, N + 1)``; row 0 is the root."""
         return torch.cat([self.call.last(1), self._drafted], 1)
 
     @cached_property

@@ -127,7 +127,7 @@ class Tracer(NoTrace):
 
     def add(self, round: Committed) -> None:
         """One round of every row that kept a token in it."""
-        proposal, block, target = round.proposal, round.block, round.target
+        proposal, block, scores = round.proposal, round.block, round.scores
         steps = self._steps(round) if self.guide else {}
         parents = proposal.structure()[0].expand(len(block.count), -1)
         for row, kept in enumerate(block.count.tolist()):
@@ -141,7 +141,7 @@ class Tracer(NoTrace):
             accepted = int(block.num_accepted[row])
             end = int(block.path[row, accepted - 1]) if accepted else -1
             below = (parents[row] == end) & (proposal.tokens[row] >= 0)
-            opening = target.details.branches if round.first else None
+            opening = scores.details.branches if round.first else None
             self.rows[row].append(
                 Round(
                     drafted=tuple(chain),
@@ -156,9 +156,9 @@ class Tracer(NoTrace):
 
     def _steps(self, round: Committed) -> dict[int, tuple[Step, ...]]:
         """By row, what the guide made of the tokens that it keeps."""
-        path, (branches, total) = round.block.path, round.target.details
-        guided = rows_along(round.target.logits, path)
-        main = rows_along(round.target.main.logits, path)
+        path, (branches, total) = round.block.path, round.scores.details
+        guided = rows_along(round.scores.logits, path)
+        main = rows_along(round.scores.main.logits, path)
         survivors = (guided > -float("inf")).sum(-1).tolist()
         changed = (guided.argmax(-1) != main.argmax(-1)).tolist()
         known = plain_main(self.guide)

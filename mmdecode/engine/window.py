@@ -31,13 +31,15 @@ from mmdecode.engine.sampling import passes, residual
 from mmdecode.engine.target_logits import TargetLogits
 
 
-def continued(outcome: Outcome, proposal: Proposal, law: TargetLogits, call: Call) -> DraftWindow:
+def continued(
+    outcome: Outcome, proposal: Proposal, target: TargetLogits, call: Call
+) -> DraftWindow:
     """The window that goes on after an outcome, refilled as `Call.window_mode` says.
 
     Processors of unknown type are left out of its distribution, since they may not run past the
     first rejection; a drafter may have any recorded distribution.
     """
-    rows = law.all() if law.vectorised else law.raw()  # (B, N + 1, V)
+    rows = target.all() if target.vectorised else target.raw()  # (B, N + 1, V)
     nodes = _first_children(proposal.tree, call.device)
     tokens, log_q, choices = proposal.tokens, proposal.log_q, outcome.choices
     if nodes is not None:  # the chain of first siblings, M of N nodes

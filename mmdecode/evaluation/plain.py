@@ -245,7 +245,7 @@ class Enough(StoppingCriteria):
 
 
 class Play(AcceptanceRule):
-    """A rule that keeps the given tokens, whatever the law says."""
+    """A rule that keeps the given tokens, whatever the target says."""
 
     guarantee = "lossy"
     kinds: tuple[Kind, ...] = ("deterministic",)
@@ -254,12 +254,12 @@ class Play(AcceptanceRule):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def __call__(self, proposal: Proposal, law: TargetLogits, call: Call) -> Outcome:
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
         """All drafted nodes, and the given token after them."""
         count = (proposal.tokens >= 0).sum(1)
         order = torch.arange(proposal.size, device=call.device)
         place = int(call.rows.length[0] + count[0])
-        token = law.at(count).argmax(-1)
+        token = target.at(count).argmax(-1)
         if place < len(self.tokens):
             token = torch.full_like(token, self.tokens[place])
         path = torch.where(order < count[:, None], order, -1)

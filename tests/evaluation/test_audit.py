@@ -179,8 +179,8 @@ def one_too_many(patch):
     """Where a drafted node hangs below the accepted path, it is accepted too."""
     sound = exact.follow
 
-    def generous(proposal, law, call, choose):
-        outcome = sound(proposal, law, call, choose)
+    def generous(proposal, target, call, choose):
+        outcome = sound(proposal, target, call, choose)
         if not proposal.size:
             return outcome
         parents, _, _ = proposal.structure()
@@ -192,7 +192,7 @@ def one_too_many(patch):
         more = below.any(1)
         path = path.scatter(1, count[:, None], torch.where(more, node, -1)[:, None])
         row = torch.where(more, node + 1, end + 1)
-        token = law.at(row).argmax(-1)
+        token = target.at(row).argmax(-1)
         return replace(outcome, path=path, num_accepted=count + more, next_token=token)
 
     patch.setattr(exact, "follow", generous)
@@ -532,7 +532,7 @@ def test_a_sampling_rule_without_a_certificate_is_judged_by_statistics():
 class Colder(Membership):
     """Samples from a law of its own."""
 
-    def __call__(self, proposal, law, call):
+    def __call__(self, proposal, target, call):
         sound = call.request.noise.gumbel
 
         class Quieter:
@@ -540,7 +540,7 @@ class Colder(Membership):
                 return sound(*args, **kwargs) * 0.6
 
         request = replace(call.request, noise=Quieter())
-        return super().__call__(proposal, law, replace(call, request=request))
+        return super().__call__(proposal, target, replace(call, request=request))
 
 
 def test_a_sampling_rule_with_another_law_is_rejected():

@@ -172,8 +172,8 @@ class Forced(AcceptanceRule):
     def __init__(self, token):
         self.token = token
 
-    def __call__(self, proposal, law, call):
-        outcome = registry.create("accept", "greedy")(proposal, law, call)
+    def __call__(self, proposal, target, call):
+        outcome = registry.create("accept", "greedy")(proposal, target, call)
         if int(call.rows.rounds[0]):
             return outcome
         return type(outcome)(

@@ -139,8 +139,8 @@ def context(rows, noise=None):
 def run(rule, proposal, scores, noise=None):
     """The rule's outcome for ``scores (B, 9, V)``."""
     call = context(len(scores), noise)
-    law = TargetLogits(scores, call, proposal, Processors(LogitsProcessorList()))
-    return rule(proposal, law, call)
+    target = TargetLogits(scores, call, proposal, Processors(LogitsProcessorList()))
+    return rule(proposal, target, call)
 
 
 # nodes are tested depth by depth, the eldest siblings first: which test asks about a node

@@ -175,8 +175,8 @@ def decide(rule, logits, candidates, temperature):
     call = rows_context(candidates[:, :1])
     if temperature:
         logits = logits / temperature
-    law = TargetLogits(logits.float(), call, proposal, Processors([]))
-    return rule(proposal, law, call).num_accepted, logits
+    target = TargetLogits(logits.float(), call, proposal, Processors([]))
+    return rule(proposal, target, call).num_accepted, logits
 
 
 def best_of(counts, logits, candidates):

@@ -81,8 +81,8 @@ def test_a_window_commits_the_same_tokens_row_by_row(case):
     last = found.committed[:, None] - 1
     decided = found.tokens.gather(1, last)[:, 0]
     proposal = Proposal(tokens=found.draft_tokens[:, 1:], kind="iid", log_q=found.q[:, 1:].log())
-    law = SimpleNamespace(vectorised=True, all=lambda: found.p.log())
-    arguments = (proposal, law, context(rows, noise=Given(found.uniform[:, 1:], decided)))
+    target = SimpleNamespace(vectorised=True, all=lambda: found.p.log())
+    arguments = (proposal, target, context(rows, noise=Given(found.uniform[:, 1:], decided)))
 
     path, count, behind = Rejection()._chain(*arguments)
     assert torch.equal(count + 1, found.committed)
@@ -129,9 +129,9 @@ def test_the_pipeline_matches():
 def test_the_plain_jacobi_rule_keeps_what_did_not_change():
     drafted, following = VALUES["jacobi.in.draft_tokens"], VALUES["jacobi.in.next_tokens"]
     scores = torch.nn.functional.one_hot(following, VOCAB).float()
-    law = SimpleNamespace(vectorised=True, all=lambda: scores)
+    target = SimpleNamespace(vectorised=True, all=lambda: scores)
     proposal = Proposal(tokens=drafted[:, 1:], kind="deterministic")
-    outcome = GreedyMatch()(proposal, law, context(1))
+    outcome = GreedyMatch()(proposal, target, context(1))
     assert torch.equal(outcome.num_accepted + 1, VALUES["jacobi.out.committed"])
 
 

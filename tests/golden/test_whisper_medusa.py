@@ -173,8 +173,8 @@ def decide(rule, logits, candidates):
     """How many tokens of each candidate the rule keeps; each row is a chain of its own."""
     call = Call.of(candidates[:, :1], generated=candidates[:, 1:], length=0)
     proposal = Proposal(tokens=candidates[:, 1:].contiguous(), kind="deterministic")
-    law = TargetLogits(logits.float(), call, proposal, Processors([]))
-    return rule(proposal, law, call).num_accepted
+    logits = TargetLogits(logits.float(), call, proposal, Processors([]))
+    return rule(proposal, logits, call).num_accepted
 
 
 CASES = json.loads((DATA / "evaluate_posterior_cases.json").read_text())

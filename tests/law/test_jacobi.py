@@ -141,8 +141,8 @@ def test_a_kept_token_with_its_old_law_is_caught():
 def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     sound = window.continued
 
-    def untested(outcome, proposal, law, call):
-        result = sound(outcome, proposal, law, call)
+    def untested(outcome, proposal, target, call):
+        result = sound(outcome, proposal, target, call)
         size = proposal.size
         if not size:
             return result
@@ -181,8 +181,8 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
     before = []  # the outcomes of the rule, before rows ahead give back what they accepted
 
     class Shortest(rejection_rule.Rejection):
-        def __call__(self, proposal, law, call):
-            sound = super().__call__(proposal, law, call).of_active(call.rows.active)
+        def __call__(self, proposal, target, call):
+            sound = super().__call__(proposal, target, call).of_active(call.rows.active)
             before.append(sound)
             least = shortest(sound)
             size = proposal.size
@@ -201,9 +201,9 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
         pairs = sound.num_accepted.view(-1, 2)
         return pairs.amin(1, keepdim=True).expand_as(pairs).reshape(-1)
 
-    def kept(outcome, proposal, law, call):
+    def kept(outcome, proposal, target, call):
         sound, size = before[-1], proposal.size
-        left = continued(sound, proposal, law, call)
+        left = continued(sound, proposal, target, call)
         if not size:
             return left
         least = shortest(sound)
@@ -211,7 +211,7 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
         ahead, order = cut > 0, torch.arange(size)
         source = (least[:, None] + 1 + order).clamp_max(size - 1)
         given = (order < cut[:, None] - 1) & ahead[:, None]
-        record_from = proposal.log_q if record == "old" else law.all()
+        record_from = proposal.log_q if record == "old" else target.all()
         q = record_from.gather(1, source[..., None].expand_as(proposal.log_q))
         # after what was given back stand the decided token and the sound window
         shift = (order - cut[:, None]).clamp_min(0)
@@ -219,7 +219,7 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
         logits = left.logits.gather(1, shift[..., None].expand_as(q))
         here = order == cut[:, None] - 1
         tokens = torch.where(here, sound.next_token[:, None], tokens)
-        rows = law.all().gather(1, (least + cut)[:, None, None].expand(-1, 1, q.shape[-1]))
+        rows = target.all().gather(1, (least + cut)[:, None, None].expand(-1, 1, q.shape[-1]))
         logits = torch.where(here[..., None], rows, logits)
         tokens = torch.where(given, proposal.tokens.gather(1, source), tokens)
         logits = torch.where(given[..., None], q, logits)

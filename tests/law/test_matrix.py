@@ -231,8 +231,8 @@ class TakesAnything(Rejection):
 
 
 class Trusting(GreedyMatch):
-    def __call__(self, proposal, law, call):
-        outcome = super().__call__(proposal, law, call)
+    def __call__(self, proposal, target, call):
+        outcome = super().__call__(proposal, target, call)
         if not proposal.size:
             return outcome
         kept = (proposal.tokens[:, :1] >= 0) & call.rows.active[:, None]
@@ -243,7 +243,7 @@ class Trusting(GreedyMatch):
 
 
 class Hot(Rejection):
-    def target(self, p, q):
+    def followed(self, p, q):
         return (1.5 * p.log()).softmax(-1)
 
 

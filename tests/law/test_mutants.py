@@ -198,7 +198,7 @@ RULES = {
         "residual(_at(p, last), _at(q, last))",
         "residual(_at(p, last), q[:, 0])",
     ),
-    "tested_by_the_law_behind": ("_chain", "self.target(rows[:, :-1], q)", "rows[:, 1:]"),
+    "tested_by_the_law_behind": ("_chain", "self.followed(rows[:, :-1], q)", "rows[:, 1:]"),
     "a_stopped_chain_is_not_a_rejection": (
         "_chain",
         "stopped = pad(used, (0, 1)).gather(1, count[:, None])",
@@ -207,7 +207,7 @@ RULES = {
     "bonus_unwarped": (
         "__call__",
         CHOICE,
-        "raw = law.raw()[:, -1].softmax(-1)\n"
+        "raw = target.raw()[:, -1].softmax(-1)\n"
         "    p = torch.where((count == proposal.size)[:, None], raw, p)\n    " + CHOICE,
     ),
     "bonus_is_the_argmax": (
