@@ -82,5 +82,5 @@ class Faulty(NoDraft):
         self._raise(call, "propose")
         return super().draft(call, budget)
 
-    def learn(self, call, proposal, scores, block):
+    def learn(self, call, proposal, output, block):
         self._raise(call, "observe")

@@ -45,5 +45,5 @@ class BigramSession(DraftSession):
             chain.append(torch.where(token >= 0, following, -1))  # -1 is an unused node
         return Proposal(tokens=torch.cat(chain, 1)[:, 1:], kind="deterministic")
 
-    def observe(self, proposal, scores, block):
+    def observe(self, proposal, output, block):
         self.learn(self.call.last(block.tokens.shape[1] + 1))

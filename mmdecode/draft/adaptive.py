@@ -239,10 +239,10 @@ class AdaptiveSession(DraftSession):
         proposal = self.inner.propose(levels)  # a fixed tree may take no notice of the levels
         return proposal.masked(proposal.structure()[1] <= levels)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Notes the time; the draft learns what it learns."""
         self.times.append(time.perf_counter())
-        self.inner.observe(proposal, scores, block)
+        self.inner.observe(proposal, output, block)
 
     def close(self) -> None:
         """Hands over the times."""

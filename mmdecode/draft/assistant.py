@@ -226,7 +226,7 @@ class AssistantSession(DraftSession):
         """`lag`, or the tokens there are: without a prompt of ids, one at first."""
         return min(self.lag, self.call.prompt_length + self.call.rows.cur_len + 1)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Moves the write position to the first of the tokens that are read again."""
         start = self.branch.width + self.call.rows.length - self.read_again()
         self.branch.cache.set_start(start.repeat(len(self.branch.specs)))

@@ -242,7 +242,7 @@ class FeatureSession(DraftSession):
         positions = turned(self.drafter, self.call.plan.adapter, slots + self._base[:, None])
         return positions if self._distances is None else positions + self._distances
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Reads the committed tokens: the states along the accepted path, each with what follows.
 
         Rows after the path's end are read too, and written over in the next round.
@@ -250,7 +250,7 @@ class FeatureSession(DraftSession):
         call, each = self.call, self.target.each
         levels = _levels(self.drafter, call.plan.adapter)
         path = each(block.path[:, : self.draft.depth])
-        features = along_path(self.target.hidden(scores, *levels), proposal, path)
+        features = along_path(self.target.hidden(output, *levels), proposal, path)
         width = features.shape[1]
         order = torch.arange(width, device=call.device)
         start = self.cache.start

@@ -124,10 +124,10 @@ class FirstOfSession(DraftSession):
         parents = joined(first.structure()[0], second.structure()[0])
         return Proposal(tokens=tokens, kind="deterministic", parents=parents)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Both learn from every round, whoever drafted it."""
-        self.first.observe(proposal, scores, block)
-        self.second.observe(proposal, scores, block)
+        self.first.observe(proposal, output, block)
+        self.second.observe(proposal, output, block)
 
     def close(self) -> None:
         """Closes both."""

@@ -157,8 +157,8 @@ class HydraSession(DraftSession):
         root = heads.logits(0, read, adapter)
         return grown_proposal(self.target, replace(self.draft.shape, levels=levels), root, step)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Keeps the states at the end of the accepted path."""
         each = self.target.each
-        states = along_path(self.target.hidden(scores, "last"), proposal, each(block.path))
+        states = along_path(self.target.hidden(output, "last"), proposal, each(block.path))
         self.state = gathered(states, each(block.num_accepted)[:, None])

@@ -151,7 +151,7 @@ class JacobiSession(DraftSession):
             for part in ([len(p) - 1 for p in drafter.paths], [p[-1] for p in drafter.paths])
         )
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Notes what is left of the window, and the distribution each guess was sampled from."""
         window, length = block.window, self.call.rows.length
         assert window is not None, "the loop refills it"

@@ -95,14 +95,14 @@ class LookaheadSession(DraftSession):
         tokens = torch.cat([known, *self.rows], 1)
         return Proposal(tokens=tokens, kind="deterministic", tree=tree)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Guesses again after every column, and notes the n-grams of full ones."""
         first = self.most * (self.ngram - 1)
         if proposal.size < first + len(self.rows) * self.window or not self.window:
             return  # the prompt's round, or one at the end that was cut short
         last = self.rows[-1]
         scored = proposal.tokens[:, -self.window :] >= 0
-        guess = torch.where(scored, scores.logits[:, -self.window :].argmax(-1), last)
+        guess = torch.where(scored, output.logits[:, -self.window :].argmax(-1), last)
         self.rows.append(guess)
         if len(self.rows) < self.ngram:
             return

@@ -375,10 +375,10 @@ class MedusaSession(DraftSession):
         laws = [self.target(own[:, None], first + head) for head, own in enumerate(logits)]
         return torch.cat(laws, 1).transpose(0, 1)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Keeps the states at the end of the accepted path."""
         each = self.target.each
-        states = along_path(self.target.hidden(scores, "last"), proposal, each(block.path))
+        states = along_path(self.target.hidden(output, "last"), proposal, each(block.path))
         if self.block is not None:
             states = self.block(states)
         self.state = gathered(states, each(block.num_accepted)[:, None])[:, 0]

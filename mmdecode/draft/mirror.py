@@ -108,10 +108,10 @@ class CopySession(AssistantSession):
         slots = columns.clamp_min(0)[:, None]
         return [slots] * len(self.main.cache.layers), self.prompt - self.main.pads[self.rows]
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Copies what was committed; what else was copied is overwritten before it is read."""
         self.copy(self.branch.cache.start - self.branch.width, proposal.size + 1)
-        super().observe(proposal, scores, block)
+        super().observe(proposal, output, block)
 
     def copy(self, first: Tensor, count: int) -> None:
         """Copies ``count`` generated tokens from ``first (B,)`` on, after the write position."""

@@ -125,10 +125,10 @@ class RecyclingSession(DraftSession):
             levels.append(level)
         return Proposal(tokens=torch.cat(levels, 1), kind="deterministic", tree=self.tree)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Writes the best candidates after every scored node to its token."""
         table, vocab = self.table, self.table.shape[1] - 1
-        best = scores.logits.topk(table.shape[2], dim=-1).indices.int()
+        best = output.logits.topk(table.shape[2], dim=-1).indices.int()
         tokens = torch.cat([self.root, proposal.tokens], 1)
         if len(table) == 1:
             tokens, best = tokens.reshape(1, -1), best.reshape(1, -1, best.shape[-1])

@@ -117,9 +117,9 @@ class TargetDistribution:
         branches = len(self.specs)
         return values if branches == 1 else values.repeat(branches, *[1] * (values.ndim - 1))
 
-    def hidden(self, scores: BranchOutput, *levels: int | str) -> Tensor:
+    def hidden(self, output: BranchOutput, *levels: int | str) -> Tensor:
         """States of all branches, several levels concatenated, ``(M * B, N + 1, levels * H)``."""
-        outputs = outputs_by_name(scores)
+        outputs = outputs_by_name(output)
         return torch.cat(
             [
                 torch.cat([outputs[spec.name].hidden[level] for level in levels], -1)

@@ -449,10 +449,10 @@ def runners_of(
     return sorted(runners + built, key=lambda runner: runner.stage)
 
 
-def main_output(scores: Mapping[str, BranchOutput]) -> BranchOutput:
+def main_output(outputs: Mapping[str, BranchOutput]) -> BranchOutput:
     """The main branch's output, with those of the others where there are any."""
-    others = {name: score for name, score in scores.items() if name != MAIN.name}
-    return replace(scores[MAIN.name], other_branches=others) if others else scores[MAIN.name]
+    others = {name: output for name, output in outputs.items() if name != MAIN.name}
+    return replace(outputs[MAIN.name], other_branches=others) if others else outputs[MAIN.name]
 
 
 def main_runner(runners: Sequence[BranchRunner]) -> ModelRunner | None:

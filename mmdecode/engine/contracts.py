@@ -215,7 +215,7 @@ class DraftSession(Part):
         """Up to ``budget`` levels of tokens after the root; may be empty."""
         return Proposal.empty(self.call.batch, self.call.device)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Called after every commit, round 0 included, with the main branch's output."""
 
     def close(self) -> None:
@@ -328,13 +328,13 @@ class Guide(Part):
         """Per-row constants, computed once."""
 
     def apply(
-        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """Unnormalised log-probabilities at root and nodes, ``(B, N + 1, V)``."""
         raise NotImplementedError
 
     def combine(
-        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor | None:
         """`apply` without the plausibility cut, for a trace; ``None``: it has none."""
         return None
@@ -348,7 +348,7 @@ class Guide(Part):
         return None
 
     def totals(
-        self, constants: Any, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Any, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> float | Tensor | None:
         """S, for a trace, ``(B, N + 1)`` where positions differ; ``None``: there are no weights."""
         return self.total

@@ -130,16 +130,16 @@ class Run:
     def prefill(self) -> RoundResult:
         """Round 0: the prompt's last position decides, nothing was drafted."""
         call = self.call
-        scores: dict[str, BranchOutput] = {}
+        outputs: dict[str, BranchOutput] = {}
         for runner in self.runners:
-            scores |= runner.prefill(call, scores)
+            outputs |= runner.prefill(call, outputs)
         if self.guide:
-            self.constants = self.guide.begin(call, scores)
-            self.runners = without_replaced(self.runners, self.guide, scores)
+            self.constants = self.guide.begin(call, outputs)
+            self.runners = without_replaced(self.runners, self.guide, outputs)
         self.call = replace(call, plan=replace(call.plan, main=main_runner(self.runners)))
         self.stats.calls += 1
         nothing = Proposal.empty(call.batch, call.device)
-        return self.finish_round(nothing, self.guided(nothing, scores))
+        return self.finish_round(nothing, self.guided(nothing, outputs))
 
     def begin(self, main: BranchOutput) -> DraftSession:
         """The drafter's session; where nothing is left to draft, one that drafts nothing."""
@@ -155,18 +155,18 @@ class Run:
 
     def score(self, proposal: Proposal) -> TargetScores:
         """Runs the branches over root and nodes, stage by stage, and the guide on their outputs."""
-        scores: dict[str, BranchOutput] = {}
+        outputs: dict[str, BranchOutput] = {}
         for runner in self.runners:
-            scores |= runner.score(self.call, proposal, scores)
-        return self.guided(proposal, scores)
+            outputs |= runner.score(self.call, proposal, outputs)
+        return self.guided(proposal, outputs)
 
-    def guided(self, proposal: Proposal, scores: Mapping[str, BranchOutput]) -> TargetScores:
+    def guided(self, proposal: Proposal, outputs: Mapping[str, BranchOutput]) -> TargetScores:
         """The main branch's outputs, and what the guide makes of all."""
-        logits = scores["main"].logits
+        logits = outputs["main"].logits
         if self.guide:
-            logits = self.guide.apply(self.constants, self.call, proposal, scores)
-        details = self.trace.details(self.constants, self.call, proposal, scores, logits)
-        return TargetScores(main_output(scores), logits, details)
+            logits = self.guide.apply(self.constants, self.call, proposal, outputs)
+        details = self.trace.details(self.constants, self.call, proposal, outputs, logits)
+        return TargetScores(main_output(outputs), logits, details)
 
     def accept(self, proposal: Proposal, target: TargetLogits) -> Outcome:
         """The path that the rule keeps and the token after it; of a Jacobi window, its rest."""

@@ -85,7 +85,7 @@ class NoTrace:
         constants: Any,
         call: Call,
         proposal: Proposal,
-        scores: Mapping[str, BranchOutput],
+        outputs: Mapping[str, BranchOutput],
         logits: Tensor,
     ) -> Details | None:
         """What `Tracer.details` keeps of a pass; here nothing."""
@@ -112,17 +112,17 @@ class Tracer(NoTrace):
         constants: Any,
         call: Call,
         proposal: Proposal,
-        scores: Mapping[str, BranchOutput],
+        outputs: Mapping[str, BranchOutput],
         logits: Tensor,
     ) -> Details:
         """Logits by branch, and the guide's own before its cut where it says them."""
         branches = {
-            name: score.logits for name, score in scores.items() if score.candidates is None
+            name: score.logits for name, score in outputs.items() if score.candidates is None
         }
         if self.guide is None:
             return Details(branches | {"guided": logits}, None)
-        uncut = self.guide.combine(constants, call, proposal, scores)
-        total = self.guide.totals(constants, call, proposal, scores)
+        uncut = self.guide.combine(constants, call, proposal, outputs)
+        total = self.guide.totals(constants, call, proposal, outputs)
         return Details(branches | {"guided": logits if uncut is None else uncut}, total)
 
     def add(self, round: Committed) -> None:

@@ -329,8 +329,8 @@ class _Clocked(DraftSession):
     def propose(self, budget: int) -> Proposal:
         return self._timed(partial(self.inner.propose, budget))
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
-        self._timed(partial(self.inner.observe, proposal, scores, block))
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
+        self._timed(partial(self.inner.observe, proposal, output, block))
 
     def _timed(self, step: Callable[[], Any]) -> Any:
         seconds, result = timed(self.call.device, step)

@@ -90,10 +90,10 @@ class FirstWord(Guide, ABC):
         constants: tuple[Tensor, Tensor],
         call: Call,
         proposal: Proposal,
-        scores: Mapping[str, BranchOutput],
+        outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`: `opening` at the first token, else as it is."""
-        main = scores["main"].logits
+        main = outputs["main"].logits
         if call.rows.cur_len:
             return main  # every row is past its first token
         first = (generated(call, proposal) == 0)[..., None]

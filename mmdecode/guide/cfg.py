@@ -52,9 +52,9 @@ class CFG(Guide):
         """No constants."""
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        conditional = scores["main"].logits.log_softmax(-1)
-        unconditional = scores[_BRANCH].logits.log_softmax(-1)
+        conditional = outputs["main"].logits.log_softmax(-1)
+        unconditional = outputs[_BRANCH].logits.log_softmax(-1)
         return self.scale * (conditional - unconditional) + unconditional

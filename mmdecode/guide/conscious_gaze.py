@@ -104,9 +104,9 @@ class ConsciousGaze(Guide):
         """From a string: layers as two fractions of the depth."""
         return cls(alpha, threshold, candidates, update, update_from, beta, (first, last))
 
-    def gate(self, call: Call, scores: Mapping[str, BranchOutput]) -> Tensor:
+    def gate(self, call: Call, outputs: Mapping[str, BranchOutput]) -> Tensor:
         """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
-        interaction, main = harsanyi(scores), scores["main"].logits
+        interaction, main = harsanyi(outputs), outputs["main"].logits
         likeliest = main.topk(min(self.candidates, main.shape[-1]), -1).indices
         return (interaction.gather(-1, likeliest).var(-1) > self.threshold).float()
 
@@ -124,31 +124,31 @@ class ConsciousGaze(Guide):
         return 1.0
 
     def combine(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut."""
-        logits = self._law(scores)
+        logits = self._law(outputs)
         if not self.update:
             return logits
-        interaction = harsanyi(scores)
+        interaction = harsanyi(outputs)
         strong = interaction.var(-1, keepdim=True) >= self.update_from
         return torch.where(strong, logits + interaction, logits)
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, call, proposal, scores)
-        return plausible(combined, self._law(scores), self.beta) if self.update else combined
+        combined = self.combine(constants, call, proposal, outputs)
+        return plausible(combined, self._law(outputs), self.beta) if self.update else combined
 
-    def _law(self, scores: Mapping[str, BranchOutput]) -> Tensor:
-        return scores["law" if self.alpha else "main"].logits
+    def _law(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
+        return outputs["law" if self.alpha else "main"].logits
 
 
-def harsanyi(scores: Mapping[str, BranchOutput]) -> Tensor:
+def harsanyi(outputs: Mapping[str, BranchOutput]) -> Tensor:
     """Interaction of image and words, ``(B, N + 1, V)``; 0 where the two only add up."""
     both, image, words, neither = (
-        scores[name].logits for name in ("main", "image", "words", "neither")
+        outputs[name].logits for name in ("main", "image", "words", "neither")
     )
     return both - image - words + neither
 

@@ -140,10 +140,10 @@ class DAGCD(Guide):
         return attention.new_tensor([[self.heads.get((layer, head), 0.0)] for head in heads])
 
     def apply(
-        self, constants: Words, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: Words, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        main = scores["main"]
+        main = outputs["main"]
         logits = main.logits
         law = logits.log_softmax(-1)
         doubt = torch.special.entr(law.exp()).sum(-1, keepdim=True) / math.log(logits.shape[-1])

@@ -102,14 +102,14 @@ class DFD(Guide):
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)
 
     def totals(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """What logits are multiplied by, ``1 / T``, ``(B, N + 1)``."""
-        return 1 / self.temperatures(call, scores["main"])
+        return 1 / self.temperatures(call, outputs["main"])
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        main = scores["main"]
+        main = outputs["main"]
         return main.logits / self.temperatures(call, main)[..., None]

@@ -83,10 +83,10 @@ class DoLa(Guide):
         return 1 - self.alpha
 
     def combine(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The difference of the two laws, before the cut."""
-        main = scores["main"]
+        main = outputs["main"]
         if not self.alpha:
             return main.logits
         last = main.logits.log_softmax(-1)
@@ -102,11 +102,11 @@ class DoLa(Guide):
         return last - self.alpha * early
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, call, proposal, scores)
-        return plausible(combined, scores["main"].logits, self.relative_top)
+        combined = self.combine(constants, call, proposal, outputs)
+        return plausible(combined, outputs["main"].logits, self.relative_top)
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ class Edited(Guide):
             warn_without_images(type(self).__name__, call)
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        return scores["main"].logits
+        return outputs["main"].logits
 
 
 def warn_without_images(guide: str, call: Call) -> None:

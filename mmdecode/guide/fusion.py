@@ -75,11 +75,11 @@ class Fusion(Guide, ABC):
         return None
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        main = (scores["main"].logits / self.main_temperature).log_softmax(-1)
-        acoustic = acoustic_law(scores[ACOUSTIC], main, self.acoustic_temperature)
+        main = (outputs["main"].logits / self.main_temperature).log_softmax(-1)
+        acoustic = acoustic_law(outputs[ACOUSTIC], main, self.acoustic_temperature)
         heard = (acoustic > -torch.inf).any(-1, keepdim=True)
         return torch.where(heard, self.fuse(main, acoustic), main)
 
@@ -88,24 +88,24 @@ class Fusion(Guide, ABC):
         """The normalised or unnormalised log-law of two log-laws, all ``(B, N + 1, V)``."""
 
 
-def acoustic_law(scores: BranchOutput, main: Tensor, temperature: float) -> Tensor:
+def acoustic_law(output: BranchOutput, main: Tensor, temperature: float) -> Tensor:
     """The second model's log-law over the main vocabulary, ``-inf`` for what it does not score.
 
     Args:
-        scores: Of the second model; unused candidates are -1, and a score may be ``-inf``.
+        output: Of the second model; unused candidates are -1, and a score may be ``-inf``.
         main: Of the vocabulary's shape, ``(B, N + 1, V)``.
         temperature: What its scores are divided by.
     """
-    values = scores.logits / temperature
-    if scores.candidates is not None:
-        values = values.masked_fill(scores.candidates < 0, -torch.inf)
+    values = output.logits / temperature
+    if output.candidates is not None:
+        values = values.masked_fill(output.candidates < 0, -torch.inf)
     # a position without any score has no law
     law = values.log_softmax(-1).masked_fill(values == -torch.inf, -torch.inf)
-    if scores.candidates is None:
+    if output.candidates is None:
         return law
     spread = torch.full_like(main, -torch.inf)
     # unused ones point at token 0, which may be a candidate itself: the larger value stays
-    return spread.scatter_reduce(-1, scores.candidates.clamp_min(0), law, "amax")
+    return spread.scatter_reduce(-1, output.candidates.clamp_min(0), law, "amax")
 
 
 class Late(Fusion):

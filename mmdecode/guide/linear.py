@@ -90,10 +90,10 @@ class Linear(Guide):
         return self.weights
 
     def combine(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """The law before the cut, ``(B, N + 1, V)``."""
-        values = [scores[name].logits for name in ("main", *(b.name for b in self.branches))]
+        values = [outputs[name].logits for name in ("main", *(b.name for b in self.branches))]
         if self.log_space and self.branches:
             values = [value.log_softmax(-1) for value in values]
         weights = self.weigh(call, proposal)
@@ -105,11 +105,11 @@ class Linear(Guide):
         return combined.masked_fill(~(combined < torch.inf), -torch.inf)  # inf - inf is nan
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        combined = self.combine(constants, call, proposal, scores)
-        return plausible(combined, scores["main"].logits, self.beta)
+        combined = self.combine(constants, call, proposal, outputs)
+        return plausible(combined, outputs["main"].logits, self.beta)
 
 
 class Contrast(Linear):

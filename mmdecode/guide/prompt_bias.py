@@ -57,10 +57,10 @@ class PromptBias(Guide):
         warn_inactive(type(self).__name__, call, prefill, "instructed")
 
     def apply(
-        self, constants: None, call: Call, proposal: Proposal, scores: Mapping[str, BranchOutput]
+        self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        return scores["main"].logits
+        return outputs["main"].logits
 
 
 def _instructed(instruction: str, question: Any, draw: torch.Generator) -> Any:

@@ -211,46 +211,46 @@ class WhisperCD(Guide):
         constants: Vocabulary,
         call: Call,
         proposal: Proposal,
-        scores: Mapping[str, BranchOutput],
+        outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
         """The law before cut and gate, ``(B, N + 1, V)``."""
-        return self._contrasted(constants, scores, beta=0.0)
+        return self._contrasted(constants, outputs, beta=0.0)
 
     def apply(
         self,
         constants: Vocabulary,
         call: Call,
         proposal: Proposal,
-        scores: Mapping[str, BranchOutput],
+        outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        law = self._contrasted(constants, scores, self.beta)
+        law = self._contrasted(constants, outputs, self.beta)
         if not (self.gate or self.asks):
             return law
         doubtful = torch.zeros_like(law[..., 0], dtype=torch.bool)
         if self.gate:
-            doubtful = self._evidence(scores) < self.gate
+            doubtful = self._evidence(outputs) < self.gate
         if constants.unspoken is not None:
             doubtful = doubtful | constants.unspoken
         ends = first_text(constants, call, proposal) & doubtful
         return torch.where(ends[..., None], constants.ended, law)
 
-    def _evidence(self, scores: Mapping[str, BranchOutput]) -> Tensor:
+    def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
         """For speech, at root and nodes, ``(B, N + 1)``."""
-        main = scores["main"].logits
-        found = distance(main, scores[SILENT].logits)
+        main = outputs["main"].logits
+        found = distance(main, outputs[SILENT].logits)
         if self.doubt:
-            found = found - self.doubt * distance(main, scores[NOISED].logits)
+            found = found - self.doubt * distance(main, outputs[NOISED].logits)
         return found
 
     def _contrasted(
-        self, constants: Vocabulary, scores: Mapping[str, BranchOutput], beta: float
+        self, constants: Vocabulary, outputs: Mapping[str, BranchOutput], beta: float
     ) -> Tensor:
-        main = scores["main"].logits
+        main = outputs["main"].logits
         combined = main
         if self.negatives:
             clean = main.log_softmax(-1)
-            negative = joined([scores[name].logits for name in self.negatives], self.tau)
+            negative = joined([outputs[name].logits for name in self.negatives], self.tau)
             combined = clean + self.alpha * (clean - negative.clamp_min(_FLOOR))
         elif not beta:
             return main

@@ -32,7 +32,7 @@ class TestDrafter(Drafter):
         """What is proposed next."""
         return Proposal.empty(call.batch, call.device)
 
-    def learn(self, call: Call, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def learn(self, call: Call, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """What is made of a round."""
 
 
@@ -49,9 +49,9 @@ class TestSession(DraftSession):
         """What the drafter makes of the call."""
         return self.drafter.draft(self.call, budget)
 
-    def observe(self, proposal: Proposal, scores: BranchOutput, block: Block) -> None:
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Hands a round on."""
-        self.drafter.learn(self.call, proposal, scores, block)
+        self.drafter.learn(self.call, proposal, output, block)
 
 
 class Constant(TestDrafter):

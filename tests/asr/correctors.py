@@ -91,8 +91,8 @@ class Writes(Guide):
         width = call.request.max_new_tokens + 64
         return torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
 
-    def apply(self, constants, call, proposal, scores):
-        logits = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        logits = outputs["main"].logits
         depths = torch.nn.functional.pad(proposal.structure()[1], (1, 0))
         tokens = constants.gather(
             1, (call.rows.length[:, None] + depths).clamp_max(constants.shape[1] - 1)

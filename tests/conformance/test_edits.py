@@ -46,9 +46,9 @@ class Edited(Guide):
     def begin(self, call, prefill):
         self.confidence = prefill["main"].logits.softmax(-1).amax(-1)
 
-    def apply(self, constants, call, proposal, scores):
-        self.seen.append(scores)
-        return scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        self.seen.append(outputs)
+        return outputs["main"].logits
 
 
 def doubled(scores, site):

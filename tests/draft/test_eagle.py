@@ -166,8 +166,8 @@ class Longer(Guide):
     def begin(self, call, prefill):
         return None
 
-    def apply(self, constants, call, proposal, scores):
-        return scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        return outputs["main"].logits
 
 
 def test_it_reads_the_prompt_of_the_branch_that_runs():

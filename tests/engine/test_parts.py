@@ -118,7 +118,7 @@ def test_a_method_of_a_session_that_is_nearly_one_of_its_base_is_refused():
     with pytest.raises(OptionError, match=r"Odd.observed is nothing .* DraftSession .*'observe'"):
 
         class Odd(mm.DraftSession):
-            def observed(self, proposal, scores, block):
+            def observed(self, proposal, output, block):
                 """Misspelt."""
 
 
@@ -239,7 +239,7 @@ def test_a_runner_of_branches_without_its_base_is_refused():
         branches = (BranchSpec(name="own", build=lambda call: Running()),)
         neutral = False
 
-        def apply(self, constants, call, proposal, scores):
+        def apply(self, constants, call, proposal, outputs):
             """Nothing."""
 
     with pytest.raises(OptionError, match=r"Running is no subclass of mmdecode\.BranchRunner"):
@@ -251,7 +251,7 @@ def test_an_adapter_without_what_a_guide_requires_is_refused_with_both_sides():
         requires_inputs = ("depth", "audio")
         neutral = False
 
-        def apply(self, constants, call, proposal, scores):
+        def apply(self, constants, call, proposal, outputs):
             """Nothing."""
 
     class Hears(TableAdapter):
@@ -277,7 +277,7 @@ def test_an_adapter_that_does_not_show_the_inside_that_a_guide_needs_is_refused(
         def needs(self, adapter):
             return Requirements(**wanted)
 
-        def apply(self, constants, call, proposal, scores):
+        def apply(self, constants, call, proposal, outputs):
             """Nothing."""
 
     class Closed(TableAdapter):

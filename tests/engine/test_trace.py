@@ -94,7 +94,7 @@ def test_without_a_guide_there_is_the_main_branch_alone():
 class Rising(Linear):
     """S differs by position: 1 for the first token, then 2, 3, ..."""
 
-    def totals(self, constants, call, proposal, scores):
+    def totals(self, constants, call, proposal, outputs):
         return generated(call, proposal) + 1.0
 
 

@@ -326,10 +326,10 @@ def test_a_mistake_in_coupled_sampling_is_caught(mutant, monkeypatch):
 class RootGuide(CFG):
     """Evaluates the other branch at the root alone."""
 
-    def apply(self, constants, call, proposal, scores):
-        other = scores["unconditional"]
-        scores = {**scores, "unconditional": replace(other, logits=other.logits[:, :1])}
-        return super().apply(constants, call, proposal, scores)
+    def apply(self, constants, call, proposal, outputs):
+        other = outputs["unconditional"]
+        outputs = {**outputs, "unconditional": replace(other, logits=other.logits[:, :1])}
+        return super().apply(constants, call, proposal, outputs)
 
 
 def test_a_guide_that_sees_the_root_prefix_is_caught():

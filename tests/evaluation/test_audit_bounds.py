@@ -168,8 +168,8 @@ def test_a_token_that_a_processor_forbids_is_not_forgiven():
 class Wobbly(CFG):
     """Rounds in blocks as it does not in single tokens."""
 
-    def apply(self, constants, call, proposal, scores):
-        law = super().apply(constants, call, proposal, scores)
+    def apply(self, constants, call, proposal, outputs):
+        law = super().apply(constants, call, proposal, outputs)
         return law + 0.05 * torch.arange(VOCAB).sin() if proposal.size else law
 
 

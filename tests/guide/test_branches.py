@@ -86,9 +86,9 @@ class Spied(Linear):
         super().__init__(branches, weights)
         self.seen = []
 
-    def apply(self, constants, call, proposal, scores):
-        self.seen.append({name: own.logits.clone() for name, own in scores.items()})
-        return super().apply(constants, call, proposal, scores)
+    def apply(self, constants, call, proposal, outputs):
+        self.seen.append({name: own.logits.clone() for name, own in outputs.items()})
+        return super().apply(constants, call, proposal, outputs)
 
 
 def all_branches(family, kind):

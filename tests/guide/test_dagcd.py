@@ -99,9 +99,9 @@ def test_heads_weigh_by_themselves():
 class Kept(DAGCD):
     """Keeps what the main branch said and what was made of it."""
 
-    def apply(self, constants, call, proposal, scores):
-        found = super().apply(constants, call, proposal, scores)
-        self.said, self.found = scores["main"].logits, found
+    def apply(self, constants, call, proposal, outputs):
+        found = super().apply(constants, call, proposal, outputs)
+        self.said, self.found = outputs["main"].logits, found
         return found
 
 

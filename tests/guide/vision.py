@@ -48,9 +48,9 @@ class Watched(Guide):
         self.call = call
         return self.guide.begin(call, prefill)
 
-    def apply(self, constants, call, proposal, scores):
-        self.scores.append(scores)
-        return self.guide.apply(constants, call, proposal, scores)
+    def apply(self, constants, call, proposal, outputs):
+        self.scores.append(outputs)
+        return self.guide.apply(constants, call, proposal, outputs)
 
 
 def assert_contrast_is_live(guide, family="llava", **options):

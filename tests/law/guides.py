@@ -29,8 +29,8 @@ class Probe(Guide):
 class Folded(Probe):
     """The node's own logits, those above one folded back."""
 
-    def apply(self, constants, call, proposal, scores):
-        return self.fold(scores["main"].logits)
+    def apply(self, constants, call, proposal, outputs):
+        return self.fold(outputs["main"].logits)
 
     @staticmethod
     def fold(scores):
@@ -44,8 +44,8 @@ class Folded(Probe):
 class Penalty(Probe):
     """Half a unit less for each time that the row has generated the token."""
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"].logits
         vocab = main.shape[-1]
         new = call.rows.ids[:, call.prompt_length :]
         used = torch.arange(new.shape[1]) < call.rows.length[:, None]
@@ -75,8 +75,8 @@ class Against(Probe):
         ),
     )
 
-    def apply(self, constants, call, proposal, scores):
-        return 2.0 * scores["main"].logits - scores["other"].logits
+    def apply(self, constants, call, proposal, outputs):
+        return 2.0 * outputs["main"].logits - outputs["other"].logits
 
     @staticmethod
     def law(model):
@@ -92,8 +92,8 @@ class Layers(Probe):
     def needs(self, adapter):
         return Requirements(hidden=frozenset({1}))  # the input of layer 1 is the output of layer 0
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"]
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"]
         return main.logits - 0.5 * call.plan.adapter.head(main.hidden[1])
 
     @staticmethod
@@ -150,8 +150,8 @@ class Edit(Probe):
 
     branches = (BranchSpec(name="edited", build=Edited),)
 
-    def apply(self, constants, call, proposal, scores):
-        return scores["edited"].logits
+    def apply(self, constants, call, proposal, outputs):
+        return outputs["edited"].logits
 
     @staticmethod
     def law(model):
@@ -168,8 +168,8 @@ class LookBack(Probe):
     def begin(self, call, prefill):
         self.before = torch.zeros(1)
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"].logits
         before, self.before = self.before, main[:, :1]
         return main - 0.001 * before
 
@@ -179,8 +179,8 @@ class LookAhead(Probe):
 
     lookahead = True
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"].logits
         parents, _, _ = proposal.structure()
         rows = (parents + 1).expand_as(proposal.tokens)
         where = torch.arange(call.batch)[:, None], rows, proposal.tokens.clamp_min(0)

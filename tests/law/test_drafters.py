@@ -404,9 +404,9 @@ class Ticking(Wrapped):
         super().__init__(inner)
         self.clock = clock
 
-    def observe(self, proposal, scores, block):
+    def observe(self, proposal, output, block):
         self.clock.now += float(self.call.rows.rounds.max() > 1)  # the prompt's costs no pass
-        super().observe(proposal, scores, block)
+        super().observe(proposal, output, block)
 
 
 @pytest.mark.parametrize(("cost", "once", "levels"), [(0.1, 0, None), (3.0, 0, 0), (0.1, 30.0, 0)])

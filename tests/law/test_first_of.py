@@ -31,7 +31,7 @@ class Fixed(drafts.TestDrafter):
     def draft(self, call, budget):
         return Proposal(tokens=self.tokens, kind="deterministic", tree=self.tree)
 
-    def learn(self, call, proposal, scores, block):
+    def learn(self, call, proposal, output, block):
         self.seen.append(proposal)
 
 

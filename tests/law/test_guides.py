@@ -101,8 +101,8 @@ class Remembers(guides.Probe):
 
     first = None
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"].logits
         if self.first is None:
             self.first = main[:, :1]
         return main - 0.001 * self.first
@@ -111,15 +111,15 @@ class Remembers(guides.Probe):
 class Counts(guides.Probe):
     """Cools down from round to round, which depends on how much a draft gets right."""
 
-    def apply(self, constants, call, proposal, scores):
-        return scores["main"].logits * (1 + 0.001 * call.rows.rounds[:, None, None])
+    def apply(self, constants, call, proposal, outputs):
+        return outputs["main"].logits * (1 + 0.001 * call.rows.rounds[:, None, None])
 
 
 class Together(guides.Probe):
     """Looks at the other rows."""
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"].logits
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"].logits
         return main - 0.001 * main[:, :1].mean(0)
 
 
@@ -133,8 +133,8 @@ class RootPath(guides.Penalty):
 class RootStates(guides.Layers):
     """Reads the hidden state of the root for every node."""
 
-    def apply(self, constants, call, proposal, scores):
-        main = scores["main"]
+    def apply(self, constants, call, proposal, outputs):
+        main = outputs["main"]
         return main.logits - 0.5 * call.plan.adapter.head(main.hidden[1][:, :1])
 
 

@@ -359,10 +359,10 @@ def test_padding_with_token_zero_is_found(monkeypatch):
 class RootGuide(CFG):
     """Evaluates the other branch at the root alone."""
 
-    def apply(self, constants, call, proposal, scores):
-        other = scores["unconditional"]
-        scores = {**scores, "unconditional": replace(other, logits=other.logits[:, :1])}
-        return super().apply(constants, call, proposal, scores)
+    def apply(self, constants, call, proposal, outputs):
+        other = outputs["unconditional"]
+        outputs = {**outputs, "unconditional": replace(other, logits=other.logits[:, :1])}
+        return super().apply(constants, call, proposal, outputs)
 
 
 @pytest.mark.parametrize("check", [guided, guided_bytes])

@@ -45,8 +45,8 @@ class Watching(Wrapped):
         super().__init__(inner)
         self.drafter = drafter
 
-    def observe(self, proposal, scores, block):
-        super().observe(proposal, scores, block)
+    def observe(self, proposal, output, block):
+        super().observe(proposal, output, block)
         call, outcome = self.call, block
         tail, law = outcome.window.tokens, outcome.window.logits
         assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
@@ -165,8 +165,8 @@ class TextFusion(Guide):
     def begin(self, call, prefill):
         return None
 
-    def apply(self, constants, call, proposal, scores):
-        main, text = scores["main"].logits, scores["text"]
+    def apply(self, constants, call, proposal, outputs):
+        main, text = outputs["main"].logits, outputs["text"]
         fused = main.gather(-1, text.candidates) + text.logits
         return torch.full_like(main, -torch.inf).scatter(-1, text.candidates, fused)
 
@@ -259,9 +259,9 @@ class Listener(drafts.Random):
         self.prompt, self.rounds, self.root = prefill, [], None
         return super().begin(call, prefill)
 
-    def learn(self, call, proposal, scores, block):
+    def learn(self, call, proposal, output, block):
         if self.root is not None:
-            self.rounds.append((self.root, proposal, scores))
+            self.rounds.append((self.root, proposal, output))
         self.root = [
             call.request.prompt_ids[b][call.request.prompt_mask[b]].tolist()
             + call.rows.ids[b, call.prompt_length : int(call.end()[b])].tolist()

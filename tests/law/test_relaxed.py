@@ -470,8 +470,8 @@ def tail_fits_its_law():
             return Watching(super().begin(call, prefill))
 
     class Watching(Wrapped):
-        def observe(self, proposal, scores, block):
-            super().observe(proposal, scores, block)
+        def observe(self, proposal, output, block):
+            super().observe(proposal, output, block)
             if proposal.size and not seen:
                 first = block.num_accepted == 0
                 seen.append((block.window.tokens[first, 0], block.window.logits[first, 0]))

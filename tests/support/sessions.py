@@ -13,8 +13,8 @@ class Wrapped(DraftSession):
     def propose(self, budget):
         return self.inner.propose(budget)
 
-    def observe(self, proposal, scores, block):
-        self.inner.observe(proposal, scores, block)
+    def observe(self, proposal, output, block):
+        self.inner.observe(proposal, output, block)
 
     def close(self):
         self.inner.close()
