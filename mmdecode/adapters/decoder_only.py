@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,7 +13,6 @@ from torch.nn.functional import pad
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.adapter import Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
-from mmdecode.engine.request import left_padded
 from mmdecode.engine.views import origin
 from mmdecode.errors import IncompatibleError, UnsupportedModelError
 
@@ -75,20 +75,13 @@ class DecoderOnlyAdapter(Adapter):
                 self.name,
                 *self.no_views,
             )
-        if isinstance(spec.prompt, Tensor):
-            ids = spec.prompt.to(call.device)
-            ids = ids.expand(call.batch, -1) if len(ids) == 1 else ids
-            mask = spec.prompt_mask
-            mask = torch.ones_like(ids) if mask is None else mask.to(call.device).expand_as(ids)
-            return Prompt(ids=ids, mask=left_padded(mask))
-        if spec.prompt == "last_token":
-            return Prompt(
-                ids=call.request.prompt_ids[:, -1:], mask=call.request.prompt_mask[:, -1:]
-            )
+        prompt = super().prompt(call, spec)
         embeds = call.request.model_kwargs.get(_EMBEDS)
         own = call.plan.adapter is None or origin(call.plan.adapter.model) is origin(self.model)
-        inputs = {_EMBEDS: embeds} if own and embeds is not None else {}
-        return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask, inputs=inputs)
+        same = isinstance(spec.prompt, str) and spec.prompt == "same"
+        if same and own and embeds is not None:
+            return replace(prompt, inputs={_EMBEDS: embeds})
+        return prompt
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Rows of all prompts, branch by branch, as wide as the widest."""

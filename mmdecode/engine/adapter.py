@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import Part
+from mmdecode.engine.request import left_padded
+from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import BranchRunner
@@ -144,8 +146,27 @@ class Adapter(Part):
     # a pass
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The whole prompt of a branch."""
-        raise NotImplementedError
+        """The whole prompt of a branch; as it stands, of models that read ids alone.
+
+        Raises:
+            IncompatibleError: The branch asks for a transform of inputs.
+        """
+        if spec.transform is not None:
+            raise IncompatibleError.between(
+                f"branch {spec.name!r} with transform {spec.transform!r}",
+                self.name,
+                f"{type(self).__name__} changes no inputs",
+                "use a guide without it, or let the adapter's prompt make it",
+            )
+        ids, mask = call.request.prompt_ids, call.request.prompt_mask
+        if isinstance(spec.prompt, Tensor):
+            ids, given = spec.prompt.to(call.device), spec.prompt_mask
+            ids = ids.expand(call.batch, -1) if len(ids) == 1 else ids
+            mask = torch.ones_like(ids) if given is None else given.to(call.device).expand_as(ids)
+            return Prompt(ids=ids, mask=left_padded(mask))
+        if spec.prompt == "last_token":
+            return Prompt(ids=ids[:, -1:], mask=mask[:, -1:])
+        return Prompt(ids=ids, mask=mask)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of all branches, in order, stacked into as few passes as possible."""

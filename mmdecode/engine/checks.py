@@ -231,7 +231,7 @@ _MEMBERS = {
     "draft": ("begin",),
     "guide": ("neutral", "apply"),
     "accept": ("guarantee", "kinds", "modes", "__call__"),
-    "adapter": ("model", "vocab", "num_layers", "prompt", "forward", "head"),
+    "adapter": ("model", "vocab", "num_layers", "forward", "head"),
     "runner": ("prefill", "score", "commit"),
 }
 """What a part of a decoder has of its own at least."""

@@ -13,6 +13,7 @@ oracle of the law tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -215,20 +216,14 @@ class TableAdapter(Adapter):
                 "it has no input but its salt",
                 "use the transform 'salt' with the option by=...",
             )
-        ids, mask = call.request.prompt_ids, call.request.prompt_mask
+        prompt = super().prompt(call, replace(spec, transform=None))
         salt = call.request.model_kwargs.get("salt")
         salt = torch.zeros_like(call.rows.length) if salt is None else salt
         if spec.transform == "salt":
             salt = salt + int(spec.transform_options["by"])
         elif spec.transform == "unconditional":
             salt = torch.full_like(salt, NOTHING)
-        if isinstance(spec.prompt, Tensor):
-            ids = spec.prompt.expand(call.batch, -1)
-            mask = torch.ones_like(ids) if spec.prompt_mask is None else spec.prompt_mask
-            mask = mask.expand_as(ids).bool()
-        elif spec.prompt == "last_token":
-            ids, mask = ids[:, -1:], mask[:, -1:]
-        return Prompt(ids=ids, mask=mask, inputs={"salt": salt})
+        return replace(prompt, inputs={"salt": salt})
 
     def join(self, pasts: Sequence[TablePast], cache: RaggedCache) -> TablePast:
         """The cache with the salt of all."""

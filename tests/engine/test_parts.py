@@ -198,7 +198,7 @@ class Headless(mm.Adapter):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: object(), r"\(no model, vocab, num_layers, prompt, forward, head\)"),
+        (lambda model: object(), r"\(no model, vocab, num_layers, forward, head\)"),
         (Foreign, r"its class Foreign is no subclass of mmdecode\.Adapter"),
         (Headless, r"\(no num_layers, head\).* inherits from mmdecode\.Adapter"),
         (lambda model: TableAdapter, "it is a class; make one"),
