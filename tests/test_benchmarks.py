@@ -86,6 +86,20 @@ def test_drafters_are_measured_on_a_clip(tmp_path):
     assert path.name in text and "| lookup |" in text
 
 
+@pytest.mark.slow
+def test_drafters_are_measured_following_a_guide_and_not(tmp_path):
+    words = ["--guide", "vcd", "--only", "medusa", "--only", "assistant, text only"]
+    words += ["--scenes", "2", "--tokens", "12", "--out", str(tmp_path)]
+    run(*words, script="guided_drafts.py")
+    (path,) = tmp_path.glob("guided-drafts-cpu-*.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert [case["sampled"] for case in cases] == [False, True]
+    for medusa, assistant in (case["rows"] for case in cases):
+        assert medusa["identical"] and assistant["identical"]
+        assert not medusa["why_unguided"] and "words" in assistant["why_unguided"][0]
+        assert len(set(assistant["tokens_per_pass"])) == 1
+
+
 def page_and_result(page, tables):
     """A page whose tables are those of its result file, and the result."""
     text = (ROOT / "docs" / page).read_text()
@@ -102,6 +116,7 @@ def page_and_result(page, tables):
         ("asr_speed.md", "asr_tables"),
         ("streaming.md", "streaming"),
         ("guidance_cost.md", "guidance_cost"),
+        ("guided_drafts.md", "guided_drafts"),
         ("real_speech.md", "real_speech_tables"),
     ],
 )
@@ -112,7 +127,8 @@ def test_a_page_shows_its_result_file(page, module, monkeypatch):
 
 MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
-    "hallucination.md": "tables", "image_speed.md": "tables", "real_speech.md": "tables",
+    "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
+    "real_speech.md": "tables",
     "streaming.md": "tables", "vlm_speed.md": "tables", "../README.md": "image tokens",
     "peers.md": "published checkpoint",
 }  # fmt: skip
