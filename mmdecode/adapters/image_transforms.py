@@ -93,7 +93,9 @@ def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prom
             f"{', '.join(transform for transform in TRANSFORMS if transform not in by_name())}",
         )
     refuse_lacking(spec)
-    if transform is not questions and not bool(adapter.image_mask(call.request.prompt_ids).any()):
+    if transform is not questions and not bool(
+        adapter.spans("image", call.request.prompt_ids).any()
+    ):
         # as in a batch where other rows have images; guides warn that they are inactive
         whole: Literal["last_token", "same"] = "last_token" if transform is only_images else "same"
         return adapter.prompt(call, BranchSpec(name=spec.name, prompt=whole))
@@ -194,7 +196,7 @@ def pictures(
     if call.request.inputs.get("questions") is not None:
         return questions(adapter, call, spec, functools.partial(_repainted, change))
 
-    marks = adapter.image_mask(call.request.prompt_ids)
+    marks = adapter.spans("image", call.request.prompt_ids)
     runs = (marks & ~pad(marks, (1, -1))).sum(1).tolist()
     rows = []
     for row, own in enumerate(raw_images(adapter, call)):
@@ -246,7 +248,7 @@ def questions(
 def no_image(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
     """The prompt without its image tokens."""
     return _kept(
-        adapter, call, call.request.prompt_mask & ~adapter.image_mask(call.request.prompt_ids)
+        adapter, call, call.request.prompt_mask & ~adapter.spans("image", call.request.prompt_ids)
     )
 
 
@@ -270,7 +272,7 @@ def only_images(
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> Prompt:
     """The prompt without its words; most marks around images go too."""
-    images = adapter.image_mask(call.request.prompt_ids)
+    images = adapter.spans("image", call.request.prompt_ids)
     first = images & ~pad(images, (1, -1))
     later = first & (first.cumsum(1) > 1)
     keep = call.request.prompt_mask & (images | pad(later, (-1, 1)))
@@ -289,7 +291,7 @@ def features(
 ) -> Prompt:
     """The image tokens of each row, changed at every depth at which the text model reads them."""
     encoded = encode(adapter, joined(raw_images(adapter, call)))
-    counts = adapter.image_mask(call.request.prompt_ids).sum(1).tolist()
+    counts = adapter.spans("image", call.request.prompt_ids).sum(1).tolist()
     levels = [level.split(counts) for level in (encoded.features, *encoded.deeper)]
     rows = []
     for row, own in enumerate(zip(*levels, strict=True)):
@@ -309,7 +311,7 @@ def tokens(
     """Some image tokens of each row, at consecutive positions."""
     encoded = encode(adapter, joined(raw_images(adapter, call)), salient=heads)
     assert encoded.salience is not None, "asked for"
-    images = adapter.image_mask(call.request.prompt_ids)
+    images = adapter.spans("image", call.request.prompt_ids)
     first = 0
     keep, order = call.request.prompt_mask & ~images, []
     for row, count in enumerate(images.sum(1).tolist()):
@@ -421,7 +423,7 @@ def of_features(
     """
     order = _order(keep)
     ids, mask = call.request.prompt_ids.gather(1, order), keep.gather(1, order)
-    images = adapter.image_mask(ids) & mask
+    images = adapter.spans("image", ids) & mask
     inputs: dict[str, Any] = {"inputs_embeds": embedded(adapter, ids, images, features)}
     if deeper:
         inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}

@@ -88,7 +88,7 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         ids = inputs["input_ids"]
         mask = left_padded(inputs.get("attention_mask", torch.ones_like(ids)))
         features = image_transforms.encode(self, raw).features
-        embeds = image_transforms.embedded(self, ids, self.image_mask(ids) & mask, features)
+        embeds = image_transforms.embedded(self, ids, self.spans("image", ids) & mask, features)
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:

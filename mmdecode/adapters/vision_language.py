@@ -149,12 +149,12 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
             for group in groups
         ]
 
-    def image_mask(self, ids: Tensor) -> Tensor:
+    def spans(self, kind: str, ids: Tensor) -> Tensor:
         """Placeholders of images and videos."""
         marks = torch.tensor(self._marks, device=ids.device)
         return torch.isin(ids, marks)
 
-    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+    def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
         """Tokens of each image of a prompt, row by row; ``None``: not known."""
         encoded = (prompt.inputs.get(_ENCODED) or {}).get("image")
         features = getattr(encoded, "pooler_output", None)
@@ -163,11 +163,11 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         values = prompt.inputs.get("pixel_values")
         if values is None or values.ndim != 4 or "image_sizes" in prompt.inputs:
             return None
-        return [int(self.image_mask(prompt.ids).sum()) // len(values)] * len(values)
+        return [int(self.spans("image", prompt.ids).sum()) // len(values)] * len(values)
 
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
         """Each row's own of what the caller handed over; ``ids (rows, P)`` tell which."""
-        counts = self.per_row(raw, self.image_mask(ids))
+        counts = self.per_row(raw, self.spans("image", ids))
         parts = {name: value.split(counts) for name, value in raw.items()}
         return [
             {name: value[row] for name, value in parts.items()} if count else {}
@@ -422,13 +422,13 @@ class IdeficsAdapter(VisionLanguageAdapter):
     model_types = ("idefics3", "smolvlm")
     raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
 
-    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+    def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
         """Not known: features come by row."""
         return None
 
     def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
         """One entry a row."""
-        has = self.image_mask(ids).any(1).tolist()
+        has = self.spans("image", ids).any(1).tolist()
         return [
             {name: value[row : row + 1] for name, value in raw.items()} if has[row] else {}
             for row in range(len(ids))
@@ -549,7 +549,7 @@ class QwenVLAdapter(VisionLanguageAdapter):
         options = {k: v for k, v in inputs.items() if k in known and k in self.raw_names}
         if "mm_token_type_ids" in known:
             options["mm_token_type_ids"] = (
-                self.image_mask(prompt.ids).int() if kinds is None else kinds
+                self.spans("image", prompt.ids).int() if kinds is None else kinds
             )
         places, _ = self._whole.get_rope_index(
             input_ids=prompt.ids, attention_mask=prompt.mask.long(), **options
@@ -578,11 +578,11 @@ class QwenVLAdapter(VisionLanguageAdapter):
                     rows[row][described] = raw[described].split(counts)[row]
         return rows
 
-    def image_sizes(self, prompt: Prompt) -> list[int] | None:
+    def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
         """As of any; cells of the grids over the square of what is merged."""
         grids = prompt.inputs.get("image_grid_thw")
         if grids is None:
-            return super().image_sizes(prompt)
+            return super().span_sizes(kind, prompt)
         config: Any = self.model.config
         return (grids.prod(1) // config.vision_config.spatial_merge_size**2).tolist()
 

@@ -302,7 +302,7 @@ def _words(call: Call) -> BranchSpec:
 
     The last token stays whatever it is, since the first round reads it again.
     """
-    keep = call.request.prompt_mask & ~call.plan.adapter.image_mask(call.request.prompt_ids)
+    keep = call.request.prompt_mask & ~call.plan.adapter.spans("image", call.request.prompt_ids)
     keep[:, -1] = True
     width = int(keep.sum(1).amax())
     order = keep.long().argsort(dim=1, stable=True)[:, -width:]

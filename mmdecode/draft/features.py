@@ -370,8 +370,8 @@ def _branch_rows(
     # a prompt that shares its pass with a wider one was padded there
     hidden = {level: states[:, -prompt.ids.shape[1] :] for level, states in hidden.items()}
     embeds = prompt.inputs.get("inputs_embeds")
-    sizes = adapter.image_sizes(prompt) if "image" in adapter.inputs else None
-    images = numbered(adapter.image_mask(prompt.ids) & prompt.mask.bool(), sizes)
+    sizes = adapter.span_sizes("image", prompt) if "image" in adapter.inputs else None
+    images = numbered(adapter.spans("image", prompt.ids) & prompt.mask.bool(), sizes)
     if embeds is None:
         embeds = drafter.embed(prompt.ids, adapter)
         if 0 in hidden:  # image features stand where the placeholders were

@@ -221,12 +221,12 @@ class Adapter(Part):
         """The decoder's self-attention, by layer: the modules that call an attention function."""
         return ()
 
-    def image_mask(self, ids: Tensor) -> Tensor:
-        """Which tokens of a prompt stand for parts of an image, bool ``(B, P)``."""
+    def spans(self, kind: str, ids: Tensor) -> Tensor:
+        """Which tokens of a prompt stand for parts of a ``kind`` of `inputs`, bool ``(B, P)``."""
         return torch.zeros_like(ids, dtype=torch.bool)
 
-    def image_sizes(self, prompt: Prompt) -> list[int] | None:
-        """Tokens of each image of a prompt, row by row; ``None``: not known."""
+    def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
+        """Tokens of each input of a kind in a prompt, row by row; ``None``: not known."""
         return None
 
     def contents(self, raw: Mapping[str, Any], ids: Tensor) -> list[list[Tensor]]:

@@ -210,7 +210,7 @@ class ModelRunner(BranchRunner):
             return
         self._noise = call.request.noise
         if prompt is not None:
-            self._images = self.adapter.image_mask(prompt.ids) & prompt.mask
+            self._images = self.adapter.spans("image", prompt.ids) & prompt.mask
         self._strengths = {
             index: edit.strength(call, earlier)
             for index, edit in enumerate(attention)

@@ -36,7 +36,7 @@ def warn_without_images(guide: str, call: Call) -> None:
     """Warns where a guide that is about image tokens finds none in any row."""
     if call.plan.is_draft:
         return
-    if not bool(call.plan.adapter.image_mask(call.request.prompt_ids).any()):
+    if not bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
         warn(
             f"guide {guide} is inactive: the prompts have no image tokens; give images, or leave "
             "it out",

@@ -200,7 +200,7 @@ def warn_inactive(guide: str, call: Call, prefill: Mapping[str, BranchOutput], n
     # the same tokens may be read another way, which costs the last bits
     same = torch.isclose(prefill[name].logits, prefill["main"].logits, rtol=1e-5, atol=1e-4)
     same = same.flatten(1).all(1)
-    has_image = call.plan.adapter.image_mask(call.request.prompt_ids).any(1)
+    has_image = call.plan.adapter.spans("image", call.request.prompt_ids).any(1)
     if bool((same | (has_image.any() & ~has_image)).all()):
         warn(
             f"guide {guide} is inactive: its branch {name!r} says of these prompts what the model "

@@ -73,7 +73,7 @@ class PAI(Linear):
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
         """No constants; warns where there are no images, for either part."""
-        if bool(call.plan.adapter.image_mask(call.request.prompt_ids).any()):
+        if bool(call.plan.adapter.spans("image", call.request.prompt_ids).any()):
             super().begin(call, prefill)
         else:
             warn_without_images(type(self).__name__, call)

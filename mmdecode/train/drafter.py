@@ -94,7 +94,7 @@ class Collector(Edited):
                 [prefill[spec.name].prompt_hidden["last"] for spec in specs],
             )
         )
-        words = torch.cat([prompt.mask for prompt in prompts]).bool() & ~adapter.image_mask(ids)
+        words = torch.cat([prompt.mask for prompt in prompts]).bool() & ~adapter.spans("image", ids)
         self.found = rows, ids, last, words
 
 

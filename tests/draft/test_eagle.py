@@ -397,7 +397,9 @@ def test_hidden_images_take_no_slot():
 
     def note(session):
         call = session.call
-        words = call.request.prompt_mask & ~call.plan.adapter.image_mask(call.request.prompt_ids)
+        words = call.request.prompt_mask & ~call.plan.adapter.spans(
+            "image", call.request.prompt_ids
+        )
         widths[session.draft.images] = (session._width, int(words.sum(1).max()) - 1)
 
     inputs = vision_inputs("llava", 2)

@@ -334,7 +334,7 @@ def test_hidden_images_leave_nothing():
 
         def note(session):
             asked, adapter = session.call.request, session.call.plan.adapter
-            words = asked.prompt_mask & ~adapter.image_mask(asked.prompt_ids)
+            words = asked.prompt_mask & ~adapter.spans("image", asked.prompt_ids)
             widths.append((session._width, int(words.sum(1).max())))  # noqa: B023
             vector = session._carried
             assert vector is None or not vector.any()
@@ -544,4 +544,4 @@ def test_sizes_of_images_are_known_without_encoded_ones():
         inputs = vision_inputs(family)
         ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
         prompt = Prompt(ids=ids, mask=mask, inputs=inputs)
-        assert adapter.image_sizes(prompt) == sizes
+        assert adapter.span_sizes("image", prompt) == sizes

@@ -33,7 +33,7 @@ class Given(Adapter):
     def prompt(self, call, spec):
         return Prompt(ids=call.request.prompt_ids, mask=call.request.prompt_mask)
 
-    def image_mask(self, ids):
+    def spans(self, kind, ids):
         return self.images
 
 

@@ -12,8 +12,8 @@ from mmdecode.engine.proposal import Proposal
 def context(rows, length=0, **options):
     """Rows that have generated ``length`` tokens each, of prompts of two."""
     ids = torch.ones(rows, 2, dtype=torch.long)
-    images = lambda ids: torch.zeros_like(ids, dtype=torch.bool)  # noqa: E731
-    plan = Plan(adapter=SimpleNamespace(image_mask=images))
+    images = lambda kind, ids: torch.zeros_like(ids, dtype=torch.bool)  # noqa: E731
+    plan = Plan(adapter=SimpleNamespace(spans=images))
     return Call.of(ids, length=length, max_new_tokens=40, room=62, fill=1, plan=plan, **options)
 
 

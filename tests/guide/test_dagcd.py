@@ -132,7 +132,7 @@ def test_image_tokens_stand_for_what_the_head_reads_in_them():
         attention=dict.fromkeys((0, 1), torch.zeros(1, 2, 1, P)),
     )
     adapter = SimpleNamespace(
-        head=lambda hidden: hidden, image_mask=lambda ids: images, num_layers=2
+        head=lambda hidden: hidden, spans=lambda kind, ids: images, num_layers=2
     )
     call = Call.of(torch.zeros(1, P, dtype=torch.long), plan=Plan(adapter=adapter))
     found = DAGCD(layers=(1.0, 1.0)).begin(call, {"main": prefill})

@@ -155,7 +155,7 @@ def test_the_branch_holds_k_image_tokens(family):
     adapter = registry.adapter_for(vision_model(family))
     branches = ModelRunner(adapter, guide.branches)
     branches.prefill(guide.call, {})
-    images = adapter.image_mask(guide.call.request.prompt_ids).sum(1)
+    images = adapter.spans("image", guide.call.request.prompt_ids).sum(1)
     expected = guide.call.request.prompt_mask.sum(1) - images + images.clamp_max(2)
     assert (branches.cache.start - branches.pads).tolist() == expected.tolist()
 

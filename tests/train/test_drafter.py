@@ -111,7 +111,7 @@ def test_rows_of_an_image_hold_the_targets_merged_embeddings(family):
     answers = [Sample(r, [5, 6, 7]) for r in requests(3)]
     drafter = random_drafter(rope_parameters=SECTIONS)
     batch = collect(Texts(model, lambda asked: dict(given)), drafter, answers)
-    rows, images = batch.rows, registry.adapter_for(model).image_mask(batch.ids)[:, 1:]
+    rows, images = batch.rows, registry.adapter_for(model).spans("image", batch.ids)[:, 1:]
     assert torch.equal(rows.images > 0, images) and images.any()
     words = model.get_input_embeddings()(batch.ids[:, 1:])
     differ = (rows.embeds != words).any(-1)
@@ -272,7 +272,7 @@ def test_a_text_drafter_learns_laws_of_words_that_close_ranks():
     given = vision_inputs("llava")
     batch = collect(Texts(model, lambda asked: dict(given)), None, some)
     adapter = registry.adapter_for(model)
-    assert not (batch.words & adapter.image_mask(batch.ids)).any()
+    assert not (batch.words & adapter.spans("image", batch.ids)).any()
     own = recipes.RECIPES["text"]
     module = own.build(adapter, some, Options(kind="text", layers=2)).eval()
     law, losses = batch.logits().log_softmax(-1), []
