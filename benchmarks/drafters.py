@@ -162,17 +162,17 @@ def sampled_ways(subject: Subject) -> dict[str, Way]:
         UNDRAFTED: Way(),
         "undrafted, again": Way(),
         "medusa, block, 12 nodes; coupled": Way(block),
-        "medusa, block, 12 nodes; membership": Way(block, "membership"),
+        "medusa, block, 12 nodes; membership": Way(block, "sample_match"),
         "layer_skip, first 4; coupled": Way(skip),
         "layer_skip, first 4; rejection": Way(skip, "rejection"),
-        "layer_skip, first 4; membership": Way(skip, "membership"),
+        "layer_skip, first 4; membership": Way(skip, "sample_match"),
         "bigram table, chain of 2; rejection": Way(chain(("iid",)), "rejection"),
         "bigram table, 2 x 2 drawn independently; rejection": Way(tree(("iid",)), "rejection"),
         "bigram table, 2 x 2 drawn without replacement; rejection": Way(
             tree(("without_replacement",)), "rejection"
         ),
-        "bigram table, 2 x 2 likeliest; membership": Way(tree(("deterministic",)), "membership"),
-        "recycling, 8 nodes, table kept; membership": Way(KEPT, "membership", anew=True),
+        "bigram table, 2 x 2 likeliest; membership": Way(tree(("deterministic",)), "sample_match"),
+        "recycling, 8 nodes, table kept; membership": Way(KEPT, "sample_match", anew=True),
     }
 
 

@@ -84,9 +84,9 @@ def ways(
         f"adaptive {middle}, siblings": Way(
             f"jacobi:window={middle},siblings=3,levels=2", "rejection"
         ),
-        f"Cool-SD {middle}": Way(f"jacobi:window={middle}", "cool:delta=2,nu=0"),
+        f"Cool-SD {middle}": Way(f"jacobi:window={middle}", "cool_sd:delta=2,nu=0"),
         f"LANTERN {middle}": Way(f"jacobi:window={middle}", "lantern:delta=0.1,k=20"),
-        f"grouped {middle}": Way(f"jacobi:window={middle}", "grouped"),
+        f"grouped {middle}": Way(f"jacobi:window={middle}", "gsd"),
     }
     if small is not None:
         for length in (3, 5):

@@ -45,11 +45,11 @@ DRAFTS = {
     "amateur": "amateur:length=4",
     "sparse": "sparse:length=4",
     "text-only": f"assistant:model={MODEL}-text,length=4",
-    "kangaroo": f"kangaroo:path={MODEL}-kangaroo,length=4,sure=0",
+    "kangaroo": f"kangaroo:path={MODEL}-kangaroo,length=4,confidence_threshold=0",
     "medusa": f"medusa:path={MODEL}-medusa",
     "eagle, chain": f"eagle:path={MODEL}-eagle,depth=4,top_k=1,nodes=4",
     "eagle, tree": f"eagle:path={MODEL}-eagle,depth=4,top_k=4,nodes=16",
-    "eagle, OPT-Tree": f"eagle:path={MODEL}-eagle,depth=8,top_k=12,nodes=16,gain=0.1",
+    "eagle, OPT-Tree": f"eagle:path={MODEL}-eagle,depth=8,top_k=12,nodes=16,min_expected_gain=0.1",
     "adaptive eagle": f"adaptive:draft=eagle:path={MODEL}-eagle",
 }
 """What is measured, by name; ``None`` is made here."""

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from mmdecode import registry
 from mmdecode._compat import arguments_of_generate
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
+from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
@@ -297,7 +297,7 @@ class Decoder:
             return self.accept, checks.agreed_kind(self.accept, self.draft)
         rules: list[AcceptanceRule] = [GreedyMatch()]
         if do_sample:
-            rules = [Coupled()] if self.accept == "auto" else [Rejection(), Membership()]
+            rules = [Coupled()] if self.accept == "auto" else [Rejection(), SampleMatch()]
         for rule in rules:
             if set(rule.kinds) & set(self.draft.kinds):
                 return rule, checks.agreed_kind(rule, self.draft)

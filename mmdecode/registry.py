@@ -72,14 +72,14 @@ _BUILTIN = {
     "accept": {
         "greedy": "mmdecode.accept.exact:GreedyMatch",
         "coupled": "mmdecode.accept.exact:Coupled",
-        "membership": "mmdecode.accept.exact:Membership",
+        "sample_match": "mmdecode.accept.exact:SampleMatch",
         "rejection": "mmdecode.accept.rejection:Rejection",
         "typical": "mmdecode.accept.typical:Typical",
-        "judge": "mmdecode.accept.judge:Judge",
+        "relative_threshold": "mmdecode.accept.relative_threshold:RelativeThreshold",
         "ensemble": "mmdecode.accept.ensemble:Ensemble",
         "lantern": "mmdecode.accept.lantern:LANTERN",
-        "cool": "mmdecode.accept.cool:Cool",
-        "grouped": "mmdecode.accept.grouped:Grouped",
+        "cool_sd": "mmdecode.accept.cool_sd:CoolSD",
+        "gsd": "mmdecode.accept.gsd:GSD",
     },
     "guide": {
         "cfg": "mmdecode.guide.cfg:CFG",

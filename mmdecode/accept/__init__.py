@@ -1,23 +1,23 @@
 """Acceptance rules, one family a file: how much of a proposal is kept, and the token after it."""
 
-from mmdecode.accept.cool import Cool
+from mmdecode.accept.cool_sd import CoolSD
 from mmdecode.accept.ensemble import Ensemble
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
-from mmdecode.accept.grouped import Grouped
-from mmdecode.accept.judge import Judge
+from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
+from mmdecode.accept.gsd import GSD
 from mmdecode.accept.lantern import LANTERN
 from mmdecode.accept.rejection import Rejection
+from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.accept.typical import Typical
 
 __all__ = [
+    "GSD",
     "LANTERN",
-    "Cool",
+    "CoolSD",
     "Coupled",
     "Ensemble",
     "GreedyMatch",
-    "Grouped",
-    "Judge",
-    "Membership",
     "Rejection",
+    "RelativeThreshold",
+    "SampleMatch",
     "Typical",
 ]

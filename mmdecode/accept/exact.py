@@ -62,7 +62,7 @@ class Coupled(AcceptanceRule):
         return follow(proposal, target, call, keyed(proposal, call, Role.TARGET))
 
 
-class Membership(AcceptanceRule):
+class SampleMatch(AcceptanceRule):
     """Samples the token from the target first, and follows the sample while it was drafted.
 
     Form (a) of one-hot rejection: the same distribution and acceptance, the probability that the

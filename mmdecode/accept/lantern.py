@@ -154,7 +154,7 @@ def codebook_of(rule: Relaxed, adapter: Any) -> Tensor:
             f"accept {type(rule).__name__}",
             adapter.name,
             "the rule compares the codes of an image tokenizer, and this model has no codebook",
-            "use accept 'cool', which needs none, or an exact rule",
+            "use accept 'cool_sd', which needs none, or an exact rule",
         )
     return codes.float()
 

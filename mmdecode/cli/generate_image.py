@@ -155,7 +155,7 @@ def command(
 
       mmdecode generate-image --class ring --class star -n 4 --mode exact --grid
 
-      mmdecode generate-image --class ring -n 8 --draft jacobi:window=32 --accept cool:delta=1.5
+      mmdecode generate-image --class ring -n 8 --draft jacobi:window=32 --accept cool_sd:delta=1.5
 
       mmdecode generate-image --model deepseek-community/Janus-Pro-1B --prompts prompts.txt --resume
 

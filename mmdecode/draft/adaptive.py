@@ -74,11 +74,11 @@ class Adaptive(Drafter):
         depths: Levels to choose from; ``None`` leaves the draft as it is, 0 switches it off.
             ``(None,)`` is neutral.
         memory: Calls after which what was measured has faded to about a third.
-        doubt: By what share the speed of a single call may be off. More tries other depths more
-            often; at 0 the fastest so far stays until it measures slower.
-        sampled: Control the draft under every rule. Off, because only the greedy and the coupled
+        exploration: By what share the speed of a single call may be off. More tries other depths
+            more often; at 0 the fastest so far stays until it measures slower.
+        any_rule: Control the draft under every rule. Off, because only the greedy and the coupled
             rule generate the same tokens whatever is drafted; under others the sample for a seed,
-            though not its law, would depend on measured times.
+            though not its distribution, would depend on measured times.
 
     Lossless under every exact rule. Nothing is read from the device during a call. The calls should
     be alike, of similar inputs; batches count as alike up to the next power of two rows, since what
@@ -94,20 +94,21 @@ class Adaptive(Drafter):
         draft: Drafter | str,
         depths: Sequence[int | None] = (None, 3, 1, 0),
         memory: int = 100,
-        doubt: float = 0.3,
-        sampled: bool = False,
+        exploration: float = 0.3,
+        any_rule: bool = False,
     ) -> None:
         self.draft = drafter_of(draft)
         if not depths or any(levels is not None and levels < 0 for levels in depths):
             raise OptionError(
                 f"depths={tuple(depths)}; expected at least one depth, each None or >= 0"
             )
-        if memory < 2 or doubt < 0:
+        if memory < 2 or exploration < 0:
             raise OptionError(
-                f"memory={memory}, doubt={doubt}; expected memory >= 2 and doubt >= 0"
+                f"memory={memory}, exploration={exploration}; expected memory >= 2 and "
+                "exploration >= 0"
             )
         self._depths = tuple(depths)
-        self.memory, self.doubt, self.sampled = memory, doubt, sampled
+        self.memory, self.exploration, self.any_rule = memory, exploration, any_rule
         self.kinds: tuple[Kind, ...] = self.draft.kinds
         self.capabilities = replace(self.draft.capabilities, graph_safe=False)
         self._lock = Lock()  # of all below
@@ -135,7 +136,7 @@ class Adaptive(Drafter):
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Chooses the depth of this call."""
         began, depth = time.perf_counter(), None
-        if self.sampled or call.plan.drafter_invariant:
+        if self.any_rule or call.plan.drafter_invariant:
             depth = self._choose(call.batch)
         off = depth is not None and depth.levels == 0
         inner = DraftSession(call) if off else self.draft.begin(call, prefill)
@@ -180,7 +181,7 @@ class Adaptive(Drafter):
         def hope(depth: Depth) -> float:
             if not depth.calls:
                 return math.inf
-            return depth.speed * (1 + self.doubt / math.sqrt(depth.calls))
+            return depth.speed * (1 + self.exploration / math.sqrt(depth.calls))
 
         with self._lock:
             self._read()

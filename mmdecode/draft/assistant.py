@@ -48,8 +48,9 @@ class Assistant(Drafter):
         warp: What is made of the logits before a token is drawn, likewise.
         text_only: Leave image tokens out of its prompt; ``None``: where the target sees images and
             ``model`` does not.
-        risk: How likely a row's tokens may be, by their own laws, to hold one that is rejected; the
-            token that exceeds it is the row's last of the round. 1 is neutral. See `Going`.
+        max_rejection_probability: How likely a row's tokens may be, by their own distributions, to
+            hold one that is rejected; the token that exceeds it is the row's last of the round. 1
+            is neutral. See `Going`.
 
     Proposes argmax tokens (``deterministic``), draws (``iid``, with their law), or argmax of
     log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
@@ -68,21 +69,26 @@ class Assistant(Drafter):
         guide: Guide | None = None,
         warp: Callable[[Tensor], Tensor] | None = None,
         text_only: bool | None = None,
-        risk: float = 1.0,
+        max_rejection_probability: float = 1.0,
     ) -> None:
-        if length < 0 or not 0 <= risk <= 1:
+        if length < 0 or not 0 <= max_rejection_probability <= 1:
             raise OptionError(
-                f"length={length}, risk={risk}; expected length >= 0 and risk from 0 to 1"
+                f"length={length}, max_rejection_probability={max_rejection_probability}; expected "
+                "length >= 0 and a probability from 0 to 1"
             )
         self.model, self.length, self.guide, self.warp = model, length, guide, warp
-        self.text_only, self.risk = text_only, risk
+        self.text_only, self.max_rejection_probability = text_only, max_rejection_probability
         # by the target's class, device and dtype
         self._loaded: dict[tuple[type, torch.device, torch.dtype], Any] = {}
         self._lock = Lock()
 
     @classmethod
     def from_options(
-        cls, model: Any, length: int = 5, text_only: bool | None = None, risk: float = 1.0
+        cls,
+        model: Any,
+        length: int = 5,
+        text_only: bool | None = None,
+        max_rejection_probability: float = 1.0,
     ) -> Assistant:
         """From a string: ``model`` is a folder or Hub name, or an object from the context.
 
@@ -95,7 +101,9 @@ class Assistant(Drafter):
         if isinstance(model, str):
             model = local_path(model)
             _type_of(model)  # refuse before anything is decoded
-        return cls(model, length, text_only=text_only, risk=risk)
+        return cls(
+            model, length, text_only=text_only, max_rejection_probability=max_rejection_probability
+        )
 
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Reads the prompt with the drafting model."""
@@ -128,7 +136,7 @@ class Assistant(Drafter):
         main = _words(call) if words else MAIN
         branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
         followed = TargetDistribution(call, target, branch.prefill(call, {}), unguided)
-        return AssistantSession(call, branch, followed, self.length, self.risk)
+        return AssistantSession(call, branch, followed, self.length, self.max_rejection_probability)
 
     def _adapter(self, call: Call, prefill: BranchOutput) -> Any:
         """Of the drafting model.
@@ -167,7 +175,7 @@ class AssistantSession(DraftSession):
         branch: What drafts, after the prompt.
         target: What drafts follow.
         length: Tokens per round.
-        risk: As of `Assistant`.
+        max_rejection_probability: See `Assistant`.
 
     Attributes:
         lag: Tokens that each round reads again.
@@ -181,10 +189,11 @@ class AssistantSession(DraftSession):
         branch: ModelRunner,
         target: TargetDistribution,
         length: int,
-        risk: float = 1.0,
+        max_rejection_probability: float = 1.0,
     ) -> None:
         super().__init__(call)
-        self.branch, self.target, self.length, self.risk = branch, target, length, risk
+        self.branch, self.target, self.length = branch, target, length
+        self.max_rejection_probability = max_rejection_probability
         self.unguided = target.unguided
 
     def propose(self, budget: int) -> Proposal:
@@ -220,7 +229,7 @@ class AssistantSession(DraftSession):
 
     def going(self) -> Going:
         """Which rows go on in a round."""
-        return Going(self.risk, self.call)
+        return Going(self.max_rejection_probability, self.call)
 
     def read_again(self) -> int:
         """`lag`, or the tokens there are: without a prompt of ids, one at first."""
@@ -241,7 +250,7 @@ class Going:
     taken all the same, and what is saved is their verification.
 
     Args:
-        risk: As of `Assistant`.
+        max_rejection_probability: See `Assistant`.
         call: Of the call.
 
     Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
@@ -249,20 +258,25 @@ class Going:
     trained head but taken from the law that each token was drawn from.
     """
 
-    def __init__(self, risk: float, call: Call) -> None:
-        self.risk, self.looks = risk, call.device.type == "cpu" and not call.plan.static_shapes
+    def __init__(self, max_rejection_probability: float, call: Call) -> None:
+        self.max_rejection_probability = max_rejection_probability
+        self.looks = call.device.type == "cpu" and not call.plan.static_shapes
         self.kept = call.rows.active.float()  # that no token so far is rejected
 
     def submitted(self, token: Tensor) -> Tensor:
         """A token ``(B,)``, -1 in rows that have stopped."""
-        return token if self.risk >= 1 else token.masked_fill(1 - self.kept > self.risk, -1)
+        return (
+            token
+            if self.max_rejection_probability >= 1
+            else token.masked_fill(1 - self.kept > self.max_rejection_probability, -1)
+        )
 
     def ended(self, logits: Tensor, token: Tensor) -> bool:
         """Notes a token ``(B,)`` of the law ``(B, V)``; says whether all rows are known to stop."""
-        if self.risk >= 1:
+        if self.max_rejection_probability >= 1:
             return False
         self.kept *= self.chance(logits.softmax(-1), token)
-        return self.looks and bool((1 - self.kept > self.risk).all())
+        return self.looks and bool((1 - self.kept > self.max_rejection_probability).all())
 
     def chance(self, law: Tensor, token: Tensor) -> Tensor:
         """That a token ``(B,)`` is accepted, by the law ``(B, V)`` it was drawn from."""

@@ -61,13 +61,18 @@ class Dream(FeatureDraft):
         top_k: int = 8,
         nodes: int = 31,
         images: str = "all",
-        drawn: bool | None = None,
-        gain: float | None = None,
+        sampled: bool | None = None,
+        min_expected_gain: float | None = None,
         share: float = 1.0,
     ) -> Self:
         """From a string; see `FeatureDraft.from_options`."""
         path = path or shipped(cls.modules, model_id)
-        options = {"images": images, "drawn": drawn, "gain": gain, "share": share}
+        options = {
+            "images": images,
+            "sampled": sampled,
+            "min_expected_gain": min_expected_gain,
+            "share": share,
+        }
         return cls.shaped(path, length, depth, top_k, nodes, **options)
 
     def needs(self, adapter: Adapter) -> Requirements:

@@ -54,33 +54,33 @@ class FeatureDraft(Drafter):
         top_k: Children of a node, and nodes of a level that go on; 1 drafts a chain.
         nodes: Nodes that are kept, the root not counted; the references count it.
         images: ``hidden`` leaves the prompt's image rows out of what the drafter sees, a control.
-        drawn: Whether rules that test a token against its law get tokens that were drawn, without
-            replacement from log q, and not the likeliest; ``None``: where the drafter was made for
-            a model of image tokens, whose laws are flat, and the tree fits into ``nodes``, since
-            none that was drawn may be left out.
-        gain: A row's tree ends behind the level that adds no more than this to the number of
-            drafted tokens that the drafter expects to be accepted; ``None``, the neutral setting:
-            at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see
+        sampled: Whether rules that test a token against its distribution get tokens that were
+            sampled, without replacement from log q, and not the most likely ones; ``None``: where
+            the drafter was made for a model of image tokens, whose distributions are flat, and the
+            tree fits into ``nodes``, since none that was sampled may be left out.
+        min_expected_gain: A row's tree ends after the level that adds no more than this to the
+            number of drafted tokens that the drafter expects to be accepted; ``None``, the neutral
+            setting: at ``depth``. With ``top_k`` as many as ``nodes`` this is OPT-Tree; see
             `mmdecode.draft.growing.Worth`.
 
-    Proposes deterministic trees, or drawn ones with their laws. Under the coupled rule children
-    are the top of log q plus the noise that decides their position, while paths are weighed by
-    log q; tokens that the drafter's vocabulary lacks are never proposed. Lossless under every exact
-    rule, whatever it says.
+    Proposes deterministic trees, or sampled ones with their distributions. Under the coupled rule
+    children are the top of log q plus the noise that decides their position, while paths are
+    weighed by log q; tokens that the drafter's vocabulary lacks are never proposed. Lossless under
+    every exact rule, whatever it says.
 
     Under a guide with other branches the drafter runs on the states of each, and what it drafts
     follows the guided distribution, as LANTERN has it; see `mmdecode.draft.target`.
 
     Raises:
-        OptionError: An option is out of range, or a drawn tree has too many nodes.
+        OptionError: An option is out of range, or a sampled tree has too many nodes.
     """
 
     capabilities = DrafterCapabilities(
         graph_safe=True,
         composable=False,  # a path of another draft may be longer than its passes
         follows_target=True,
-        hint="drawn=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), "
-        "which proposes tokens with their law",
+        hint="sampled=true with a chain (length=4) or a tree that is kept whole (depth=2,top_k=3), "
+        "which proposes tokens with their distribution",
     )
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {}
     """What `from_pretrained` loads."""
@@ -92,8 +92,8 @@ class FeatureDraft(Drafter):
         top_k: int = 8,
         nodes: int = 31,
         images: str = "all",
-        drawn: bool | None = None,
-        gain: float | None = None,
+        sampled: bool | None = None,
+        min_expected_gain: float | None = None,
     ) -> None:
         if depth < 0 or top_k < 1 or nodes < 1:
             raise OptionError(
@@ -103,19 +103,19 @@ class FeatureDraft(Drafter):
         if images not in IMAGES:
             raise OptionError(f"images={images!r}; expected one of {', '.join(IMAGES)}")
         grown = top_k + max(depth - 1, 0) * top_k**2
-        if drawn and grown > nodes:
+        if sampled and grown > nodes:
             raise OptionError(
-                f"a drawn tree of depth {depth} and top_k {top_k} has {grown} nodes, of which "
-                f"{nodes} would be kept, by what was drawn; expected nodes={grown} or more, a "
-                "smaller tree, a chain (length=...), or drawn=false"
+                f"a sampled tree of depth {depth} and top_k {top_k} has {grown} nodes, of which "
+                f"{nodes} would be kept, by what was sampled; expected nodes={grown} or more, a "
+                "smaller tree, a chain (length=...), or sampled=false"
             )
-        if drawn is None:
-            drawn = bool(drafter.config.get("draws_images")) and grown <= nodes
-        sampled: Kind = "iid" if top_k == 1 else "without_replacement"
+        if sampled is None:
+            sampled = bool(drafter.config.get("draws_images")) and grown <= nodes
+        sampled_kind: Kind = "iid" if top_k == 1 else "without_replacement"
         kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-        self.kinds = (*kinds, sampled) if drawn else kinds
+        self.kinds = (*kinds, sampled_kind) if sampled else kinds
         self.drafter, self.depth, self.top_k, self.nodes = drafter.eval(), depth, top_k, nodes
-        self.shape, self.images = Shape(depth, top_k, nodes, gain), images
+        self.shape, self.images = Shape(depth, top_k, nodes, min_expected_gain), images
         self.placed = Placed(self.drafter)
 
     @classmethod
@@ -141,15 +141,16 @@ class FeatureDraft(Drafter):
         top_k: int = 8,
         nodes: int = 31,
         images: str = "all",
-        drawn: bool | None = None,
-        gain: float | None = None,
+        sampled: bool | None = None,
+        min_expected_gain: float | None = None,
     ) -> Self:
         """From a string; ``length`` drafts a chain of so many tokens instead of a tree.
 
         Without ``path``, the drafter that is shipped for the model at hand.
         """
         path = path or shipped(cls.modules, model_id)
-        return cls.shaped(path, length, depth, top_k, nodes, images=images, drawn=drawn, gain=gain)
+        own = {"images": images, "sampled": sampled, "min_expected_gain": min_expected_gain}
+        return cls.shaped(path, length, depth, top_k, nodes, **own)
 
     @classmethod
     def shaped(

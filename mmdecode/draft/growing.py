@@ -32,33 +32,36 @@ class Shape:
         levels: Tokens on the longest path.
         top_k: Children of a node, and nodes of a level that go on; 1 makes a chain.
         nodes: That are kept, where none was drawn; of a chain, all.
-        gain: As of `mmdecode.draft.features.FeatureDraft`.
+        min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
 
     Raises:
-        OptionError: The gain is negative.
+        OptionError: The expected gain is negative.
     """
 
     levels: int
     top_k: int
     nodes: int
-    gain: float | None = None
+    min_expected_gain: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gain is not None and self.gain < 0:
-            raise OptionError(f"gain={self.gain}; expected 0 or more expected tokens a level")
+        if self.min_expected_gain is not None and self.min_expected_gain < 0:
+            raise OptionError(
+                f"min_expected_gain={self.min_expected_gain}; expected 0 or more tokens a level"
+            )
 
 
 class Worth:
-    """Which rows' trees go on: those whose last level added more than ``gain`` expected tokens.
+    """Which rows' trees go on: those whose last level added enough expected tokens.
 
     A path is expected to be accepted as often as the drafter gives it probability, so a tree is
-    worth the sum of these over the ``nodes`` nodes that are kept, and the likeliest nodes are the
+    worth the sum of these over the ``nodes`` nodes that are kept, and the most likely nodes are the
     tree that is worth most. Where a level adds nothing, no later one can. The host looks only where
     that is free (on the CPU); elsewhere all levels are grown, and nodes behind a row's end are
     unused.
 
     Args:
-        gain: Of expected tokens by a level that is not the last; the level that fails is kept.
+        min_expected_gain: Expected tokens that a level must add more than for another to follow;
+            the level that fails is kept.
         nodes: That a tree keeps.
         call: Of the call.
 
@@ -66,8 +69,8 @@ class Worth:
     leaves the level it has just grown out of the sum.
     """
 
-    def __init__(self, gain: float, nodes: int, call: Call) -> None:
-        self.gain, self.nodes = gain, nodes
+    def __init__(self, min_expected_gain: float, nodes: int, call: Call) -> None:
+        self.min_expected_gain, self.nodes = min_expected_gain, nodes
         self.looks = call.device.type == "cpu" and not call.plan.static_shapes
         self.going = call.rows.active[:, None]
         self._best = torch.zeros(call.batch, 0, device=call.device)
@@ -83,7 +86,9 @@ class Worth:
         both = torch.cat([self._best, scores.exp()], 1)
         self._best = both.topk(min(self.nodes, both.shape[1]), dim=1).values
         expected = self._best.sum(1, keepdim=True)
-        self.going = expected - self._expected > self.gain  # nothing is added where it ended
+        self.going = (
+            expected - self._expected > self.min_expected_gain
+        )  # nothing is added where it ended
         self._expected = expected
         return self.looks and not bool(self.going.any())
 
@@ -150,9 +155,9 @@ def grow(
         added = noise(level)
         ranked = log_q if added is None else log_q + added
         chosen = ranked.topk(top_k, dim=-1).indices  # (B, n, k)
-        # rounding must not make a child likelier than its parent
-        gain = log_q.gather(-1, chosen).clamp_max(0)
-        score = (weight[..., None] + gain).flatten(1)
+        # rounding must not make a child more likely than its parent
+        log_prob = log_q.gather(-1, chosen).clamp_max(0)
+        score = (weight[..., None] + log_prob).flatten(1)
         chosen = chosen.flatten(1)
         shown = (chosen, score) if worth is None else worth.shown(chosen, score)
         # a warped law may leave fewer tokens than a node should have children
@@ -202,7 +207,7 @@ def grown_proposal(
         shape.levels,
         top_k,
         lambda level: noise_of(kind, call, (call.rows.length + level)[:, None], vocab, own),
-        None if shape.gain is None else Worth(shape.gain, nodes, call),
+        None if shape.min_expected_gain is None else Worth(shape.min_expected_gain, nodes, call),
     )
     log_q = None
     if kind in ("iid", "without_replacement"):

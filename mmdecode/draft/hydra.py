@@ -37,7 +37,7 @@ class Hydra(Drafter):
         depth: Tokens on the longest path; ``None``: as many as heads. 0 is neutral.
         top_k: Children of a node, and nodes of a level that go on; 1 drafts a chain.
         nodes: Nodes that are kept.
-        gain: As of `mmdecode.draft.features.FeatureDraft`.
+        min_expected_gain: See `mmdecode.draft.features.FeatureDraft`.
 
     Proposes what that does: deterministic trees, or coupled ones. Lossless under every exact rule,
     whatever the heads say. Under a guide with other branches the heads run on the states of each,
@@ -59,7 +59,7 @@ class Hydra(Drafter):
         depth: int | None = None,
         top_k: int = 8,
         nodes: int = 31,
-        gain: float | None = None,
+        min_expected_gain: float | None = None,
     ) -> None:
         depth = len(heads) if depth is None else depth
         if not 0 <= depth <= len(heads) or top_k < 1 or nodes < 1:
@@ -67,7 +67,7 @@ class Hydra(Drafter):
                 f"depth={depth}, top_k={top_k}, nodes={nodes}; expected depth from 0 to the "
                 f"{len(heads)} heads, top_k >= 1 and nodes >= 1"
             )
-        self.shape = Shape(depth, top_k, nodes, gain)
+        self.shape = Shape(depth, top_k, nodes, min_expected_gain)
         self.heads, self.depth, self.top_k, self.nodes = heads.eval(), depth, top_k, nodes
         self.placed = Placed(self.heads)
 
@@ -78,10 +78,10 @@ class Hydra(Drafter):
         depth: int | None = None,
         top_k: int = 8,
         nodes: int = 31,
-        gain: float | None = None,
+        min_expected_gain: float | None = None,
     ) -> Hydra:
         """Loads heads in our layout or the published one: a folder, a Hub id or ``zoo:NAME``."""
-        return cls(HydraHeads.from_pretrained(name), depth, top_k, nodes, gain)
+        return cls(HydraHeads.from_pretrained(name), depth, top_k, nodes, min_expected_gain)
 
     @classmethod
     def from_options(
@@ -92,7 +92,7 @@ class Hydra(Drafter):
         depth: int | None = None,
         top_k: int = 8,
         nodes: int = 31,
-        gain: float | None = None,
+        min_expected_gain: float | None = None,
     ) -> Hydra:
         """From a string; ``length`` drafts a chain of so many tokens instead of a tree.
 
@@ -101,7 +101,7 @@ class Hydra(Drafter):
         if length is not None:
             depth, top_k = length, 1
         path = path or shipped([HydraHeads.kind], model_id)
-        return cls.from_pretrained(path, depth, top_k, nodes, gain)
+        return cls.from_pretrained(path, depth, top_k, nodes, min_expected_gain)
 
     def needs(self, adapter: Adapter) -> Requirements:
         """The model's last states.

@@ -39,8 +39,8 @@ class Kangaroo(LayerSkip):
     Args:
         drafter: The adapter; its configuration says behind which layer.
         length: Tokens per round at most; 0 is neutral.
-        sure: Probability that the likeliest token must have for a row to go on behind it; 0:
-            always to ``length``. Published 0.6.
+        confidence_threshold: Probability that the most likely token must have for a row to go on
+            after it; 0: always to ``length``. Published 0.6.
 
     Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
     Lossless under every exact rule: what ends a chain is the law of a token that is submitted.
@@ -55,11 +55,13 @@ class Kangaroo(LayerSkip):
     source = "Kangaroo, Liu et al. 2024"
     modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
 
-    def __init__(self, drafter: Model, length: int = 6, sure: float = 0.6) -> None:
+    def __init__(self, drafter: Model, length: int = 6, confidence_threshold: float = 0.6) -> None:
         super().__init__(exit_layer=drafter.exit_layer, length=length)
-        if not 0 <= sure <= 1:
-            raise OptionError(f"sure={sure}; expected a probability from 0 to 1")
-        self.drafter, self.sure = drafter.eval(), sure
+        if not 0 <= confidence_threshold <= 1:
+            raise OptionError(
+                f"confidence_threshold={confidence_threshold}; expected a probability from 0 to 1"
+            )
+        self.drafter, self.confidence_threshold = drafter.eval(), confidence_threshold
         self._copies: dict[tuple[torch.device, torch.dtype], Model] = {}
         self._lock = Lock()
 
@@ -80,11 +82,11 @@ class Kangaroo(LayerSkip):
         path: str | None = None,
         model_id: str | None = None,
         length: int = 6,
-        sure: float = 0.6,
+        confidence_threshold: float = 0.6,
     ) -> Kangaroo:
         """From a string; without ``path``, the adapter that is shipped for the model at hand."""
         path = path or shipped(cls.modules, model_id)
-        return cls.from_pretrained(path, length=length, sure=sure)
+        return cls.from_pretrained(path, length=length, confidence_threshold=confidence_threshold)
 
     def needs(self, adapter: Adapter) -> Requirements:
         """States, of which the width and the precision are looked at."""
@@ -99,7 +101,7 @@ class Kangaroo(LayerSkip):
         view.num_layers = own.exit_layer + 1  # the drafter's keys and values have a layer too
         branch = ModelRunner(view, [MAIN])
         target = warp_alone(call, branch.prefill(call, {}))
-        return KangarooSession(call, branch, target, self.length, self.sure)
+        return KangarooSession(call, branch, target, self.length, self.confidence_threshold)
 
     def _placed(self, like: Tensor) -> Model:
         """The drafter where states ``like`` are."""
@@ -155,27 +157,32 @@ class KangarooSession(AssistantSession):
         branch: Likewise.
         target: Likewise.
         length: Likewise.
-        sure: As of `Kangaroo`.
+        confidence_threshold: See `Kangaroo`.
     """
 
     def __init__(
-        self, call: Call, branch: ModelRunner, target: TargetDistribution, length: int, sure: float
+        self,
+        call: Call,
+        branch: ModelRunner,
+        target: TargetDistribution,
+        length: int,
+        confidence_threshold: float,
     ) -> None:
         super().__init__(call, branch, target, length)
-        self.sure = sure
+        self.confidence_threshold = confidence_threshold
 
     def going(self) -> Going:
         """Rows go on while the drafter is sure."""
-        return _GoingSure(self.sure, self.call)
+        return _GoingSure(self.confidence_threshold, self.call)
 
 
 class _GoingSure(Going):
-    """Ends a row behind a token of a law whose likeliest has less than ``sure`` probability."""
+    """Stops drafting in a row once the top probability falls below ``confidence_threshold``."""
 
-    def __init__(self, sure: float, call: Call) -> None:
-        super().__init__(0.0 if sure else 1.0, call)
-        self.sure = sure
+    def __init__(self, confidence_threshold: float, call: Call) -> None:
+        super().__init__(0.0 if confidence_threshold else 1.0, call)
+        self.confidence_threshold = confidence_threshold
 
     def chance(self, law: Tensor, token: Tensor) -> Tensor:
-        """1 where the law is sure, else 0."""
-        return (law.amax(-1) >= self.sure).float()
+        """1 where the top probability reaches the threshold, else 0."""
+        return (law.amax(-1) >= self.confidence_threshold).float()

@@ -48,11 +48,11 @@ class LayerSearch(CacheCopyDrafter):
             everything.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one search to the next.
-        risk: As of `mmdecode.draft.assistant.Assistant`.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
-    Draws nothing from a law of its own, since that would depend on the other rows. Lossless under
-    every exact rule; under membership the sample, not its law, depends on them too. The host looks
-    at the device once more in a round with a search.
+    Samples nothing from a distribution of its own, since that would depend on the other rows.
+    Lossless under every exact rule; under sample_match the sample, not its distribution, depends on
+    them too. The host looks at the device once more in a round with a search.
 
     Raises:
         IncompatibleError: At the call: layers differ in what they see, by their place.
@@ -61,19 +61,27 @@ class LayerSearch(CacheCopyDrafter):
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
 
     def __init__(
-        self, share: float = 0.45, length: int = 4, every: int = 4, risk: float = 1.0
+        self,
+        share: float = 0.45,
+        length: int = 4,
+        every: int = 4,
+        max_rejection_probability: float = 1.0,
     ) -> None:
         if not 0 <= share <= 1 or every < 1:
             raise OptionError(f"share={share}, every={every}; expected share 0..1 and every >= 1")
-        super().__init__(length, risk)
+        super().__init__(length, max_rejection_probability)
         self.share, self.every = share, every
 
     @classmethod
     def from_options(  # type: ignore[override]
-        cls, share: float = 0.45, length: int = 4, every: int = 4, risk: float = 1.0
+        cls,
+        share: float = 0.45,
+        length: int = 4,
+        every: int = 4,
+        max_rejection_probability: float = 1.0,
     ) -> LayerSearch:
         """From a string: ``clasp:share=0.5,length=6``."""
-        return cls(share, length, every, risk)
+        return cls(share, length, every, max_rejection_probability)
 
     def _refuse(self, call: Call) -> None:
         if len(call.plan.adapter.windows) > 1:
@@ -136,7 +144,8 @@ class Swift(LayerSearch):
         share: Of these sublayers.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one candidate to the next.
-        risk: As of `mmdecode.draft.assistant.Assistant`; 0.2 is nearest to SWIFT's own stop.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`; 0.2 is nearest to
+            SWIFT's own stop.
         window: Most tokens that a candidate is scored on.
         seed: Of the candidates.
 
@@ -153,11 +162,11 @@ class Swift(LayerSearch):
         share: float = 0.45,
         length: int = 4,
         every: int = 4,
-        risk: float = 1.0,
+        max_rejection_probability: float = 1.0,
         window: int = 32,
         seed: int = 0,
     ) -> None:
-        super().__init__(share, length, every, risk)
+        super().__init__(share, length, every, max_rejection_probability)
         if window < 1:
             raise OptionError(f"window must be >= 1, got {window}")
         self.window = window
@@ -260,7 +269,7 @@ class Clasp(LayerSearch):
         share: Of the layers.
         length: Tokens per round; 0 is neutral.
         every: Rounds from one programme to the next; the paper runs it after each.
-        risk: As of `mmdecode.draft.assistant.Assistant`.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
     Differs from the paper: one set for all rows, by the mean cosine of those that go on.
     """

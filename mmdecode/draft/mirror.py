@@ -28,7 +28,7 @@ class CacheCopyDrafter(Assistant):
 
     Args:
         length: Tokens per round; 0 is neutral.
-        risk: As of `mmdecode.draft.assistant.Assistant`.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
     On its own it drafts what the model would write, and everything is accepted.
 
@@ -40,8 +40,8 @@ class CacheCopyDrafter(Assistant):
     # where a row stands decides which slots are copied
     capabilities = DrafterCapabilities(graph_safe=False, follows_target=True)
 
-    def __init__(self, length: int = 4, risk: float = 1.0) -> None:
-        super().__init__(None, length, risk=risk)
+    def __init__(self, length: int = 4, max_rejection_probability: float = 1.0) -> None:
+        super().__init__(None, length, max_rejection_probability=max_rejection_probability)
 
     def begin(self, call: Call, prefill: BranchOutput) -> CopySession:
         """Copies what the model keeps of the prompt."""
@@ -86,7 +86,9 @@ class CopySession(AssistantSession):
         main = call.plan.main
         assert main is not None, "refused by the drafter"
         branch = main.fork("main")
-        super().__init__(call, branch, warp_alone(call, {}), drafter.length, drafter.risk)
+        super().__init__(
+            call, branch, warp_alone(call, {}), drafter.length, drafter.max_rejection_probability
+        )
         self.main, self.rows = main, main.rows_of("main")
         self.prompt = main.cache.start[self.rows].clone()
         slots, kept = self.chosen(prefill)

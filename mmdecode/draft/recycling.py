@@ -41,8 +41,8 @@ class Recycling(Drafter):
         ranks: Candidates kept per token: k.
         paths: Rank paths of another tree, see `mmdecode.draft.trees`.
         keep: Keep one table from call to call, shared by all rows; it is warm from the first token
-            on. Greedy and coupled tokens do not depend on it; under membership the sample, not its
-            law, then depends on what was decoded before and beside it.
+            on. Greedy and coupled tokens do not depend on it; under sample_match the sample, not
+            its distribution, then depends on what was decoded before and along with it.
 
     Proposes deterministic trees from the main branch's scores, ``(V, k)`` int32 per row. Lossless
     under every exact rule, whatever the table holds.

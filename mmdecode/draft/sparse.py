@@ -33,7 +33,7 @@ class Sparse(CacheCopyDrafter):
         cells: Image tokens that each head keeps; as many as there are is the model itself, and
             accepts everything.
         length: Tokens per round; 0 is neutral.
-        risk: As of `mmdecode.draft.assistant.Assistant`.
+        max_rejection_probability: See `mmdecode.draft.assistant.Assistant`.
 
     Lossless under every exact rule, whatever is kept.
 
@@ -45,18 +45,20 @@ class Sparse(CacheCopyDrafter):
     summary = "the model drafts with the image tokens alone that the question attends to most"
     source = "Sparse-to-Dense, Zhang et al. 2025"
 
-    def __init__(self, cells: int = 512, length: int = 9, risk: float = 1.0) -> None:
+    def __init__(
+        self, cells: int = 512, length: int = 9, max_rejection_probability: float = 1.0
+    ) -> None:
         if cells < 0:
             raise OptionError(f"cells must be >= 0, got {cells}")
-        super().__init__(length, risk)
+        super().__init__(length, max_rejection_probability)
         self.cells = cells
 
     @classmethod
     def from_options(  # type: ignore[override]
-        cls, cells: int = 512, length: int = 9, risk: float = 1.0
+        cls, cells: int = 512, length: int = 9, max_rejection_probability: float = 1.0
     ) -> Sparse:
         """From a string: ``sparse:cells=256``."""
-        return cls(cells, length, risk)
+        return cls(cells, length, max_rejection_probability)
 
     def needs(self, adapter: Adapter) -> Requirements:
         """What the text of the prompt attends to."""

@@ -54,7 +54,7 @@ MODES = {
     "ar": Mode(drafts=False, accept="auto"),
     "exact": Mode(accept="coupled"),
     "fast": Mode(accept="rejection"),
-    "relaxed": Mode(accept="lantern:lambda_=5,k=10", without_codebook="cool:delta=2,nu=0"),
+    "relaxed": Mode(accept="lantern:lambda_=5,k=10", without_codebook="cool_sd:delta=2,nu=0"),
 }
 
 

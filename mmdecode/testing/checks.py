@@ -339,7 +339,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
     names = {
         "iid": "rejection",
         "without_replacement": "rejection",
-        "deterministic": "membership",
+        "deterministic": "sample_match",
     }
     for kind, rule in names.items():
         if kind in kinds:

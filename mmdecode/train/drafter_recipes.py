@@ -576,7 +576,7 @@ class KangarooRecipe(FeatureRecipe):
 
     def draft(self, module: Any, length: int) -> Drafter:
         """A chain, however sure."""
-        return KangarooDraft(module, length, sure=0.0)
+        return KangarooDraft(module, length, confidence_threshold=0.0)
 
 
 RECIPES: dict[str, Recipe] = {

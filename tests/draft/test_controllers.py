@@ -27,17 +27,19 @@ modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coup
 
 
 def test_a_doubtful_draft_passes_the_public_check():
-    check_draft(lambda: Assistant(OTHER, 4, risk=0.5))
+    check_draft(lambda: Assistant(OTHER, 4, max_rejection_probability=0.5))
 
 
-def assert_stops(risk):
-    decoder = Decoder(Assistant(OTHER, 6, risk=risk))
+def assert_stops(max_rejection_probability):
+    decoder = Decoder(Assistant(OTHER, 6, max_rejection_probability=max_rejection_probability))
     rows = rounds_of(decoder, lambda d: run_rows(d, MODEL, PROMPTS, max_new_tokens=40))
     lengths = set()
     for prompt, rounds in zip(PROMPTS, rows, strict=True):
         for written, drafted in rounds:
             tokens, sure = [], 1.0
-            while 1 - sure <= risk and len(tokens) < min(6, 40 - 1 - len(written)):
+            while 1 - sure <= max_rejection_probability and len(tokens) < min(
+                6, 40 - 1 - len(written)
+            ):
                 law = OTHER.law([*prompt, *written, *tokens]).softmax(-1)
                 tokens.append(int(law.argmax()))
                 sure *= float(law.max())
@@ -46,12 +48,14 @@ def assert_stops(risk):
     return lengths
 
 
-@pytest.mark.parametrize(("risk", "lengths"), [(0.0, {1}), (0.5, None), (1.0, None)])
-def test_a_row_stops_behind_the_token_that_is_one_risk_too_many(risk, lengths):
-    found = assert_stops(risk)
+@pytest.mark.parametrize(
+    ("max_rejection_probability", "lengths"), [(0.0, {1}), (0.5, None), (1.0, None)]
+)
+def test_a_row_stops_behind_the_token_that_is_one_risk_too_many(max_rejection_probability, lengths):
+    found = assert_stops(max_rejection_probability)
     if lengths is not None:
         assert found == lengths
-    elif risk < 1:
+    elif max_rejection_probability < 1:
         assert len(found) > 2
 
 
@@ -74,18 +78,20 @@ def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeyp
         TargetDistribution, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1]
     )
     counts = {}
-    for risk in (0.3, 1.0):
+    for max_rejection_probability in (0.3, 1.0):
         steps.clear()
-        decoder = Decoder(Assistant(OTHER, 6, risk=risk), seed=SEED)
+        decoder = Decoder(
+            Assistant(OTHER, 6, max_rejection_probability=max_rejection_probability), seed=SEED
+        )
         assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
-        counts[risk] = len(steps)
+        counts[max_rejection_probability] = len(steps)
     assert counts[0.3] < 0.7 * counts[1.0]
 
 
 def test_a_risk_is_a_probability():
-    for risk in (-0.1, 1.1):
-        with pytest.raises(OptionError, match="risk"):
-            Assistant(OTHER, risk=risk)
+    for max_rejection_probability in (-0.1, 1.1):
+        with pytest.raises(OptionError, match="max_rejection_probability"):
+            Assistant(OTHER, max_rejection_probability=max_rejection_probability)
 
 
 # By batch size

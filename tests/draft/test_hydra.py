@@ -276,6 +276,6 @@ def test_what_does_not_fit_is_refused():
         decode("llama", Hydra(random_heads(vocab_size=9)))
     with pytest.raises(IncompatibleError, match="width 16"):
         decode("llama", Hydra(random_heads(hidden_size=16)))
-    for options in ({"depth": 4}, {"top_k": 0}, {"nodes": 0}, {"gain": -1}):
+    for options in ({"depth": 4}, {"top_k": 0}, {"nodes": 0}, {"min_expected_gain": -1}):
         with pytest.raises(OptionError):
             Hydra(random_heads(), **options)

@@ -57,19 +57,19 @@ def whole(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_behind_the_last_layer_everything_is_accepted(family, do_sample):
     expected, _ = decode(family, do_sample=do_sample)
-    draft = Kangaroo(whole(family), length=3, sure=0.0)
+    draft = Kangaroo(whole(family), length=3, confidence_threshold=0.0)
     found, decoder = decode(family, draft, do_sample=do_sample)
     assert found == expected
     assert decoder.stats.accepted == decoder.stats.drafted > 0
     assert decoder.stats.passes == math.ceil((NEW - 1) / 4)
 
 
-@pytest.mark.parametrize("sure", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("confidence_threshold", [0.0, 0.05, 1.0])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_adapter_changes_no_token(family, do_sample, sure):
+def test_a_random_adapter_changes_no_token(family, do_sample, confidence_threshold):
     expected, _ = decode(family, do_sample=do_sample)
-    draft = Kangaroo(random_adapter(family), length=3, sure=sure)
+    draft = Kangaroo(random_adapter(family), length=3, confidence_threshold=confidence_threshold)
     found, decoder = decode(family, draft, do_sample=do_sample)
     assert found == expected
     assert decoder.stats.drafted > 0
@@ -83,7 +83,10 @@ def test_an_adapter_that_adds_nothing_is_an_early_exit():
     module.norm.eps = model_of("llama").get_decoder().norm.variance_epsilon
     traces = [
         decode("llama", draft, trace=True)[1].trace
-        for draft in (Kangaroo(module, length=3, sure=0.0), LayerSkip(exit_layer=1, length=3))
+        for draft in (
+            Kangaroo(module, length=3, confidence_threshold=0.0),
+            LayerSkip(exit_layer=1, length=3),
+        )
     ]
     assert traces[0] == traces[1]
 
@@ -99,11 +102,11 @@ def law_of_training(module, ids):
     return module.logits(made, registry.adapter_for(model))[0].softmax(-1)
 
 
-@pytest.mark.parametrize("sure", [0.0, 0.2])
-def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(sure):
+@pytest.mark.parametrize("confidence_threshold", [0.0, 0.2])
+def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(confidence_threshold):
     """In a batch of unlike rows: so a row also drafts what it drafts alone."""
     module, inputs, lengths = random_adapter("llama"), inputs_of("llama"), set()
-    decoder = Decoder(Kangaroo(module, length=4, sure=sure), seed=7)
+    decoder = Decoder(Kangaroo(module, length=4, confidence_threshold=confidence_threshold), seed=7)
     call = lambda decoder: mmdecode.generate(  # noqa: E731
         model_of("llama"), decoder=decoder, **inputs, max_new_tokens=NEW, do_sample=False
     )
@@ -113,12 +116,12 @@ def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(sure):
             law = law_of_training(module, [*prompt, *written, *drafted])
             law = law[len(prompt) + len(written) - 1 :]
             assert drafted == law.argmax(-1)[: len(drafted)].tolist()
-            unsure = (law.amax(-1) < sure).tolist()[: len(drafted)]
+            unsure = (law.amax(-1) < confidence_threshold).tolist()[: len(drafted)]
             if len(written) + 4 < NEW:
                 assert True not in unsure[:-1]
                 assert len(drafted) == 4 or unsure[-1]
             lengths.add(len(drafted))
-    assert len(lengths) > 1 or not sure
+    assert len(lengths) > 1 or not confidence_threshold
 
 
 @torch.no_grad()
@@ -144,7 +147,7 @@ def test_positions_turn_in_training_as_in_the_target():
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 def test_guided_decoding_is_drafted_as_any(do_sample):
     expected, _ = decode("llava", guide=VCD(), do_sample=do_sample)
-    draft = Kangaroo(random_adapter("llava"), length=3, sure=0.0)
+    draft = Kangaroo(random_adapter("llava"), length=3, confidence_threshold=0.0)
     found, decoder = decode("llava", draft, VCD(), do_sample=do_sample)
     assert found == expected
     assert decoder.stats.drafted > 0
@@ -159,7 +162,7 @@ def table_draft(vocabulary):
 
     sizes = {"hidden_size": 4, "target_hidden_size": 1, "num_attention_heads": 2}
     module = Model({**sizes, "vocab_size": vocabulary, "exit_layer": 1})
-    return First(module, length=3, sure=0.4)
+    return First(module, length=3, confidence_threshold=0.4)
 
 
 def test_it_passes_the_public_check():
@@ -188,7 +191,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(IncompatibleError, match="layer_skip"):  # before it is trained, too
         options = Options(kind="kangaroo", exit_layer=1)
         RECIPES["kangaroo"].build(registry.adapter_for(mistral), [], options)
-    for options in ({"sure": 1.5}, {"length": -1}):
+    for options in ({"confidence_threshold": 1.5}, {"length": -1}):
         with pytest.raises(OptionError):
             Kangaroo(Model(SIZES), **options)
     adapter = registry.adapter_for(model_of("llama"))
@@ -202,8 +205,8 @@ def test_a_saved_adapter_is_the_same_and_is_made_by_a_string(tmp_path):
     for parameter in module.parameters():
         parameter.data = parameter.data.half().float()
     module.save_pretrained(tmp_path)
-    draft = registry.create("draft", f"kangaroo:path={tmp_path},length=3,sure=0.3")
-    assert (draft.length, draft.sure, draft.exit_layer) == (3, 0.3, 1)
+    draft = registry.create("draft", f"kangaroo:path={tmp_path},length=3,confidence_threshold=0.3")
+    assert (draft.length, draft.confidence_threshold, draft.exit_layer) == (3, 0.3, 1)
     found, expected = draft.drafter.state_dict(), module.state_dict()
     assert {"layers.0.self_attn.q_proj.weight", "norm.weight"} <= {*found}
     assert found.keys() == expected.keys()

@@ -23,7 +23,9 @@ def laws(rows, sharpness=1.5):
     return torch.randn(rows, TOKENS, TOKENS, generator=generator) * sharpness
 
 
-def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, static_shapes=False, active=None):
+def grown(
+    table, min_expected_gain=None, nodes=LEVELS, levels=LEVELS, static_shapes=False, active=None
+):
     """A tree of each row, and how many levels it took.
 
     Tokens beyond the first few are never said, so that a node has as many children as are kept.
@@ -39,7 +41,7 @@ def grown(table, gain=None, nodes=LEVELS, levels=LEVELS, static_shapes=False, ac
     call = Call.of(torch.zeros(len(table), 0, dtype=torch.long), plan=plan)
     if active is not None:
         call.rows.active.copy_(active)
-    worth = None if gain is None else Worth(gain, nodes, call)
+    worth = None if min_expected_gain is None else Worth(min_expected_gain, nodes, call)
     tree = grow(table[:, :1], step, levels, nodes, worth=worth).best(nodes)
     return tree, len(read) + 1
 
@@ -80,7 +82,7 @@ def subtrees(nodes, tokens):
 @pytest.mark.parametrize(("nodes", "tokens"), [(1, 3), (4, 3), (5, 3), (8, 2)])
 def test_no_tree_of_the_size_is_expected_to_accept_more(nodes, tokens):
     table = laws(3)[:, :tokens, :tokens]
-    tree, _ = grown(table, gain=0.0, nodes=nodes)
+    tree, _ = grown(table, min_expected_gain=0.0, nodes=nodes)
     every = {path for one in subtrees(nodes, tokens) for path in one}
     for row in range(len(table)):
         weights = {path: weight(table[row], path) for path in every}
@@ -90,27 +92,27 @@ def test_no_tree_of_the_size_is_expected_to_accept_more(nodes, tokens):
         assert sum(weights[path] for path in kept) == pytest.approx(best, rel=1e-5)
 
 
-def stopped(table, gain, nodes, levels):
+def stopped(table, min_expected_gain, nodes, levels):
     """Levels that a row's tree has, by the rule in plain words."""
     found, before = [], 0.0
     frontier = [()]
     for level in range(1, levels + 1):
         frontier = [(*path, token) for path in frontier for token in range(TOKENS)]
         found = sorted([*found, *(weight(table, path) for path in frontier)], reverse=True)[:nodes]
-        if sum(found) - before <= gain:
+        if sum(found) - before <= min_expected_gain:
             return level
         before = sum(found)
     return levels
 
 
-@pytest.mark.parametrize("gain", [0.05, 0.3, 0.6])
-def test_a_row_ends_behind_the_level_that_gains_no_more(gain):
+@pytest.mark.parametrize("min_expected_gain", [0.05, 0.3, 0.6])
+def test_a_row_ends_behind_the_level_that_gains_no_more(min_expected_gain):
     table = laws(12, sharpness=3.0)
-    expected = [stopped(row, gain, 6, 5) for row in table]
+    expected = [stopped(row, min_expected_gain, 6, 5) for row in table]
     assert len(set(expected)) > 1
-    tree, levels = grown(table, gain, nodes=6, levels=5)
+    tree, levels = grown(table, min_expected_gain, nodes=6, levels=5)
     assert levels == max(expected)
-    captured, all_levels = grown(table, gain, nodes=6, levels=5, static_shapes=True)
+    captured, all_levels = grown(table, min_expected_gain, nodes=6, levels=5, static_shapes=True)
     assert all_levels == 5
     for row, count in enumerate(expected):
         alone, _ = grown(table[row : row + 1], nodes=6, levels=count)
@@ -138,9 +140,15 @@ def test_a_row_that_is_closed_holds_up_none():
 
 
 DRAFTS = {
-    "tree": lambda gain: Eagle(random_drafter(seed=1), depth=4, top_k=2, nodes=9, gain=gain),
-    "chain": lambda gain: Eagle(random_drafter(), depth=4, top_k=1, gain=gain),
-    "reduced": lambda gain: Eagle(reduced(), depth=3, top_k=2, nodes=9, gain=gain),
+    "tree": lambda min_expected_gain: Eagle(
+        random_drafter(seed=1), depth=4, top_k=2, nodes=9, min_expected_gain=min_expected_gain
+    ),
+    "chain": lambda min_expected_gain: Eagle(
+        random_drafter(), depth=4, top_k=1, min_expected_gain=min_expected_gain
+    ),
+    "reduced": lambda min_expected_gain: Eagle(
+        reduced(), depth=3, top_k=2, nodes=9, min_expected_gain=min_expected_gain
+    ),
 }
 
 
@@ -169,15 +177,15 @@ def test_nodes_behind_a_rows_end_are_unused(draft):
     def note(_, proposal):
         unused.append((proposal.tokens < 0).sum(1).tolist())
 
-    gain = 0.5 if draft == "reduced" else 0.9
-    decode("llama", noting(DRAFTS[draft](gain), proposed=note))
+    min_expected_gain = 0.5 if draft == "reduced" else 0.9
+    decode("llama", noting(DRAFTS[draft](min_expected_gain), proposed=note))
     assert any(min(counts) == 0 < max(counts) for counts in unused)  # rows end at levels of theirs
 
 
 def test_it_passes_the_public_check():
-    check_draft(lambda: Eagle(table_drafter(), depth=3, top_k=3, nodes=4, gain=0.1))
+    check_draft(lambda: Eagle(table_drafter(), depth=3, top_k=3, nodes=4, min_expected_gain=0.1))
 
 
 def test_a_negative_gain_is_refused():
-    with pytest.raises(OptionError, match="gain=-1"):
-        Eagle(random_drafter(), gain=-1)
+    with pytest.raises(OptionError, match="min_expected_gain=-1"):
+        Eagle(random_drafter(), min_expected_gain=-1)

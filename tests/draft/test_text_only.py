@@ -128,5 +128,7 @@ def test_a_prompt_that_ends_with_an_image_is_drafted_for(do_sample):
 
 
 def test_a_string_says_so():
-    draft = registry.create("draft", "assistant:text_only=true,risk=0.5", model=object())
-    assert draft.text_only and draft.risk == 0.5
+    draft = registry.create(
+        "draft", "assistant:text_only=true,max_rejection_probability=0.5", model=object()
+    )
+    assert draft.text_only and draft.max_rejection_probability == 0.5

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from mmdecode.accept import exact, follow
-from mmdecode.accept.exact import Coupled, Membership
+from mmdecode.accept.exact import Coupled, SampleMatch
 from mmdecode.adapters.whisper import WhisperAdapter
 from mmdecode.asr.transcriber import load
 from mmdecode.cli.audit import read_tokens, speech_cases
@@ -520,16 +520,16 @@ def judge_samples(rule, draws=3):
 
 
 def test_a_sampling_rule_without_a_certificate_is_judged_by_statistics():
-    report = judge_samples(Membership())
+    report = judge_samples(SampleMatch())
     assert report.verdict == "passes", report.words
     assert report.p_value > 0.001
     assert report.tokens >= FEWEST
     assert "no proof" in report.words
-    few = judge_samples(Membership(), draws=1)
+    few = judge_samples(SampleMatch(), draws=1)
     assert few.verdict == "inconclusive", few.words
 
 
-class Colder(Membership):
+class Colder(SampleMatch):
     """Samples from a law of its own."""
 
     def __call__(self, proposal, target, call):

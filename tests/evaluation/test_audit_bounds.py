@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmdecode
-from mmdecode.accept.exact import Membership
+from mmdecode.accept.exact import SampleMatch
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import InputError
@@ -179,7 +179,7 @@ class Wobbly(CFG):
 )
 def test_drafts_under_top_k_pass_where_rounding_lets_tokens_in(dtype, guide, monkeypatch):
     monkeypatch.setattr(sys.modules[audit.__module__], "GUIDED", torch.inf)
-    decoder = Decoder(PromptLookup(6, ngram=1), guide, accept=Membership(), seed=0)
+    decoder = Decoder(PromptLookup(6, ngram=1), guide, accept=SampleMatch(), seed=0)
     options = {"top_k": 4, "temperature": 2.0, "max_new_tokens": 40}
     report = audit(model_of(dtype), cases(4), decoder, sample=True, draws=2, **options)
     forgiven = [item for item in report.judged if item.worst_gap == torch.inf]

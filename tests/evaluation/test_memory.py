@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.accept.judge import Judge
+from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.decoder import Decoder
 from mmdecode.engine.cache import RaggedLayer
 from mmdecode.engine.capabilities import DrafterCapabilities
@@ -89,7 +89,10 @@ def slopes(model, prompt, new, decoder, do_sample):
 CALLS = {
     "undrafted": (Decoder, {}),
     # keeps whatever is drafted, so that a long text takes few rounds
-    "drafted": (lambda: Decoder(drafts.Random(Tree.chain(8)), accept=Judge(0.0)), {"nodes": 8}),
+    "drafted": (
+        lambda: Decoder(drafts.Random(Tree.chain(8)), accept=RelativeThreshold(0.0)),
+        {"nodes": 8},
+    ),
     "sampled": (lambda: Decoder(drafts.Random(), seed=1), {"nodes": 4, "do_sample": True}),
     "two branches": (lambda: Decoder(None, CFG(2.0)), {"branches": 2}),
 }

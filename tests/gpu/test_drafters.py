@@ -51,7 +51,7 @@ ALIKE = {
     "flash": lambda: random_draft("flash"),
     "medusa": lambda: Medusa(random_heads(layers=2), paths=TREE),
     "hydra": lambda: Hydra(hydra_heads(), top_k=2, nodes=5),
-    "kangaroo": lambda: Kangaroo(random_adapter("llama"), length=3, sure=0.05),
+    "kangaroo": lambda: Kangaroo(random_adapter("llama"), length=3, confidence_threshold=0.05),
     "lookup": PromptLookup,
 }
 """Drafts whose rounds can be captured."""

@@ -25,14 +25,14 @@ DRAFTS = {
     "tree": lambda model: Jacobi(8, siblings=2),
     "above": lambda model: Jacobi(8, start="above_law"),
     "itself": lambda model: Assistant(model, 4),
-    "eagle": lambda model: tiny_images.eagle_of(model, drawn=True),
-    "eagle tree": lambda model: tiny_images.eagle_of(model, "tree", drawn=True),
+    "eagle": lambda model: tiny_images.eagle_of(model, sampled=True),
+    "eagle tree": lambda model: tiny_images.eagle_of(model, "tree", sampled=True),
 }
 RULES = {
     "rejection": "rejection",
     "lantern": "lantern:delta=0.3,k=5",
-    "cool": "cool:delta=2,nu=0",
-    "grouped": "grouped:distance=2",
+    "cool_sd": "cool_sd:delta=2,nu=0",
+    "gsd": "gsd:distance=2",
 }
 
 

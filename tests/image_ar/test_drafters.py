@@ -93,7 +93,7 @@ def on_a_line(drafter):
 @pytest.mark.parametrize("scale", [1.0, SCALE])
 def test_of_a_drafter_that_is_the_target_every_drawn_token_is_kept(shape, scale):
     adapter = registry.image_adapter_for(tiny_llamagen())
-    draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES[shape], drawn=True)
+    draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES[shape], sampled=True)
     decoder = Traced(draft, accept="rejection")
     painted(adapter, None, None, scale=scale, decoder=decoder, sampling=Sampling(top_p=0.9))
     assert decoder.stats.acceptance_length > 3
@@ -102,7 +102,7 @@ def test_of_a_drafter_that_is_the_target_every_drawn_token_is_kept(shape, scale)
 
 def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatch):
     adapter = registry.image_adapter_for(tiny_llamagen())
-    draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES["chain"], drawn=True)
+    draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES["chain"], sampled=True)
     monkeypatch.setattr(
         TargetDistribution, "__call__", lambda self, logits, *_: logits[: self.call.batch]
     )
@@ -116,7 +116,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
 def test_a_random_drafter_changes_no_image(family, shape):
     plain = draw(family, do_sample=True)
     for drawn_too in (False, True):
-        decoder = Decoder(eagle_of(image_model(family), shape, drawn=drawn_too))
+        decoder = Decoder(eagle_of(image_model(family), shape, sampled=drawn_too))
         assert torch.equal(draw(family, decoder, do_sample=True), plain)
         assert decoder.stats.drafted
     greedy = Decoder(eagle_of(image_model(family), shape))
@@ -126,7 +126,7 @@ def test_a_random_drafter_changes_no_image(family, shape):
 @pytest.mark.parametrize("accept", ["coupled", "rejection"])
 def test_an_image_does_not_depend_on_its_batch(accept):
     adapter = registry.image_adapter_for(tiny_llamagen())
-    make = functools.partial(Eagle, feature_drafter(adapter), **SHAPES["tree"], drawn=True)
+    make = functools.partial(Eagle, feature_drafter(adapter), **SHAPES["tree"], sampled=True)
     both = {"adapter": adapter, "guidance": SCALE, "seed": 3}
     together = generate(
         adapter.model,
@@ -152,7 +152,7 @@ def test_an_image_does_not_depend_on_its_batch(accept):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_captured_rounds_draw_the_same(shape, accept, taped):
     adapter = registry.image_adapter_for(tiny_llamagen())
-    draft = Eagle(feature_drafter(adapter), **SHAPES[shape], drawn=True)
+    draft = Eagle(feature_drafter(adapter), **SHAPES[shape], sampled=True)
     expected, captured = (
         painted(adapter, None, None, decoder=Decoder(draft, accept=accept, compile=fixed))
         for fixed in (False, True)
@@ -185,7 +185,7 @@ def counted(draft, accept="rejection", rows=4000, top_p=0.95):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drawn_drafts_keep_the_law(shape):
-    draft = Eagle(feature_drafter(small()), **SHAPES[shape], drawn=True)
+    draft = Eagle(feature_drafter(small()), **SHAPES[shape], sampled=True)
     assert p_value(counted(draft), joint(SCALE, 0.95)) > LEVEL
 
 
@@ -200,11 +200,11 @@ def test_a_mutant_that_tells_another_law_than_it_draws_from_is_caught(shape, mon
         return replace(proposal, log_q=proposal.log_q * 0.2)
 
     monkeypatch.setattr(FeatureSession, "propose", wrong)
-    draft = Eagle(feature_drafter(small()), **SHAPES[shape], drawn=True)
+    draft = Eagle(feature_drafter(small()), **SHAPES[shape], sampled=True)
     assert p_value(counted(draft), joint(SCALE, 0.95)) < LEVEL
 
 
-@pytest.mark.parametrize("rule", ["lantern:delta=0,k=3", "lantern:lambda_=1", "cool:delta=1"])
+@pytest.mark.parametrize("rule", ["lantern:delta=0,k=3", "lantern:lambda_=1", "cool_sd:delta=1"])
 def test_a_neutral_relaxed_rule_draws_what_rejection_does(classes, rule):
     adapter = load(str(classes), "cpu").adapter
     make = functools.partial(Eagle, feature_drafter(adapter), **SHAPES["chain"])
@@ -220,15 +220,15 @@ def test_a_neutral_relaxed_rule_draws_what_rejection_does(classes, rule):
 
 def test_drawn_trees_have_to_be_kept_whole():
     drafter = feature_drafter(small())
-    with pytest.raises(OptionError, match="a drawn tree of depth 5 and top_k 8 has 264 nodes"):
-        Eagle(drafter, drawn=True)
+    with pytest.raises(OptionError, match="a sampled tree of depth 5 and top_k 8 has 264 nodes"):
+        Eagle(drafter, sampled=True)
     assert "without_replacement" not in Eagle(drafter).kinds
     assert "iid" in Eagle(drafter, depth=4, top_k=1, nodes=4).kinds
-    assert "iid" not in Eagle(drafter, depth=4, top_k=1, nodes=4, drawn=False).kinds
+    assert "iid" not in Eagle(drafter, depth=4, top_k=1, nodes=4, sampled=False).kinds
     with pytest.raises(IncompatibleError, match=r"takes proposals.*length=4.*depth=2,top_k=3"):
         Decoder(Eagle(drafter), accept="rejection")
     for advised in ({"depth": 4, "top_k": 1, "nodes": 4}, {"depth": 2, "top_k": 3}):
-        Decoder(Eagle(drafter, drawn=True, **advised), accept="rejection")
+        Decoder(Eagle(drafter, sampled=True, **advised), accept="rejection")
 
 
 def test_a_reduced_vocabulary_tells_its_law_by_the_targets_ids():

@@ -232,7 +232,7 @@ def test_the_first_codes_are_continued_as_the_model_would_have(draw):
             assert torch.equal(draw([2], decoder, start=whole, known=known)[0], whole)
 
 
-@pytest.mark.parametrize("accept", ["auto", "rejection", "lantern:delta=0.3", "cool:delta=2"])
+@pytest.mark.parametrize("accept", ["auto", "rejection", "lantern:delta=0.3", "cool_sd:delta=2"])
 def test_given_codes_stay_and_their_runs_take_one_pass(model, accept):
     generator = ImageGenerator(model, window(accept), guidance=2.0)
     [start] = generator([0])

@@ -69,15 +69,15 @@ JUDGED = {
     "rejection of chains": lambda: drafts.Bigram(bigram(5), kinds=("iid",)),
     "rejection of trees": lambda: drafts.Siblings(bigram(5)),
     "ensemble of trees": lambda: drafts.Siblings(bigram(5), kinds=("iid",)),
-    "membership": lambda: drafts.Random(TREE),
+    "sample_match": lambda: drafts.Random(TREE),
     "typical": lambda: drafts.Random(TREE),
-    "judge": lambda: drafts.Random(TREE),
+    "relative_threshold": lambda: drafts.Random(TREE),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "do_sample"),
-    [*((name, True) for name in JUDGED), ("typical", False), ("judge", False)],
+    [*((name, True) for name in JUDGED), ("typical", False), ("relative_threshold", False)],
 )
 def test_every_rule_replays(name, do_sample, taped):
     rule = name.split()[0]

@@ -9,8 +9,8 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as lp
 
 from mmdecode.accept.ensemble import Ensemble
-from mmdecode.accept.judge import Judge
 from mmdecode.accept.rejection import Rejection, residual
+from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.accept.typical import Typical, threshold
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
@@ -55,8 +55,8 @@ def siblings(kind, widths=(3, 2), ragged=False):
 PAIRS = {
     "coupled-coupled_chain": ("coupled", lambda: chain("coupled")),
     "coupled-tree": ("coupled", lambda: drafts.Random(TREE)),
-    "membership-chain": ("membership", lambda: chain("deterministic")),
-    "membership-tree": ("membership", lambda: drafts.Random(TREE, ragged=True)),
+    "sample_match-chain": ("sample_match", lambda: chain("deterministic")),
+    "sample_match-tree": ("sample_match", lambda: drafts.Random(TREE, ragged=True)),
     "rejection-chain": ("rejection", lambda: chain("iid")),
     "rejection-ragged_chain": ("rejection", lambda: chain("iid", ragged=True)),
     "rejection-iid_tree": ("rejection", lambda: siblings("iid")),
@@ -74,7 +74,7 @@ def test_the_joint_law_is_that_of_enumeration(pair, guide):
     assert_distribution(lambda: Decoder(draft(), make(), accept), MODEL, law)
 
 
-@pytest.mark.parametrize("pair", ["membership-chain", "rejection-chain"])
+@pytest.mark.parametrize("pair", ["sample_match-chain", "rejection-chain"])
 def test_the_joint_law_holds_behind_warpers(pair, warm):
     accept, draft = PAIRS[pair]
     law = law_of(MODEL)
@@ -197,7 +197,7 @@ def test_an_ensemble_of_the_target_alone_is_plain_rejection():
     assert found[0] == found[1]
 
 
-# The judge
+# The relative threshold
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -206,7 +206,7 @@ def test_a_judge_that_wants_the_whole_share_is_neutral(do_sample, processors):
     options = {"do_sample": do_sample, "max_new_tokens": 30}
     for draft in (drafts.RandomTrees(), drafts.FullTree(2), drafts.Random()):
         made = [Seen() for _ in processors]
-        decoder = Decoder(draft, accept=Judge(share=1.0), seed=1)
+        decoder = Decoder(draft, accept=RelativeThreshold(share=1.0), seed=1)
         found = run_rows(decoder, MODEL, PROMPTS, **options, processors=made)
         made = [Seen() for _ in processors]
         assert found == run_rows(Decoder(seed=1), MODEL, PROMPTS, **options, processors=made)
@@ -214,7 +214,7 @@ def test_a_judge_that_wants_the_whole_share_is_neutral(do_sample, processors):
 
 def test_a_judge_keeps_exactly_what_exceeds_its_share():
     for token, share in itertools.product(range(4), (0.0, 0.3, 0.6, 0.9)):
-        decoder = Decoder(drafts.Constant(token, length=1), accept=Judge(share))
+        decoder = Decoder(drafts.Constant(token, length=1), accept=RelativeThreshold(share))
         [row] = run_rows(decoder, MODEL, [[1, 2]], max_new_tokens=3)
         p = MODEL.law([1, 2, row[0]]).softmax(-1)
         kept = bool(p[token] > share * p.max()) or token == int(p.argmax())
@@ -232,7 +232,7 @@ class Seen(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("rule", [Typical, Judge])
+@pytest.mark.parametrize("rule", [Typical, RelativeThreshold])
 def test_a_rule_that_tests_every_node_gives_unknown_processors_what_passes_alone(rule):
     options = {"max_new_tokens": 12}
     known = run_rows(Decoder(drafts.RandomTrees(), accept=rule()), MODEL, PROMPTS, **options)
@@ -250,7 +250,7 @@ def test_a_rule_that_tests_every_node_gives_unknown_processors_what_passes_alone
 
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
 def test_a_jacobi_window_under_membership_keeps_the_law(tail):
-    make = lambda: Decoder(window(3, tail), accept="membership")  # noqa: E731
+    make = lambda: Decoder(window(3, tail), accept="sample_match")  # noqa: E731
     assert_distribution(make, MODEL, law_of(MODEL))
 
 

@@ -481,9 +481,9 @@ def test_a_depth_cuts_chains_and_trees():
 
 
 def test_a_sampled_draft_keeps_its_length_unless_asked():
-    for sampled, levels in ((False, 3), (True, 1)):
+    for any_rule, levels in ((False, 3), (True, 1)):
         draft = drafts.Bigram(bigram(5), 3, ("iid",))
-        decoder = Decoder(Adaptive(draft, (1,), sampled=sampled), accept="rejection", seed=1)
+        decoder = Decoder(Adaptive(draft, (1,), any_rule=any_rule), accept="rejection", seed=1)
         run_rows(decoder, MODEL, PROMPTS, do_sample=True, max_new_tokens=40)
         assert len(decoder.stats.histogram) == levels + 1
 
@@ -492,9 +492,9 @@ CONTROLLED = {  # by whether measured times could change a token
     ("auto", False): True,
     ("auto", True): True,
     ("fastest", True): False,
-    ("membership", True): False,
+    ("sample_match", True): False,
     ("typical", False): False,
-    ("judge", False): False,
+    ("relative_threshold", False): False,
 }
 
 

@@ -8,9 +8,9 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process as lp
 
 from mmdecode.accept.ensemble import Ensemble
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
-from mmdecode.accept.judge import Judge
+from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
+from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.accept.typical import Typical
 from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.decoder import Decoder
@@ -337,7 +337,7 @@ def context(ids, prompt):
 # Refusals, neutral settings, and the public checks on our own parts
 
 
-@pytest.mark.parametrize("rule", [Membership, Rejection, Coupled])
+@pytest.mark.parametrize("rule", [SampleMatch, Rejection, Coupled])
 def test_a_sampling_rule_is_refused_in_greedy_generation(rule):
     draft = drafts.Bigram(bigram(5), kinds=("iid",))
     decoder = Decoder(draft, accept=rule())
@@ -359,7 +359,7 @@ def test_rejection_is_refused_for_drafts_without_a_law(kind):
 
 
 def test_fastest_takes_the_exact_rule_for_the_kind():
-    run = {"deterministic": Membership, "iid": Rejection}
+    run = {"deterministic": SampleMatch, "iid": Rejection}
     for kind, expected in run.items():
         decoder = Decoder(drafts.Bigram(bigram(5), kinds=(kind,)), accept="fastest")
         rule, chosen = decoder._resolve(do_sample=True)
@@ -386,7 +386,7 @@ def test_our_drafts_pass_the_public_check(name):
 
 
 @pytest.mark.parametrize(
-    "rule", [GreedyMatch, Coupled, Membership, Rejection, Typical, Judge, Ensemble]
+    "rule", [GreedyMatch, Coupled, SampleMatch, Rejection, Typical, RelativeThreshold, Ensemble]
 )
 def test_our_rules_pass_the_public_check(rule):
     check_accept(rule)

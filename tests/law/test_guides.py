@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmdecode.accept.ensemble import Ensemble
-from mmdecode.accept.judge import Judge
+from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.accept.typical import Typical
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
@@ -44,7 +44,7 @@ def test_a_guide_that_keeps_to_its_node_passes_the_public_check(name):
     check_guide(guides.LAWFUL[name])
 
 
-@pytest.mark.parametrize("rule", [Typical, Judge])
+@pytest.mark.parametrize("rule", [Typical, RelativeThreshold])
 @LAWFUL
 def test_a_rule_under_a_guide_stays_as_lossy_as_it_is(name, rule):
     for do_sample in (False, True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.accept.exact import GreedyMatch, Membership
+from mmdecode.accept.exact import GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.decoder import Decoder
 from mmdecode.draft.adaptive import Adaptive
@@ -88,7 +88,7 @@ EXAMPLES = {
         "clasp": lambda: Clasp(share=0.5, length=2, every=2),
         "sparse": lambda: Sparse(length=2),
         "lookahead": lambda: Lookahead(window=2, ngram=3, guesses=2),
-        "adaptive": lambda: Adaptive(Assistant(OTHER, length=3), (2,), sampled=True),
+        "adaptive": lambda: Adaptive(Assistant(OTHER, length=3), (2,), any_rule=True),
         "first_of": lambda: FirstOf(
             Source(length=3, ids=[[0, 1, 2, 3, 0, 2, 1, 3, 3, 1]], least=2), Recycling(nodes=6)
         ),
@@ -97,11 +97,11 @@ EXAMPLES = {
     },
     "accept": {  # rules whose law is another one: at their neutral setting it is the model's
         "typical": lambda: registry.create("accept", "typical:epsilon=1,delta=1e9"),
-        "judge": lambda: registry.create("accept", "judge:share=1"),
+        "relative_threshold": lambda: registry.create("accept", "relative_threshold:share=1"),
         "ensemble": lambda: registry.create("accept", "ensemble:weight=1"),
         "lantern": lambda: registry.create("accept", "lantern:delta=0"),
-        "cool": lambda: registry.create("accept", "cool:delta=1"),
-        "grouped": lambda: registry.create("accept", "grouped:size=1"),
+        "cool_sd": lambda: registry.create("accept", "cool_sd:delta=1"),
+        "gsd": lambda: registry.create("accept", "gsd:size=1"),
     },
     "guide": {
         "contrast": lambda: Linear.contrast(
@@ -208,7 +208,7 @@ def lawful(draft, rule, guide):
         run = lambda: run_rows(decoder(), MODEL, PROMPTS, **mode(do_sample))  # noqa: B023, E731
         if asked not in rule().modes:
             refusal(run, names[1], f"do_sample={do_sample}")
-        elif not do_sample or not isinstance(rule(), (Membership, Rejection)):
+        elif not do_sample or not isinstance(rule(), (SampleMatch, Rejection)):
             assert run() == undrafted(guide, do_sample), "other tokens than the undrafted loop's"
         else:
             assert all(0 <= token < V for row in run() for token in row)

@@ -2,7 +2,7 @@
 
 A suite whose mutants pass proves nothing. Not mutants: leaving out the bonus token (slower, still
 exact), a draft under other processors than the target (exact, if q is its true law), one-hot
-membership without the round in its key (it becomes the coupled rule).
+sample matching without the round in its key (it becomes the coupled rule).
 """
 
 import sys
@@ -15,7 +15,7 @@ from transformers.generation import logits_process as lp
 
 from mmdecode.accept import exact
 from mmdecode.accept import rejection as rejection_rule
-from mmdecode.accept.exact import Coupled, GreedyMatch, Membership
+from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role
@@ -72,12 +72,12 @@ def rejection(rule=Rejection, draft=iid, processors=warpers):
 
 
 def membership(draft=lambda: drafts.Bigram(Q, kinds=("deterministic",))):
-    assert_distribution(lambda: Decoder(draft(), accept=Membership()), MODEL, law_of(MODEL))
+    assert_distribution(lambda: Decoder(draft(), accept=SampleMatch()), MODEL, law_of(MODEL))
 
 
 def guided(guide=CFG):
     assert_distribution(
-        lambda: Decoder(drafts.Random(), guide(2.0), accept=Membership()), MODEL, cfg_law
+        lambda: Decoder(drafts.Random(), guide(2.0), accept=SampleMatch()), MODEL, cfg_law
     )
 
 

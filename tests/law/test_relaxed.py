@@ -9,8 +9,8 @@ import torch
 from mmdecode import registry
 from mmdecode.accept import lantern as lantern_rule
 from mmdecode.accept import rejection as rejection_rule
-from mmdecode.accept.cool import Cool
-from mmdecode.accept.grouped import Grouped
+from mmdecode.accept.cool_sd import CoolSD
+from mmdecode.accept.gsd import GSD
 from mmdecode.accept.lantern import LANTERN, borrowed, nearest
 from mmdecode.accept.rejection import Asked, Rejection, residual
 from mmdecode.decoder import Decoder
@@ -49,10 +49,10 @@ NEAR = torch.tensor([[2, 1, 3], [0, 3, 2], [0, 3, 1], [1, 2, 0]])
 RULES = {
     "lantern": lambda delta=0.4: LANTERN(delta=delta, k=2, neighbours=NEAR),
     "lantern++": lambda lambda_=3: LANTERN(lambda_=lambda_, neighbours=NEAR),
-    "cool": lambda delta=1.8: Cool(delta),
-    "grouped": lambda size=3: Grouped(size, gap=0.5, distance=None),
+    "cool_sd": lambda delta=1.8: CoolSD(delta),
+    "gsd": lambda size=3: GSD(size, gap=0.5, distance=None),
 }
-NEUTRAL = {"lantern": 0, "lantern++": 1, "cool": 1, "grouped": 1}
+NEUTRAL = {"lantern": 0, "lantern++": 1, "cool_sd": 1, "gsd": 1}
 DRAFTS = {
     "chain": lambda: drafts.Bigram(Q, kinds=("iid",)),
     "ragged chain": lambda: drafts.Bigram(Q, kinds=("iid",), ragged=True),
@@ -101,7 +101,7 @@ NOT_DRAWN = {
 
 @pytest.mark.parametrize("draft", NOT_DRAWN)
 def test_tokens_that_were_not_drawn_are_judged_by_a_one_hot_law(draft):
-    make = lambda: Decoder(NOT_DRAWN[draft](), accept=Cool(delta=1))  # noqa: E731
+    make = lambda: Decoder(NOT_DRAWN[draft](), accept=CoolSD(delta=1))  # noqa: E731
     assert_distribution(make, MODEL, law_of(MODEL), samples=10_000, length=3)
 
 
@@ -179,7 +179,7 @@ def test_two_siblings_have_the_law_of_the_closed_form(name, kind):
 
 
 def test_the_factor_of_cool_depends_on_the_depth_of_a_draft():
-    rule = Cool(delta=2.0, nu=0.4)
+    rule = CoolSD(delta=2.0, nu=0.4)
 
     def at(depth, *prefix):
         return one_token(rule, p_at(*prefix), q_at(prefix[-1], "iid"), depth=depth)
@@ -212,8 +212,8 @@ GROWING = {
     "delta": [LANTERN(delta=d, k=5, neighbours=LARGE) for d in (0, 0.01, 0.1, 0.3, 1)],
     "lambda": [LANTERN(lambda_=x, k=5, neighbours=LARGE) for x in (1, 2, 5, 50)],
     "neighbours": [LANTERN(delta=0.2, k=k, neighbours=LARGE) for k in (1, 2, 5, 11)],
-    "factor": [Cool(delta) for delta in (1, 1.1, 2, 10)],
-    "heat": [Cool(2.0, nu) for nu in (3, 0.5, 0.2, 0)],
+    "factor": [CoolSD(delta) for delta in (1, 1.1, 2, 10)],
+    "heat": [CoolSD(2.0, nu) for nu in (3, 0.5, 0.2, 0)],
 }
 
 
@@ -284,7 +284,7 @@ def test_a_group_is_next_to_its_token_in_order_close_in_probability_and_close_in
         asked = Asked(
             p=p, q=q, token=torch.tensor(token), depth=place, place=place, adapter=adapter
         )
-        first, second = Grouped(**options).odds(asked)
+        first, second = GSD(**options).odds(asked)
         return round(float(first), 6), round(float(second), 6)
 
     wide = {"gap": 1.0, "distance": None}
@@ -382,18 +382,20 @@ def test_what_the_grammar_forbids_is_never_kept(monkeypatch):
 def test_a_draft_without_probability_may_be_kept_where_the_rule_lends_it_some():
     p, q = torch.tensor([[1.0, 0, 0, 0]]), torch.tensor([[0.0, 0, 1, 0]])
     kept = {name: float(one_token(make(), p, q).kept) for name, make in RULES.items()}
-    assert kept == {"lantern": 0, "lantern++": 0, "cool": 0, "grouped": 0}
+    assert kept == {"lantern": 0, "lantern++": 0, "cool_sd": 0, "gsd": 0}
     assert float(one_token(LANTERN(delta=1, neighbours=NEAR), p, q).kept) == 1
 
 
 @pytest.mark.parametrize(
-    "rule", [LANTERN(delta=0.1), LANTERN(lambda_=2), Grouped()], ids=["delta", "lambda", "grouped"]
+    "rule", [LANTERN(delta=0.1), LANTERN(lambda_=2), GSD()], ids=["delta", "lambda", "gsd"]
 )
 @pytest.mark.parametrize("adapter", [None, Coded(MODEL, None)], ids=["no_method", "none"])
 def test_a_model_without_a_codebook_is_refused(rule, adapter):
     decoder = Decoder(DRAFTS["chain"](), accept=rule)
     inputs = {"mm_adapter": adapter} if adapter else {}
-    with pytest.raises(IncompatibleError, match=f"{type(rule).__name__}.*Table.*no codebook.*cool"):
+    with pytest.raises(
+        IncompatibleError, match=f"{type(rule).__name__}.*Table.*no codebook.*cool_sd"
+    ):
         decode(MODEL, torch.tensor([PROMPT]), decoder, do_sample=True, inputs=inputs)
 
 
@@ -405,11 +407,11 @@ def test_a_model_without_a_codebook_is_refused(rule, adapter):
         (lambda: LANTERN(delta=1.5), "a factor is lambda_"),
         (lambda: LANTERN(lambda_=0.5), "1 .neutral. or more"),
         (lambda: LANTERN(delta=0.1, k=0), "k must be 1 or more"),
-        (lambda: Cool(0.9), "delta of 1 .neutral. or more"),
-        (lambda: Cool(nu=-1), "nu and mu of 0"),
-        (lambda: Grouped(0), "a size of 1 .neutral. or more"),
-        (lambda: Grouped(gap=0), "a gap above 0"),
-        (lambda: Grouped(distance=0), "a distance above 0 or none"),
+        (lambda: CoolSD(0.9), "delta of 1 .neutral. or more"),
+        (lambda: CoolSD(nu=-1), "nu and mu of 0"),
+        (lambda: GSD(0), "a size of 1 .neutral. or more"),
+        (lambda: GSD(gap=0), "a gap above 0"),
+        (lambda: GSD(distance=0), "a distance above 0 or none"),
     ],
 )
 def test_a_parameter_out_of_range_is_refused(make, says):
@@ -423,8 +425,8 @@ def test_a_parameter_out_of_range_is_refused(make, says):
 STRONG = (
     "lantern:delta=1",
     "lantern:lambda_=99",
-    "cool:delta=9,nu=0",
-    "grouped:size=64,gap=1,distance=9",
+    "cool_sd:delta=9,nu=0",
+    "gsd:size=64,gap=1,distance=9",
 )
 
 
@@ -479,7 +481,7 @@ def tail_fits_its_law():
     decode(
         blind,
         torch.tensor([PROMPT]).repeat(10_000, 1),
-        Decoder(Spy(4), accept=Cool(1.2), seed=1),
+        Decoder(Spy(4), accept=CoolSD(1.2), seed=1),
         do_sample=True,
         max_new_tokens=5,
         request=range(10_000),

@@ -110,7 +110,7 @@ SOUND = {
     "lookup": (PromptLookup, "auto"),
     "assistant": (lambda: Assistant(Table(5, seed=8), 3), "auto"),
     "tree": (lambda: drafts.Random(drafts.Tree((-1, -1, 0, 1))), "auto"),
-    "row_trees": (drafts.RandomTrees, "membership"),
+    "row_trees": (drafts.RandomTrees, "sample_match"),
     "iid": (lambda: drafts.Bigram(bigram(5), kinds=("iid",)), "rejection"),
     "jacobi": (lambda: Jacobi(5), "auto"),
     "jacobi_adaptive": (lambda: Jacobi(5), "rejection"),
@@ -123,7 +123,7 @@ SOUND = {
     "adaptive": (lambda: Adaptive(Recycling(), (2,)), "auto"),
     "iid_tree": (lambda: drafts.Siblings(bigram(5), kinds=("iid",)), "rejection"),
     "wor_tree": (lambda: drafts.Siblings(bigram(5), kinds=("without_replacement",)), "ensemble"),
-    "judged": (drafts.RandomTrees, "judge"),
+    "judged": (drafts.RandomTrees, "relative_threshold"),
 }
 
 

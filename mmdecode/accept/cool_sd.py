@@ -20,7 +20,7 @@ from mmdecode.accept.rejection import Asked, Relaxed
 from mmdecode.errors import OptionError
 
 
-class Cool(Relaxed):
+class CoolSD(Relaxed):
     """Rejection sampling with odds that are too good by ``max(1, delta exp(-nu i - mu))``.
 
     Args:

@@ -1,10 +1,10 @@
-"""Judge-style threshold: keep what the model itself finds nearly as likely as its favourite.
+"""Relative threshold: keep what the model finds nearly as likely as its most likely token.
 
 Heuristic. A drafted token that is not the target's own choice is kept where its probability exceeds
 a share of the largest one; the target's own choice (argmax, or the keyed sample) is always kept.
 
 Source: in the spirit of Bachmann et al. 2025 (Judge Decoding), arXiv:2501.19309, who accept what a
-trained judge or the standard test accepts; here the judge is a threshold and needs no training.
+trained judge or the standard test accepts; here a threshold decides, which needs no training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
 
 
-class Judge(AcceptanceRule):
+class RelativeThreshold(AcceptanceRule):
     """Keeps a drafted token if ``p(x) > share * max p``, or if it is the target's own choice.
 
     Args:

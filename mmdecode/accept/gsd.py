@@ -24,7 +24,7 @@ from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import OptionError
 
 
-class Grouped(Relaxed):
+class GSD(Relaxed):
     """Rejection sampling with the odds of the drafted token's group where these are better.
 
     Args:
