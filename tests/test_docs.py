@@ -149,3 +149,9 @@ def test_every_page_is_there():
     assert {"ask", "guides", "loop", "lossless", "transcribe", "write_a_part"} <= {
         page.stem for page in PAGES
     }
+
+
+def test_the_page_of_the_loop_names_every_file_of_the_engine():
+    text = (DOCS / "loop.md").read_text(encoding="utf-8")
+    files = {file.name for file in (DOCS.parent / "mmdecode" / "engine").glob("*.py")}
+    assert {name for name in files if f"`{name}`" not in text} == {"__init__.py"}

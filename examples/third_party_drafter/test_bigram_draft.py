@@ -19,4 +19,4 @@ def test_what_a_token_was_last_followed_by_is_drafted():
     model = Table(3, sharpness=0.0, bias={2: 1.0})  # always 2
     decoder = Decoder(Bigram())
     assert run_rows(decoder, model, [[2, 1, 2, 2]], max_new_tokens=11) == [[2] * 11]
-    assert decoder.stats.rounds == 2  # of five tokens each, behind the first
+    assert decoder.stats.rounds == 2  # of five tokens each, after the first

@@ -146,7 +146,7 @@ class Call:
         Args:
             prompt_ids: ``(B, P)``.
             prompt_mask: As of `Request`; ``None``: nothing is padding.
-            generated: Tokens behind the prompt, ``(B, n)``.
+            generated: Tokens after the prompt, ``(B, n)``.
             length: How many of them count as committed; ``None``: all.
             max_new_tokens: As of `Request`.
             eos_token_ids: Likewise; ``None``: no token ends a row.

@@ -300,8 +300,8 @@ class Guide(Part):
 
     At each node it may read the ids of the node's path and, of every branch, the node's own logits
     and hidden states; what it edits inside a model it edits alike in every pass, from the prompt
-    on. It keeps nothing from round to round: rejected nodes could not be taken back. This is why a
-    guide is one object for all calls, and a drafter is not.
+    on. It keeps nothing from round to round: rejected nodes could not be taken back. All that it
+    keeps of a call are the constants that `begin` returns, so it needs no session as drafters do.
 
     Attributes:
         branches: Conditionings of the model other than the main one.

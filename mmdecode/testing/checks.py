@@ -244,6 +244,48 @@ def _made(part: str, make: Callable[[], Any]) -> Any:
     return made
 
 
+def _watched_draft(draft: Any) -> Any:
+    """The drafter; what its sessions propose is looked at."""
+    begin = draft.begin
+
+    def opened(call: Call, prefill: Any) -> Any:
+        session = begin(call, prefill)
+        propose, vocab = session.propose, prefill.logits.shape[-1]
+
+        def proposed(budget: int) -> Proposal:
+            proposal = propose(budget)
+            assert isinstance(proposal, Proposal), (
+                f"propose returned {proposal!r}; expected a Proposal"
+            )
+            tokens = proposal.tokens
+            assert bool(((tokens >= -1) & (tokens < vocab)).all()), (
+                f"propose returned the tokens {tokens.tolist()}; expected ids below {vocab}, or -1"
+            )
+            return proposal
+
+        session.propose = proposed
+        return session
+
+    draft.begin = opened
+    return draft
+
+
+def _watched_guide(guide: Any) -> Any:
+    """The guide; the shape of what it makes is looked at."""
+    apply = guide.apply
+
+    def applied(constants: Any, call: Call, proposal: Proposal, outputs: Any) -> Any:
+        made, main = apply(constants, call, proposal, outputs), outputs["main"].logits
+        assert isinstance(made, Tensor) and made.shape[:2] == main.shape[:2], (
+            f"apply returned {tuple(made.shape) if isinstance(made, Tensor) else made!r}; expected "
+            f"logits at root and nodes, {tuple(main.shape)}"
+        )
+        return made
+
+    guide.apply = applied
+    return guide
+
+
 Run = Callable[..., Any]
 """From a part, a model, prompts and options of `decode` to what is compared."""
 
@@ -328,7 +370,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
         for do_sample in (False, True):
             for prompts in _batches(PROMPTS):
                 assert_lossless(
-                    Decoder(make(), seed=SEED),
+                    Decoder(_watched_draft(make()), seed=SEED),
                     model,
                     law_of(model),
                     prompts,
@@ -433,27 +475,28 @@ def check_guide(
     """
     _made("guide", make)
     model, other = _models(model)
-    for do_sample in (False, True):
-        options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
-        undrafted = Decoder(None, make(), seed=SEED)
-        plain = _laws(undrafted, model, PROMPTS, **options)
-        for draft in (
-            drafts.Random(),
-            drafts.RandomTrees(),
-            drafts.FullTree(),
-            drafts.Known([tokens for tokens, _ in plain], wrong_at=[3, 7]),
-        ):
-            found = _laws(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
-            _agree(found, plain, f"with draft {type(draft).__name__}")
-        for prompts in _batches(PROMPTS):
-            expected = [plain[PROMPTS.index(prompt)] for prompt in prompts]
-            found = _laws(undrafted, model, prompts, **options)
-            _agree(found, expected, f"in a later call with the prompts {prompts}")
-        if neutral is not None:
-            assert neutral().neutral, "the neutral setting does not say so"
-            found = _laws(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
-            without = _laws(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
-            _agree(found, without, "in its neutral setting", "without it", tolerance=0.0)
+    with _promised("a guide's distribution depends on each node's prefix alone"):
+        for do_sample in (False, True):
+            options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
+            undrafted = Decoder(None, _watched_guide(make()), seed=SEED)
+            plain = _laws(undrafted, model, PROMPTS, **options)
+            for draft in (
+                drafts.Random(),
+                drafts.RandomTrees(),
+                drafts.FullTree(),
+                drafts.Known([tokens for tokens, _ in plain], wrong_at=[3, 7]),
+            ):
+                found = _laws(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
+                _agree(found, plain, f"with draft {type(draft).__name__}")
+            for prompts in _batches(PROMPTS):
+                expected = [plain[PROMPTS.index(prompt)] for prompt in prompts]
+                found = _laws(undrafted, model, prompts, **options)
+                _agree(found, expected, f"in a later call with the prompts {prompts}")
+            if neutral is not None:
+                assert neutral().neutral, "the neutral setting does not say so"
+                found = _laws(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
+                without = _laws(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
+                _agree(found, without, "in its neutral setting", "without it", tolerance=0.0)
 
     def run(guide: Any, *given: Any, **options: Any) -> list[_Row]:
         return _laws(Decoder(None, guide, seed=SEED), *given, **options)

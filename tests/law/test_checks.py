@@ -1,6 +1,7 @@
 """The checks for parts of others find what breaks a promise, and name it."""
 
 import pytest
+import torch
 
 import mmdecode as mm
 from mmdecode.accept.exact import GreedyMatch
@@ -34,6 +35,34 @@ def test_a_state_of_a_call_that_is_kept_in_the_drafter_is_found():
         check_draft(OneState)
     told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     assert "one object serves two threads at once" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (None, "a drafter changes no token: propose returned None; expected a Proposal"),
+        ([[7]], r"propose returned the tokens \[\[7\].*; expected ids below 5, or -1"),
+    ],
+)
+def test_what_no_model_can_read_is_found_in_proposals(proposal, message):
+    class Odd(drafts.TestDrafter):
+        def draft(self, call, budget):
+            if proposal is None:
+                return None
+            tokens = torch.tensor(proposal).expand(call.batch, -1)
+            return Proposal(tokens=tokens, kind="deterministic")
+
+    with pytest.raises(AssertionError, match=message):
+        check_draft(Odd)
+
+
+def test_a_guide_of_one_row_of_scores_is_found():
+    class Last(Remembers):
+        def apply(self, constants, call, proposal, outputs):
+            return outputs["main"].logits[:, -1]
+
+    with pytest.raises(AssertionError, match=r"apply returned \(4, 5\); expected .* \(4, 1, 5\)"):
+        check_guide(Last)
 
 
 class Learning(drafts.Constant):
