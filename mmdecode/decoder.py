@@ -61,7 +61,8 @@ class Decoder:
             pass, which takes up to a minute per shape. What cannot be captured or compiled is run
             as usual, with a warning that says why. See `mmdecode.engine.capture`.
 
-        draft_guided: Whether drafters that can follow a guide draft from the guided distribution.
+        draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
+            ``None``: those that gain by it, see `docs/guided_drafts.md`.
         stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders
             made by ``dataclasses.replace`` share them.
 
@@ -79,7 +80,7 @@ class Decoder:
     accept: AcceptanceRule | str
     seed: int | None
     compile: bool
-    draft_guided: bool
+    draft_guided: bool | None
     stats: Stats
 
     def __init__(
@@ -89,7 +90,7 @@ class Decoder:
         accept: AcceptanceRule | str = "auto",
         seed: int | None = None,
         compile: bool = False,
-        draft_guided: bool = True,
+        draft_guided: bool | None = None,
         stats: Stats | None = None,
     ) -> None:
         if draft is None:
@@ -287,7 +288,9 @@ class Decoder:
         """
         if guide is None and not images:
             return DraftTarget()
-        follows = self.draft_guided and self.draft.capabilities.follows_target
+        can = self.draft.capabilities
+        asked = can.follows_by_default if self.draft_guided is None else self.draft_guided
+        follows = asked and can.follows_target
         return DraftTarget(guide=guide if follows else None, warp=prefix_free(processors))
 
     def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:

@@ -57,11 +57,11 @@ class FirstOf(Drafter):
                 _refuse(
                     draft, f"it proposes {', '.join(draft.kinds)} tokens, not deterministic ones"
                 )
+        both = [draft.capabilities for draft in (self.first, self.second)]
         self.capabilities = DrafterCapabilities(
-            graph_safe=all(draft.capabilities.graph_safe for draft in (self.first, self.second)),
-            follows_target=any(
-                draft.capabilities.follows_target for draft in (self.first, self.second)
-            ),
+            graph_safe=all(one.graph_safe for one in both),
+            follows_target=any(one.follows_target for one in both),
+            follows_by_default=any(one.follows_target and one.follows_by_default for one in both),
         )
 
     @classmethod

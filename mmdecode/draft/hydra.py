@@ -51,7 +51,9 @@ class Hydra(Drafter):
     summary = "heads on the model's own last state that read what is drafted before them"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
+    capabilities = DrafterCapabilities(
+        graph_safe=True, follows_target=True, follows_by_default=False
+    )
 
     def __init__(
         self,

@@ -66,7 +66,8 @@ def model_of(family):
 def decode(family, draft=None, guide=None, inputs=None, do_sample=False, trace=False, **options):
     """New tokens by row, and the decoder."""
     inputs = inputs or inputs_of(family)
-    decoder = Decoder(draft, guide, options.pop("accept", "auto"), seed=7)
+    accept, guided = options.pop("accept", "auto"), options.pop("draft_guided", None)
+    decoder = Decoder(draft, guide, accept, seed=7, draft_guided=guided)
     decoder = traced(decoder) if trace else decoder
     options = {"max_new_tokens": NEW, "do_sample": do_sample, **options}
     options |= {"top_k": 0} if do_sample else {}

@@ -51,7 +51,7 @@ UNTRAINED = {
 guides = pytest.mark.parametrize("guide", GUIDES)
 
 
-def repeated(draft, guide):
+def repeated(draft, guide, guided):
     """How often untrained heads draft the token again that their state decided, and of how many."""
     counts = []
 
@@ -60,7 +60,7 @@ def repeated(draft, guide):
         counts.append((again & session.call.rows.active[:, None]).sum())
         counts.append(session.call.rows.active.sum())
 
-    decode("llava", noting(draft, proposed=note), guide)
+    decode("llava", noting(draft, proposed=note), guide, draft_guided=guided)
     return int(sum(counts[::2])), int(sum(counts[1::2]))
 
 
@@ -69,10 +69,11 @@ def repeated(draft, guide):
 def test_untrained_heads_say_what_the_guide_said_of_the_same_states(heads, guide):
     """The states of all branches at the end of any path, and the guide on what heads make of."""
     guide = GUIDES[guide]()
-    found, rounds = repeated(UNTRAINED[heads](), guide)
+    found, rounds = repeated(UNTRAINED[heads](), guide, True)
     assert found == rounds > 5
-    found, rounds = repeated(following(UNTRAINED[heads](), None), guide)  # without it
-    assert found < rounds
+    for guided in (None, False):  # heads are not guided by default
+        found, rounds = repeated(UNTRAINED[heads](), guide, guided)
+        assert found < rounds
 
 
 @pytest.mark.parametrize("guide", ["vcd", "cfg_image"])  # another edits what the model does
@@ -96,7 +97,7 @@ def test_what_draws_on_more_than_logits_is_not_followed():
     assert "DoLa reads more than logits" in why_unguided(DoLa(), adapter)
 
 
-SHORT = {"max_new_tokens": 6}
+SHORT = {"max_new_tokens": 6, "draft_guided": True}
 DRAFTS = {**UNTRAINED, "eagle": lambda: FeatureDraft(Oracle(vision_model("llava"), 1), depth=2)}
 
 
@@ -119,7 +120,10 @@ def test_stats_say_why_a_composite_and_a_drafter_with_one_branch_do_not_follow()
 
 def test_nothing_is_said_of_a_drafter_that_is_not_to_follow():
     decoder = Decoder(DRAFTS["medusa"](), DoLa(), draft_guided=False)
-    mmdecode.generate(vision_model("llava"), decoder=decoder, **inputs_of("llava"), **SHORT)
+    options = {**inputs_of("llava"), "max_new_tokens": 6}
+    mmdecode.generate(vision_model("llava"), decoder=decoder, **options)
+        vision_model("llava"), decoder=decoder, **inputs_of("llava"), max_new_tokens=6
+    )
     assert decoder.stats.rounds and not decoder.stats.unguided
 
 
