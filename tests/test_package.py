@@ -467,7 +467,7 @@ MAY_IMPORT = {
     **{room: {"engine"} for room in METHODS},
     "draft": {"engine", "models"},
     "adapters": {"engine", "models"},
-    "decoder": {"engine", "draft"},
+    "decoder": {"engine", "draft", "accept"},
     "frontdoor": {"engine", "decoder", *METHODS},
     **{room: {"engine", "decoder", "frontdoor", *METHODS} for room in MODALITIES},
     "loading": {*MODALITIES},

@@ -182,6 +182,21 @@ class Block:
     ended: Tensor
     window: DraftWindow | None = None
 
+    @classmethod
+    def of(
+        cls, outcome: Outcome, proposal: Proposal, tokens: Tensor, count: Tensor, ended: Tensor
+    ) -> Block:
+        """What an outcome leaves of a proposal."""
+        return cls(
+            path=outcome.path,
+            tokens=tokens,
+            num_accepted=outcome.num_accepted,
+            num_drafted=(proposal.tokens >= 0).sum(1),
+            count=count,
+            ended=ended,
+            window=outcome.window,
+        )
+
     @property
     def next_token(self) -> Tensor:
         """The token after the path, ``(B,)``; -1 in inactive rows."""

@@ -36,7 +36,7 @@ from mmdecode.engine.contracts import (
     Outcome,
 )
 from mmdecode.engine.output import Committed, Listener, TargetScores
-from mmdecode.engine.proposal import MAX_NODES, Proposal
+from mmdecode.engine.proposal import MAX_NODES, Proposal, width_bucket
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import Processors, TargetLogits
@@ -184,15 +184,7 @@ class Run:
         tokens = outcome.tokens(proposal)
         count = torch.where(rows.active, outcome.num_accepted + 1, 0)
         count, ended = self.stopping.cut(self.call, tokens, count)
-        block = Block(
-            path=outcome.path,
-            tokens=tokens,
-            num_accepted=outcome.num_accepted,
-            num_drafted=(proposal.tokens >= 0).sum(1),
-            count=count,
-            ended=ended,
-            window=outcome.window,
-        )
+        block = Block.of(outcome, proposal, tokens, count, ended)
         for listener in self.listeners:
             listener.add(Committed(proposal, scores, target, block, first))
         order = torch.arange(tokens.shape[1], device=self.call.device)
@@ -252,10 +244,3 @@ class Run:
         call.rows.cur_len = seen
         proposal = result.proposal
         return HostState(active, longest, proposal.narrow(width_bucket(width, proposal.size)))
-
-
-def width_bucket(width: int, size: int) -> int:
-    """Nodes to score when the widest row uses ``width`` of ``size``: 0, powers of two, or all."""
-    if width == 0:
-        return 0
-    return min(size, 1 << (width - 1).bit_length())

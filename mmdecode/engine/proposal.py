@@ -211,3 +211,10 @@ def _structure(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reach *= 2
     ancestors = closure > 0
     return parents, ancestors.sum(-1)[:, 1:] - 1, ancestors
+
+
+def width_bucket(width: int, size: int) -> int:
+    """Nodes to score when the widest row uses ``width`` of ``size``: 0, powers of two, or all."""
+    if width == 0:
+        return 0
+    return min(size, 1 << (width - 1).bit_length())

@@ -122,8 +122,6 @@ def test_nothing_is_said_of_a_drafter_that_is_not_to_follow():
     decoder = Decoder(DRAFTS["medusa"](), DoLa(), draft_guided=False)
     options = {**inputs_of("llava"), "max_new_tokens": 6}
     mmdecode.generate(vision_model("llava"), decoder=decoder, **options)
-        vision_model("llava"), decoder=decoder, **inputs_of("llava"), max_new_tokens=6
-    )
     assert decoder.stats.rounds and not decoder.stats.unguided
 
 

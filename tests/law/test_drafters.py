@@ -374,11 +374,11 @@ class Costly(drafts.Known):
 
     def __init__(self, rows, clock, cost, once=0.0):
         super().__init__(rows, length=5)
-        self.clock, self.cost, self.once, self.begun = clock, cost, once, 0
+        self.clock, self.cost, self.once, self.opened = clock, cost, once, 0
 
     def begin(self, call, prefill):
         self.clock.now += self.once
-        self.begun += 1
+        self.opened += 1
         return super().begin(call, prefill)
 
     def draft(self, call, budget):
@@ -419,7 +419,7 @@ def test_the_depth_that_measures_fastest_is_used(cost, once, levels, monkeypatch
     for _ in range(9):
         assert run_rows(decoder, MODEL, PROMPTS, max_new_tokens=31) == right
     assert adaptive.used == [None, None, 2, 0] + 5 * [levels]  # the first call warms up
-    assert draft.begun == 9 - adaptive.used.count(0)  # where it is off, it is not even begun
+    assert draft.opened == 9 - adaptive.used.count(0)  # where it is off, it is not even opened
     speeds = {depth.levels: depth.speed for depth in adaptive.measured}
     assert speeds[0] == pytest.approx(1.0)  # a token a pass
     # five proposals for five passes: none follows the last token
