@@ -5,8 +5,8 @@ import errno
 import torch
 
 from mmdecode import errors
-from mmdecode.draft.none import NoDraft
 from mmdecode.engine.capabilities import DrafterCapabilities
+from mmdecode.testing.drafts import TestDrafter
 
 
 class Odd(Exception):
@@ -56,7 +56,7 @@ def said(name):
     return type(problem).__name__, type(problem).__name__
 
 
-class Faulty(NoDraft):
+class Faulty(TestDrafter):
     """Drafts nothing, and raises at a bad item.
 
     Args:

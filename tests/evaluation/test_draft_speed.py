@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mmdecode.cli import bench
 from mmdecode.cli.app import app
 from mmdecode.decoder import Decoder
-from mmdecode.draft.lookup import PromptLookup
+from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.draft.source import Source
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import draft_speed
@@ -107,8 +107,8 @@ def test_the_share_of_a_draft_is_what_its_steps_take(monkeypatch):
         return step(self, *given)
 
     for name in ("propose", "observe"):
-        step = getattr(PromptLookup, name)
-        monkeypatch.setattr(PromptLookup, name, partialmethod(counting, step))
+        step = getattr(LookupSession, name)
+        monkeypatch.setattr(LookupSession, name, partialmethod(counting, step))
 
     def run(length, item, repeat):
         return generate(model("llama"), decoder=Decoder(draft), max_new_tokens=length, **batch)
@@ -117,7 +117,7 @@ def test_the_share_of_a_draft_is_what_its_steps_take(monkeypatch):
     share = draft_speed._draft_share(draft, run, seen, setting, torch.device("cpu"))
     # the whole took a second, half of it to the first token; each step took one
     assert len(steps) > 4 and share == len(steps) / 0.5
-    assert "propose" not in vars(draft) and "observe" not in vars(draft)
+    assert "begin" not in vars(draft)
 
 
 def test_calls_are_announced():
