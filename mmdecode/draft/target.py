@@ -120,12 +120,11 @@ class TargetDistribution:
     def hidden(self, output: BranchOutput, *levels: int | str) -> Tensor:
         """States of all branches, several levels concatenated, ``(M * B, N + 1, levels * H)``."""
         outputs = outputs_by_name(output)
-        return torch.cat(
-            [
-                torch.cat([outputs[spec.name].hidden[level] for level in levels], -1)
-                for spec in self.specs
-            ]
-        )
+        of_branches = [
+            _joined([outputs[spec.name].hidden[level] for level in levels], -1)
+            for spec in self.specs
+        ]
+        return _joined(of_branches, 0)
 
     @property
     def plain(self) -> bool:
@@ -154,6 +153,11 @@ class TargetDistribution:
 def gathered(states: Tensor, rows: Tensor) -> Tensor:
     """The rows ``(B, n)`` of states ``(B, Q, H)``."""
     return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts in one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def along_path(states: Tensor, proposal: Proposal, path: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ no root: the last prompt row takes its place, with N = 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,11 +151,12 @@ class Outcome:
 
     def of_active(self, active: Tensor) -> Outcome:
         """The same with nothing kept and nothing decided in rows that are not ``active (B,)``."""
-        return replace(
-            self,
-            path=self.path.masked_fill(~active[:, None], -1),
+        return Outcome(
+            path=self.path.masked_fill(~active[:, None], -1) if self.path.shape[1] else self.path,
             num_accepted=torch.where(active, self.num_accepted, 0),
             next_token=torch.where(active, self.next_token, -1),
+            choices=self.choices,
+            window=self.window,
         )
 
 
