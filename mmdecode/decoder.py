@@ -28,11 +28,11 @@ from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branches import runners_of
-from mmdecode.engine.call import Call, DraftTarget, Plan
-from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements, needs_of
+from mmdecode.engine.call import Call, DraftTarget, Plan, Rows
+from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide, Requirements
 from mmdecode.engine.loop import Run
 from mmdecode.engine.output import Listener, Recorder, Stream, output
-from mmdecode.engine.proposal import Kind
+from mmdecode.engine.proposal import MAX_NODES, Kind
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.stop import Stopping
 from mmdecode.engine.target_logits import Processors, prefix_free
@@ -220,7 +220,7 @@ class Decoder:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         adapter = mm_adapter or registry.adapter_for(model, mm_model)
         checks.refuse_no_part("adapter", adapter)
-        wanted = needs_of(guide, adapter)
+        wanted = Requirements() if guide is None else guide.needs(adapter)
         checks.refuse_guide(guide, wanted, adapter)
         asked = request.request_of(
             input_ids,
@@ -233,7 +233,7 @@ class Decoder:
             named=bool(config.do_sample) or guide is not None,
             adapter=adapter,
         )
-        own = needs_of(self.draft, adapter)
+        own = self.draft.needs(adapter)
         needs = own.union(wanted)
         plan = Plan(
             adapter=adapter,
@@ -243,7 +243,9 @@ class Decoder:
             drafter_invariant=rule.capabilities.drafter_invariant,
             draft_target=self._draft_target(guide, processors, mm_adapter is not None),
         )
-        rows = request.empty_rows(asked, request.pad_id(config))
+        # columns after the last token are scratch for blocks
+        room = asked.max_new_tokens + MAX_NODES + 1
+        rows = Rows.of(input_ids, room, pad_id=request.pad_id(config))
         call = Call(request=asked, plan=plan, rows=rows)
         checks.refuse_positions(adapter, call.prompt_length, asked.max_new_tokens)
         checks.refuse_rows(streamer, call.batch)

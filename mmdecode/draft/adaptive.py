@@ -35,7 +35,6 @@ from mmdecode.engine.contracts import (
     Drafter,
     DraftSession,
     Requirements,
-    needs_of,
 )
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
@@ -131,7 +130,7 @@ class Adaptive(Drafter):
 
     def needs(self, adapter: Adapter) -> Requirements:
         """What the draft wants."""
-        return needs_of(self.draft, adapter)
+        return self.draft.needs(adapter)
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Chooses the depth of this call."""

@@ -66,5 +66,5 @@ class Amateur(Assistant):
     def begin(self, call: Call, prefill: BranchOutput) -> AssistantSession:
         """Reads what it is shown of the prompt."""
         branch = ModelRunner(call.plan.adapter, [self.spec])
-        target = warp_alone(call, branch.prefill(call, {}))
-        return AssistantSession(call, branch, target, self.length)
+        branch.prefill(call, {})
+        return AssistantSession(call, branch, warp_alone(call), self.length)

@@ -135,7 +135,13 @@ class Assistant(Drafter):
         """A session that has read the prompt, or its ``words`` alone."""
         main = _words(call) if words else MAIN
         branch = ModelRunner(adapter, [main, *branches_of(target)[1:]])
-        followed = TargetDistribution(call, target, branch.prefill(call, {}), unguided)
+        outputs = branch.prefill(call, {})
+        if target.guide is not None:
+            # the prompt was read before the first token was committed
+            start = call.at(torch.zeros_like(call.rows.length))
+            start = replace(start, plan=replace(start.plan, is_draft=True))
+            target = replace(target, constants=target.guide.begin(start, outputs))
+        followed = TargetDistribution(call, target, unguided)
         return AssistantSession(call, branch, followed, self.length, self.max_rejection_probability)
 
     def _adapter(self, call: Call, prefill: BranchOutput) -> Any:

@@ -10,14 +10,13 @@ with unlike rows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmdecode.checkpoints import paired
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
@@ -42,7 +41,6 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.image_rows import numbered
 
 IMAGES = ("all", "hidden")
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class FeatureDraft(Drafter):
@@ -194,7 +192,7 @@ class FeatureSession(DraftSession):
         self.draft = draft
         self.drafter = draft.placed.like(prefill.hidden["last"])
         outputs = outputs_by_name(prefill)
-        self.target = followed(call, prefill)
+        self.target = followed(call)
         self.unguided = self.target.unguided
         # rows of all below go branch by branch
         self.state: Tensor | None = None  # of the last row, (B, 1, H)
@@ -473,17 +471,3 @@ def _distances(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec])
     # tokens of a prompt without images are numbered as they stand
     none = torch.zeros(call.batch, 3, 1, dtype=torch.long, device=call.device)
     return torch.cat([none if one is None else one[..., -1:] for one in found])
-
-
-def placed(module: Module, running: Module, like: Tensor) -> Module:
-    """A copy of a module where states are: half precision must not round the original.
-
-    Args:
-        module: The original.
-        running: The copy so far, or the original.
-        like: States.
-    """
-    parameter = next(running.parameters())
-    if (parameter.device, parameter.dtype) == (like.device, like.dtype):
-        return running
-    return copy.deepcopy(module).to(like)

@@ -24,7 +24,6 @@ from mmdecode.engine.contracts import (
     Drafter,
     DraftSession,
     Requirements,
-    needs_of,
 )
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError
@@ -78,7 +77,7 @@ class FirstOf(Drafter):
 
     def needs(self, adapter: Adapter) -> Requirements:
         """What either wants."""
-        return needs_of(self.first, adapter).union(needs_of(self.second, adapter))
+        return self.first.needs(adapter).union(self.second.needs(adapter))
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Begins both."""

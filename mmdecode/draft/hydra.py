@@ -136,7 +136,7 @@ class HydraSession(DraftSession):
         refuse_foreign(draft.heads, call.plan.adapter, prefill)
         self.draft = draft
         self.heads = draft.placed.like(prefill.hidden["last"])
-        self.target = followed(call, prefill)
+        self.target = followed(call)
         self.unguided = self.target.unguided
         self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, 1, H)
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mmdecode.draft.assistant import AssistantSession, Going, adapter_like
-from mmdecode.draft.features import placed, refuse_foreign, shipped
+from mmdecode.draft.features import refuse_foreign, shipped
 from mmdecode.draft.layer_skip import LayerSkip, shallow
+from mmdecode.draft.placed import Placed
 from mmdecode.draft.target import TargetDistribution, warp_alone
 from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.branches import ModelRunner
@@ -62,8 +61,7 @@ class Kangaroo(LayerSkip):
                 f"confidence_threshold={confidence_threshold}; expected a probability from 0 to 1"
             )
         self.drafter, self.confidence_threshold = drafter.eval(), confidence_threshold
-        self._copies: dict[tuple[torch.device, torch.dtype], Model] = {}
-        self._lock = Lock()
+        self.placed = Placed(self.drafter)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Kangaroo:
@@ -96,20 +94,14 @@ class Kangaroo(LayerSkip):
         """Makes the view, and lets it read the prompt."""
         adapter = call.plan.adapter
         refuse_foreign(self.drafter, adapter, prefill)
-        own = self._placed(prefill.hidden["last"])
+        own = self.placed.like(prefill.hidden["last"])
         view = adapter_like(adapter, self._view(adapter, own))
         view.num_layers = own.exit_layer + 1  # the drafter's keys and values have a layer too
         branch = ModelRunner(view, [MAIN])
-        target = warp_alone(call, branch.prefill(call, {}))
-        return KangarooSession(call, branch, target, self.length, self.confidence_threshold)
-
-    def _placed(self, like: Tensor) -> Model:
-        """The drafter where states ``like`` are."""
-        with self._lock:
-            key = like.device, like.dtype
-            if key not in self._copies:
-                self._copies[key] = placed(self.drafter, self.drafter, like)
-            return self._copies[key]
+        branch.prefill(call, {})
+        return KangarooSession(
+            call, branch, warp_alone(call), self.length, self.confidence_threshold
+        )
 
     def _view(self, adapter: Any, own: Model) -> Any:
         """The model's first layers with the drafter ``own`` after them."""

@@ -101,8 +101,8 @@ class LayerSkip(Drafter):
             )
         view = adapter_like(adapter, shallow(adapter, keep))
         branch = ModelRunner(view, [MAIN])
-        target = warp_alone(call, branch.prefill(call, {}))
-        return AssistantSession(call, branch, target, self.length)
+        branch.prefill(call, {})
+        return AssistantSession(call, branch, warp_alone(call), self.length)
 
 
 def shallow(

@@ -349,7 +349,7 @@ class MedusaSession(DraftSession):
         states = prefill.hidden["last"]
         self.heads, self.tree = draft.placed.like(states), draft.shape(call)
         outputs = outputs_by_name(prefill)
-        self.target = followed(call, prefill)
+        self.target = followed(call)
         self.unguided = self.target.unguided
         self.state: Tensor | None = None  # that decided the root, in each branch, (M * B, H)
         self.block: BlockRunner | None = None

@@ -87,7 +87,7 @@ class CopySession(AssistantSession):
         assert main is not None, "refused by the drafter"
         branch = main.fork("main")
         super().__init__(
-            call, branch, warp_alone(call, {}), drafter.length, drafter.max_rejection_probability
+            call, branch, warp_alone(call), drafter.length, drafter.max_rejection_probability
         )
         self.main, self.rows = main, main.rows_of("main")
         self.prompt = main.cache.start[self.rows].clone()

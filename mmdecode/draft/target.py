@@ -9,7 +9,6 @@ What there is to follow is `mmdecode.engine.call.Plan.draft_target`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 
 from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, DraftTarget
-from mmdecode.engine.contracts import BranchOutput, Guide, Requirements, needs_of
+from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Kind, Proposal
 
@@ -36,7 +35,7 @@ def why_unguided(guide: Guide | None, adapter: Adapter) -> str | None:
     for spec in guide.branches:
         if spec.build is not None or spec.model is not None or spec.replaces_after_prefill:
             return f"guide {name} has branches of its own, which no draft runs: {spec.name!r}"
-    if needs_of(guide, adapter) != Requirements():
+    if guide.needs(adapter) != Requirements():
         return f"guide {name} reads more than logits"
     return None
 
@@ -46,18 +45,18 @@ def branches_of(target: DraftTarget) -> list[BranchSpec]:
     return [MAIN, *(target.guide.branches if target.guide else ())]
 
 
-def followed(call: Call, prefill: BranchOutput) -> TargetDistribution:
+def followed(call: Call) -> TargetDistribution:
     """What a drafter follows that runs on the model's own states, which every branch has."""
     target = call.plan.draft_target
     reason = why_unguided(target.guide, call.plan.adapter)
-    return TargetDistribution(call, target, outputs_by_name(prefill), reason)
+    return TargetDistribution(call, target, reason)
 
 
-def warp_alone(call: Call, prefill: Mapping[str, BranchOutput]) -> TargetDistribution:
+def warp_alone(call: Call) -> TargetDistribution:
     """What a drafter with one branch follows: the target is warped, and not guided."""
     target = call.plan.draft_target
     reason = None if target.guide is None else "the drafter has one branch"
-    return TargetDistribution(call, target, prefill, reason)
+    return TargetDistribution(call, target, reason)
 
 
 def outputs_by_name(main: BranchOutput) -> dict[str, BranchOutput]:
@@ -87,8 +86,6 @@ class TargetDistribution:
     Args:
         call: The call that is drafted for.
         target: What is to be followed.
-        prefill: Outputs after the prompt of the branches that draft, by name; the guide makes its
-            constants of them.
         unguided: Why the guide is left out; ``None``: it is followed, or there is none.
 
     Attributes:
@@ -100,17 +97,12 @@ class TargetDistribution:
         self,
         call: Call,
         target: DraftTarget,
-        prefill: Mapping[str, BranchOutput],
         unguided: str | None = None,
     ) -> None:
         if unguided is not None:
             target = replace(target, guide=None)
         self.call, self.target, self.specs = call, target, branches_of(target)
-        self.unguided, guide = unguided, target.guide
-        # the prompt was read before the first token was committed
-        start = call.at(torch.zeros_like(call.rows.length))
-        start = replace(start, plan=replace(start.plan, is_draft=True))
-        self._constants = None if guide is None else guide.begin(start, prefill)
+        self.unguided = unguided
 
     def each(self, values: Tensor) -> Tensor:
         """Values of the rows ``(B, ...)``, repeated for every branch, ``(M * B, ...)``."""
@@ -145,7 +137,7 @@ class TargetDistribution:
             parts = zip(self.specs, logits.split(call.batch), strict=True)
             scores = {spec.name: BranchOutput(logits=part) for spec, part in parts}
             nothing = Proposal.empty(call.batch, call.device)
-            logits = guide.apply(self._constants, call.at(position[:, 0]), nothing, scores)
+            logits = guide.apply(self.target.constants, call.at(position[:, 0]), nothing, scores)
         logits = _laid_out(call, logits, position, own)
         return logits if self.target.warp is None else self.target.warp(logits)
 

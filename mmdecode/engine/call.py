@@ -61,11 +61,13 @@ class DraftTarget:
 
     Attributes:
         guide: The call's; ``None``: there is none, or drafts shall not be guided.
+        constants: What its ``begin`` made of the prompt.
         warp: What the caller's processors make of logits ``(..., V)`` alone: temperature, top-k and
             the like, of those that do not read the text. ``None``: nothing.
     """
 
     guide: Any = None
+    constants: Any = None
     warp: Callable[[Tensor], Tensor] | None = None
 
 
@@ -116,6 +118,25 @@ class Rows:
     rounds: Tensor
     cur_len: int = 0
 
+    @classmethod
+    def of(cls, ids: Tensor, room: int, *, length: Tensor | int = 0, pad_id: int = 0) -> Rows:
+        """Rows that all go on, before their first round.
+
+        Args:
+            ids: Prompt and generated tokens, ``(B, P + n)``.
+            room: Columns after these.
+            length: Generated tokens that count as committed.
+            pad_id: What stands in the columns of ``room``.
+        """
+        zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+        return cls(
+            ids=pad(ids, (0, room), value=pad_id),
+            length=zeros + length,
+            active=zeros == 0,
+            rounds=zeros.clone(),
+            cur_len=length if isinstance(length, int) else int(length.amax()),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -137,7 +158,7 @@ class Call:
         eos_token_ids: Tensor | None = None,
         noise: Noise | None = None,
         room: int | None = None,
-        fill: int = 0,
+        pad_id: int = 0,
         plan: Plan | None = None,
         **asked: Any,
     ) -> Call:
@@ -152,12 +173,11 @@ class Call:
             eos_token_ids: Likewise; ``None``: no token ends a row.
             noise: Likewise; ``None``: of seed 0, by row.
             room: Columns after these; ``None``: as many as may be generated.
-            fill: What stands in them.
+            pad_id: What stands in them.
             plan: How it is decoded; ``None``: undrafted, by no adapter.
             **asked: What else a `Request` holds.
         """
         batch, device = len(prompt_ids), prompt_ids.device
-        zeros = torch.zeros(batch, dtype=torch.long, device=device)
         ids = prompt_ids if generated is None else torch.cat([prompt_ids, generated], 1)
         if length is None:
             length = ids.shape[1] - prompt_ids.shape[1]
@@ -167,17 +187,12 @@ class Call:
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask.bool(),
             max_new_tokens=max_new_tokens,
-            eos_token_ids=zeros.new_empty(0) if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=prompt_ids.new_empty(0) if eos_token_ids is None else eos_token_ids,
             noise=noise or Noise.of(0, range(batch), device),
             **asked,
         )
-        rows = Rows(
-            ids=pad(ids, (0, max_new_tokens if room is None else room), value=fill),
-            length=zeros + length,
-            active=zeros == 0,
-            rounds=zeros.clone(),
-            cur_len=length if isinstance(length, int) else int(length.amax()),
-        )
+        room = max_new_tokens if room is None else room
+        rows = Rows.of(ids, room, length=length, pad_id=pad_id)
         return cls(request=request, plan=plan or Plan(), rows=rows)
 
     def at(self, length: Tensor) -> Call:

@@ -370,11 +370,6 @@ class Guide(Part):
         return self.total
 
 
-def needs_of(part: Drafter | Guide | None, adapter: Adapter) -> Requirements:
-    """What a part wants of the passes of a model."""
-    return Requirements() if part is None else part.needs(adapter)
-
-
 def plain_main(guide: Guide | None) -> bool:
     """Whether the main branch is the unguided model: the guide neither edits nor replaces it.
 

@@ -136,15 +136,16 @@ class Run:
         if self.guide:
             self.constants = self.guide.begin(call, outputs)
             self.runners = without_replaced(self.runners, self.guide, outputs)
-        self.call = replace(call, plan=replace(call.plan, main=main_runner(self.runners)))
+        target = replace(call.plan.draft_target, constants=self.constants)
+        plan = replace(call.plan, main=main_runner(self.runners), draft_target=target)
+        self.call = replace(call, plan=plan)
         self.stats.calls += 1
         nothing = Proposal.empty(call.batch, call.device)
         return self.finish_round(nothing, self.guided(nothing, outputs))
 
     def begin(self, main: BranchOutput) -> DraftSession:
         """The drafter's session; where nothing is left to draft, one that drafts nothing."""
-        left = self.call.request.max_new_tokens > 1 and not self.seen_to_end()
-        if not left:
+        if self.call.request.max_new_tokens == 1 or self.seen_to_end():
             return DraftSession(self.call)
         return checks.refuse_no_session(self.drafter, self.drafter.begin(self.call, main))
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -17,9 +16,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from mmdecode.engine.call import Request, Rows
+from mmdecode.engine.call import Request
 from mmdecode.engine.noise import Noise, request_key
-from mmdecode.engine.proposal import MAX_NODES
 from mmdecode.errors import IncompatibleError, OptionError
 
 
@@ -122,18 +120,6 @@ def request_of(
         num_return_sequences=int(config.num_return_sequences or 1),
         inputs=inputs,
         model_kwargs=model_kwargs,
-    )
-
-
-def empty_rows(request: Request, fill: int) -> Rows:
-    """The rows before their first token; columns after the last one are scratch for blocks."""
-    ids = request.prompt_ids
-    zeros = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-    return Rows(
-        ids=pad(ids, (0, request.max_new_tokens + MAX_NODES + 1), value=fill),
-        length=zeros,
-        active=torch.ones_like(zeros, dtype=torch.bool),
-        rounds=zeros.clone(),
     )
 
 

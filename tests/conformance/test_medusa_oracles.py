@@ -30,8 +30,8 @@ from tests.conformance.tiny import (
     reference,
     whisper_model,
 )
-from tests.draft.sessions import noting
 from tests.support import seams
+from tests.support.sessions import noting
 from tests.support.traced import Traced
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])

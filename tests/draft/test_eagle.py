@@ -25,7 +25,7 @@ from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.testing import check_draft
 from tests.conformance.tiny import NEW, VOCAB, WIDTH, prompts, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
-from tests.draft.sessions import noting
+from tests.support.sessions import noting
 from tests.support.traced import traced
 
 SIZES = {

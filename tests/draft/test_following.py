@@ -33,9 +33,9 @@ from tests.conformance import tiny
 from tests.conformance.tiny import TREE, WIDTH, model_of, random_heads
 from tests.conformance.tiny_vlm import vision_model
 from tests.draft import test_hydra
-from tests.draft.sessions import following, noting
 from tests.draft.test_eagle import Oracle, decode, inputs_of, random_drafter, with_first
 from tests.draft.test_seeing import CLASSES, random_model
+from tests.support.sessions import noting, warped
 
 GUIDES = {
     "vcd": lambda: VCD(alpha=1.5),
@@ -157,7 +157,7 @@ def test_a_warp_reaches_the_heads():
     """One that reverses the order of the tokens makes heads say the least likely."""
     seen = {}
     for warp in (None, torch.neg):
-        draft = following(Medusa(random_heads()), None, warp)
+        draft = warped(Medusa(random_heads()), warp)
         note = lambda s, p, warp=warp: seen.setdefault(warp, (s.state.clone(), p.tokens))  # noqa: E731
         decode("llama", noting(draft, proposed=note))
     logits = random_heads().logits(seen[None][0], registry.adapter_for(model_of("llama")))

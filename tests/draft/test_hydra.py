@@ -16,8 +16,8 @@ from mmdecode.testing import check_draft
 from mmdecode.train import drafter_recipes as recipes
 from mmdecode.train.drafter_recipes import RECIPES, Batch, Options
 from tests.conformance.tiny import VOCAB, WIDTH
-from tests.draft.sessions import noting
 from tests.draft.test_eagle import decode, inputs_of, model_of
+from tests.support.sessions import noting
 
 CONFIG = {"hidden_size": WIDTH, "vocab_size": VOCAB, "hydra_num_heads": 3}
 

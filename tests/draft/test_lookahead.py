@@ -10,7 +10,7 @@ from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, run_rows
 from mmdecode.testing.table import Table
-from tests.draft.sessions import noting
+from tests.support.sessions import noting
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 

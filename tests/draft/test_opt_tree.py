@@ -10,8 +10,8 @@ from mmdecode.draft.growing import Worth, grow
 from mmdecode.engine.call import Call, Plan
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
-from tests.draft.sessions import noting
 from tests.draft.test_eagle import decode, inputs_of, random_drafter, reduced, table_drafter
+from tests.support.sessions import noting
 
 TOKENS = 3
 LEVELS = 8

@@ -24,9 +24,9 @@ from mmdecode.testing import check_draft
 from mmdecode.train.drafter_recipes import Unrolled
 from tests.conformance.tiny import WIDTH
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
-from tests.draft.sessions import noting
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
 from tests.golden.given import Given, begin, commit
+from tests.support.sessions import noting
 
 MODELS = {
     "vispec": lambda config, own: vispec.ViSpec({**config, "num_queries": 3}, own),

@@ -20,7 +20,7 @@ from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
-from tests.draft.sessions import noting
+from tests.support.sessions import noting
 from tests.support.traced import Traced
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "eagle"

@@ -14,7 +14,7 @@ def context(rows, length=0, **options):
     ids = torch.ones(rows, 2, dtype=torch.long)
     images = lambda kind, ids: torch.zeros_like(ids, dtype=torch.bool)  # noqa: E731
     plan = Plan(adapter=SimpleNamespace(spans=images))
-    return Call.of(ids, length=length, max_new_tokens=40, room=62, fill=1, plan=plan, **options)
+    return Call.of(ids, length=length, max_new_tokens=40, room=62, pad_id=1, plan=plan, **options)
 
 
 def law(guide, main, *others, length=0, proposal=None, combined=False):

@@ -331,7 +331,7 @@ def context(ids, prompt):
     from mmdecode.engine.call import Call
 
     # what stands after the end is not to be read
-    return Call.of(ids[:, :prompt], generated=ids[:, prompt:], max_new_tokens=40, fill=8)
+    return Call.of(ids[:, :prompt], generated=ids[:, prompt:], max_new_tokens=40, pad_id=8)
 
 
 # Refusals, neutral settings, and the public checks on our own parts

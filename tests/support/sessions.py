@@ -1,5 +1,8 @@
-"""Sessions of drafters that are listened to."""
+"""Sessions of drafters that are listened to, or told what to follow."""
 
+from dataclasses import replace
+
+from mmdecode.engine.call import DraftTarget
 from mmdecode.engine.contracts import DraftSession
 
 
@@ -18,3 +21,36 @@ class Wrapped(DraftSession):
 
     def close(self):
         self.inner.close()
+
+
+def noting(draft, opened=lambda session: None, proposed=lambda session, proposal: None):
+    """A drafter that tells of the sessions it opens, and of what they propose."""
+    begin = draft.begin
+
+    def noted(call, prefill):
+        session = begin(call, prefill)
+        propose = session.propose
+
+        def told(budget):
+            proposal = propose(budget)
+            proposed(session, proposal)
+            return proposal
+
+        session.propose = told
+        opened(session)
+        return session
+
+    draft.begin = noted
+    return draft
+
+
+def warped(draft, warp):
+    """A drafter that is told what the caller's processors make of logits."""
+    begin = draft.begin
+
+    def told(call, prefill):
+        plan = replace(call.plan, draft_target=DraftTarget(warp=warp))
+        return begin(replace(call, plan=plan), prefill)
+
+    draft.begin = told
+    return draft
