@@ -8,7 +8,7 @@ import pytest
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
-from mmdecode.engine import capture, loop, request
+from mmdecode.engine import capture
 from mmdecode.engine.cache import RaggedCache
 from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
 from tests.conformance.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
@@ -59,8 +59,8 @@ def test_drafts_of_real_states(family, name, taped):
 
 
 def test_the_longest_draft_stays_within_the_reserved_slots(taped, monkeypatch):
-    for module in (loop, request):
-        monkeypatch.setattr(module, "MAX_NODES", 24)
+    for module in ("decoder", "engine.loop"):
+        monkeypatch.setattr(f"mmdecode.{module}.MAX_NODES", 24)
 
     def longest():
         return Assistant(tiny.small_of("llama"), length=24)
