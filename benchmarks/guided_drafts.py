@@ -227,7 +227,7 @@ def tables(result: Mapping[str, Any], name: str) -> str:
     )
 
 
-def run(arguments: argparse.Namespace, heads: Path) -> Path:
+def run(arguments: argparse.Namespace, heads: Path, facts: dict[str, Any]) -> Path:
     """Measures, and writes after each case."""
     answerer = Answerer.from_pretrained(MODEL, device=arguments.device)
     model = answerer.model
@@ -236,9 +236,6 @@ def run(arguments: argparse.Namespace, heads: Path) -> Path:
         name: registry.create("draft", specs[name], target=model, model_id=MODEL)
         for name in arguments.only or DRAFTS
     }
-    facts = machine(model.device, "float32") | {"threads": torch.get_num_threads()}
-    print(facts)
-    warn_if_busy(facts)
     version = torch.__version__.partition("+")[0]
     path = arguments.out / f"guided-drafts-{model.device.type}-torch{version}-{facts['date']}.json"
     batches = prompts_of(answerer, SCENES, arguments.scenes, 1)
@@ -271,10 +268,14 @@ def main() -> None:
     only_our_output()
     path = arguments.result
     if path is None:
+        facts = machine(torch.device(arguments.device), "float32")  # before the heads are trained
+        facts["threads"] = torch.get_num_threads()
+        print(facts)
+        warn_if_busy(facts)
         with tempfile.TemporaryDirectory() as made:
             wanted = arguments.hydra is None and "hydra" in (arguments.only or DRAFTS)
             heads = trained_heads(Path(made) / "hydra") if wanted else arguments.hydra
-            path = run(arguments, heads)
+            path = run(arguments, heads, facts)
     result = json.loads(path.read_text())
     print(f"{tables(result, path.name)}\n\nwritten: {path}")
     if arguments.page is not None:

@@ -26,6 +26,7 @@ from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine import attention, checks, request
+from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.attention import AttentionEdit
 from mmdecode.engine.branches import runners_of
 from mmdecode.engine.call import Call, DraftTarget, Plan, Rows
@@ -62,7 +63,7 @@ class Decoder:
             as usual, with a warning that says why. See `mmdecode.engine.capture`.
 
         draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
-            ``None``: those that gain by it, see `docs/guided_drafts.md`.
+            ``None``: where the model writes image tokens. See `docs/guided_drafts.md`.
         stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders
             made by ``dataclasses.replace`` share them.
 
@@ -219,7 +220,8 @@ class Decoder:
         if seed is None:
             seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         adapter = mm_adapter or registry.adapter_for(model, mm_model)
-        checks.refuse_no_part("adapter", adapter)
+        if mm_adapter is not None or not isinstance(adapter, Adapter):
+            checks.refuse_no_part("adapter", adapter)
         wanted = Requirements() if guide is None else guide.needs(adapter)
         checks.refuse_guide(guide, wanted, adapter)
         asked = request.request_of(
@@ -286,14 +288,12 @@ class Decoder:
     ) -> DraftTarget:
         """What drafters follow that can: the guide, and processors that read nothing but scores.
 
-        Without a guide drafts of text are left as they are.
+        Drafts of text that follow no guide are left as they are.
         """
-        if guide is None and not images:
-            return DraftTarget()
-        can = self.draft.capabilities
-        asked = can.follows_by_default if self.draft_guided is None else self.draft_guided
-        follows = asked and can.follows_target
-        return DraftTarget(guide=guide if follows else None, warp=prefix_free(processors))
+        asked = images if self.draft_guided is None else self.draft_guided
+        followed = guide if asked and self.draft.capabilities.follows_target else None
+        warped = images or followed is not None
+        return DraftTarget(guide=followed, warp=prefix_free(processors) if warped else None)
 
     def _resolve(self, do_sample: bool) -> tuple[AcceptanceRule, Kind]:
         """The rule of this call and the kind of proposal it gets."""

@@ -60,7 +60,6 @@ class FirstOf(Drafter):
         self.capabilities = DrafterCapabilities(
             graph_safe=all(one.graph_safe for one in both),
             follows_target=any(one.follows_target for one in both),
-            follows_by_default=any(one.follows_target and one.follows_by_default for one in both),
         )
 
     @classmethod

@@ -51,9 +51,7 @@ class Hydra(Drafter):
     summary = "heads on the model's own last state that read what is drafted before them"
     source = "Hydra, Ankner et al. 2024"
     kinds: tuple[Kind, ...] = ("deterministic", "coupled")
-    capabilities = DrafterCapabilities(
-        graph_safe=True, follows_target=True, follows_by_default=False
-    )
+    capabilities = DrafterCapabilities(graph_safe=True, follows_target=True)
 
     def __init__(
         self,

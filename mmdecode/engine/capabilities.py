@@ -44,15 +44,12 @@ class DrafterCapabilities(Capabilities):
         composable: It can follow rounds that another drafter proposed.
         follows_target: It reads `mmdecode.engine.call.Plan.draft_target`: its tokens follow the
             guided and warped distribution.
-        follows_by_default: It follows a guide unless it is told not to; else only where it is told
-            to, by ``Decoder(draft_guided=True)``, since it gains too little by it.
         hint: What to use where no rule takes what it proposes.
     """
 
     graph_safe: bool = False
     composable: bool = True
     follows_target: bool = False
-    follows_by_default: bool = True
     hint: str = "another draft"
 
 
@@ -78,7 +75,7 @@ class Part:
         refuse_other_kinds(vars(cls), kind)
 
 
-@functools.lru_cache(maxsize=256)  # adapters are looked at in every call
+@functools.lru_cache(maxsize=256)  # an adapter that is given is looked at in every call
 def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
     """Refuses names of a part that are nearly those its base declares, and are none of them.
 

@@ -71,7 +71,7 @@ def test_untrained_heads_say_what_the_guide_said_of_the_same_states(heads, guide
     guide = GUIDES[guide]()
     found, rounds = repeated(UNTRAINED[heads](), guide, True)
     assert found == rounds > 5
-    for guided in (None, False):  # heads are not guided by default
+    for guided in (None, False):  # drafts of text are not guided by default
         found, rounds = repeated(UNTRAINED[heads](), guide, guided)
         assert found < rounds
 
@@ -84,9 +84,11 @@ def test_a_drafter_that_is_the_target_is_right_under_a_guide(family, guide):
     expected, _ = decode(family, guide=guide, inputs=inputs)
     assert expected != decode(family, inputs=inputs)[0]
     draft = FeatureDraft(Oracle(vision_model(family), 1), depth=3, top_k=1)
-    found, decoder = decode(family, draft, guide, inputs=inputs)
+    found, decoder = decode(family, draft, guide, inputs=inputs, draft_guided=True)
     assert found == expected
     assert decoder.stats.acceptance_rate > 0.9
+    _, unguided = decode(family, draft, guide, inputs=inputs)
+    assert unguided.stats.acceptance_rate < 0.9
 
 
 def test_what_draws_on_more_than_logits_is_not_followed():

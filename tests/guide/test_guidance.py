@@ -98,7 +98,7 @@ def test_a_token_that_either_branch_rules_out_is_out():
 def test_drafted_tokens_are_those_of_the_formula(until, do_sample):
     law = formula(MODEL, 2.5, until)
     for draft in (None, drafts.RandomTrees(), Jacobi(5), Assistant(MODEL, 3)):
-        decoder = Decoder(draft, Guidance(2.5, until), seed=SEED)
+        decoder = Decoder(draft, Guidance(2.5, until), seed=SEED, draft_guided=True)
         rows = assert_lossless(decoder, MODEL, law, do_sample=do_sample)
     assert rows != run_rows(
         Decoder(seed=SEED), MODEL, ([1, 2, 3], [0, 0, 2, 1, 4, 2], [3], [2, 2]), do_sample=do_sample

@@ -199,7 +199,7 @@ def lawful(draft, rule, guide):
     names = type(draft()).__name__, type(rule()).__name__
 
     def decoder():
-        return Decoder(draft(), make("guide", guide), rule(), seed=SEED)
+        return Decoder(draft(), make("guide", guide), rule(), seed=SEED, draft_guided=True)
 
     if not set(draft().kinds) & set(rule().kinds):
         return refusal(decoder, *names)

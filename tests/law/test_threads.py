@@ -25,7 +25,7 @@ modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coup
 
 def decoded(name, drafter, model, prompts, do_sample, guide=None):
     """Ids by row, and how much was drafted and accepted."""
-    decoder = Decoder(drafter, guide, seed=SEED)
+    decoder = Decoder(drafter, guide, seed=SEED, draft_guided=True)
     rows = run_rows(decoder, model, prompts, do_sample=do_sample, max_new_tokens=12)
     return rows, None if name in LEARN else (decoder.stats.drafted, decoder.stats.accepted)
 
