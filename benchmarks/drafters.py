@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,9 +263,11 @@ def measure(
     texts = partly_heard(model, subject.features, case.timestamps)
     decoders = {name: Decoder(way.draft, accept=way.accept, seed=0) for name, way in ways.items()}
 
-    def decode(name: str, run: Any, item: int, repeat: int) -> torch.Tensor:
+    def decode(name: str, item: int, repeat: int) -> torch.Tensor:
         if item == 0 and ways[name].anew:
-            decoders[name].draft = registry.create("draft", ways[name].draft)
+            fresh = registry.create("draft", ways[name].draft)
+            decoders[name] = replace(decoders[name], draft=fresh)
+        run = engine(model, decoders[name], case.timestamps, case.temperature)
         first = item * batch
         return run(
             audio[item],
@@ -274,9 +276,7 @@ def measure(
         )
 
     calls: dict[str, Any] = {"encoder": lambda item, repeat: encode(model, chunks[item])}
-    for name, decoder in decoders.items():
-        run = engine(model, decoder, case.timestamps, case.temperature)
-        calls[name] = partial(decode, name, run)
+    calls |= {name: partial(decode, name) for name in decoders}
     if warm:
         interleaved(calls, min(warm, len(chunks)), math.ceil(warm / len(chunks)), device)
     for decoder in decoders.values():

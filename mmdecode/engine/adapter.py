@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import Part
 from mmdecode.engine.request import left_padded
-from mmdecode.errors import IncompatibleError
+from mmdecode.errors import IncompatibleError, refuse_unknown
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import BranchRunner
@@ -40,6 +40,9 @@ class BranchSpec:
             its name. For a distribution that depends on the other's outputs at the prompt.
         build: Makes a `BranchRunner` of one's own instead (another tokenizer, sparse answers);
             called with the call.
+
+    Raises:
+        OptionError: There is no prompt of that name.
     """
 
     name: str
@@ -51,6 +54,10 @@ class BranchSpec:
     stage: int = 1
     replaces_after_prefill: str | None = None
     build: Callable[[Call], BranchRunner] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            refuse_unknown([self.prompt], ("same", "last_token"), "prompt of a branch")
 
 
 MAIN = BranchSpec(name="main")

@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mmdecode.engine.proposal import KINDS
 from mmdecode.errors import OptionError, refuse_unknown
 
+VALUES = {"kinds": KINDS, "modes": ("greedy", "sample")}
+"""What a list that a part declares may hold."""
 NEAR = 0.8
 """Names that are more alike than this are taken for misspelt, by difflib's ratio."""
 
@@ -117,13 +120,22 @@ def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
         cls: The part's class.
 
     Raises:
-        OptionError: A method is no method, or the capabilities are those of another part.
+        OptionError: A method is no method, a list none or with unknown names in it, a guarantee no
+            guarantee, or the capabilities are those of another part.
     """
     if Part in cls.__bases__:
         return
     base = _base(cls)
     for name in values:
         meant, value = vars(base).get(name), values[name]
+        if hasattr(value, "__get__") and not inspect.isfunction(meant):
+            continue  # a property says it of each object
+        _refuse_list(f"{cls.__name__}.{name}", value, meant, VALUES.get(name))
+        if name == "guarantee" and not _guarantees(value):
+            raise OptionError(
+                f"{cls.__name__}.guarantee is {value!r}; expected 'exact', 'lossy', or 'exact for "
+                "...', which names the distribution that the output follows"
+            )
         if inspect.isfunction(meant) and not (callable(value) or hasattr(value, "__get__")):
             raise OptionError(
                 f"{cls.__name__}.{name} is {value!r}, and a {base.__name__} declares a method; "
@@ -134,6 +146,21 @@ def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
                 f"{cls.__name__}.{name} is {value!r}; a {base.__name__} declares them as "
                 f"{type(meant).__name__}(...)"
             )
+
+
+def _refuse_list(where: str, value: Any, meant: Any, known: Sequence[str] | None) -> None:
+    """Refuses what is no list of names, or no mapping, where one is declared."""
+    kind = Mapping if isinstance(meant, Mapping) else Collection
+    declared = known is not None or isinstance(meant, (tuple, frozenset, Mapping))
+    if declared and (isinstance(value, str) or not isinstance(value, kind)):
+        example = f"a mapping, as {dict(meant)!r}" if kind is Mapping else f"a tuple, ({value!r},)"
+        raise OptionError(f"{where} is {value!r}; write {example}")
+    if known is not None:
+        refuse_unknown(value, known, f"value for {where}")
+
+
+def _guarantees(value: Any) -> bool:
+    return value in ("exact", "lossy") or str(value).startswith("exact for ")
 
 
 def _base(cls: Any) -> Any:

@@ -25,6 +25,7 @@ from mmdecode.engine.contracts import (
     Drafter,
     DraftSession,
     Guide,
+    Outcome,
     Requirements,
     StateEdit,
 )
@@ -280,12 +281,30 @@ def refuse_no_session(drafter: Drafter, given: Any) -> DraftSession:
     Raises:
         OptionError: It is something else.
     """
-    if isinstance(given, DraftSession):
-        return given
     name = type(drafter).__name__
+    if isinstance(given, DraftSession):
+        if hasattr(given, "call"):
+            return given
+        raise OptionError(
+            f"{name}.begin returned a {type(given).__name__} without its call; begin its __init__ "
+            "with super().__init__(call)"
+        )
     raise OptionError(
         f"{name}.begin returned {given!r}; expected an object of a class that inherits from "
         "mmdecode.DraftSession"
+    )
+
+
+def refuse_no_outcome(rule: AcceptanceRule, given: Any) -> Outcome:
+    """What a rule returned, if that is an outcome.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if isinstance(given, Outcome):
+        return given
+    raise OptionError(
+        f"{type(rule).__name__} returned {given!r}; expected a mmdecode.engine.contracts.Outcome"
     )
 
 

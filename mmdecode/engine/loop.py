@@ -172,7 +172,8 @@ class Run:
     def accept(self, proposal: Proposal, target: TargetLogits) -> Outcome:
         """The path that the rule keeps and the token after it; of a Jacobi window, its rest."""
         call = self.call
-        outcome = self.rule(proposal, target, call).of_active(call.rows.active)
+        outcome = checks.refuse_no_outcome(self.rule, self.rule(proposal, target, call))
+        outcome = outcome.of_active(call.rows.active)
         if call.plan.window_mode is None:
             return outcome
         return replace(outcome, window=window.continued(outcome, proposal, target, call))

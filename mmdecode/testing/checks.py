@@ -491,9 +491,13 @@ def check_guide(
             for prompts in _batches(PROMPTS):
                 expected = [plain[PROMPTS.index(prompt)] for prompt in prompts]
                 found = _laws(undrafted, model, prompts, **options)
-                _agree(found, expected, f"in a later call with the prompts {prompts}")
-            if neutral is not None:
-                assert neutral().neutral, "the neutral setting does not say so"
+                where = f"with the prompts {prompts} alone (is padding read?)"
+                _agree(found, expected, where, "in the padded batch")
+    if neutral is not None:
+        with _promised("a guide at its neutral setting changes nothing"):
+            assert neutral().neutral, "the neutral setting does not say so"
+            for do_sample in (False, True):
+                options = {"do_sample": do_sample, "eos": [model.vocab - 1]}
                 found = _laws(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
                 without = _laws(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
                 _agree(found, without, "in its neutral setting", "without it", tolerance=0.0)
@@ -572,8 +576,7 @@ def check_adapter(
     Raises:
         AssertionError: Masks, positions, compaction or row order are wrong.
     """
-    adapter = make(model)
-    refuse_no_part("adapter", adapter)
+    adapter = _made("adapter", lambda: make(model) if callable(make) else make)
     tree = Tree((-1, -1, 0, 0, 2, 1))
     tokens = torch.arange(len(ids) * len(tree)).reshape(len(ids), -1) * 7 % adapter.vocab
     tokens[0, -1] = -1

@@ -287,3 +287,62 @@ def test_an_adapter_that_does_not_show_the_inside_that_a_guide_needs_is_refused(
     with pytest.raises(IncompatibleError, match=r"guide Looks .* Closed does not show the inside"):
         given = {"mm_adapter": Closed(model)}
         decode(model, torch.ones(1, 2).long(), mm.Decoder(guide=Looks()), inputs=given)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "value", "message"),
+    [
+        (mm.Drafter, "kinds", "deterministic", r"write a tuple, \('deterministic',\)"),
+        (mm.Drafter, "kinds", ("deterministc",), "did you mean 'deterministic'"),
+        (mm.AcceptanceRule, "kinds", ("coupld",), "did you mean 'coupled'"),
+        (mm.AcceptanceRule, "modes", frozenset({"sampled"}), "did you mean 'sample'"),
+        (mm.AcceptanceRule, "guarantee", "lossless", "expected 'exact', 'lossy', or 'exact for"),
+        (mm.Guide, "branches", BranchSpec(name="blind"), "write a tuple"),
+        (mm.Adapter, "windows", 4, "write a mapping, as {'full_attention': None}"),
+    ],
+)
+def test_a_value_that_a_part_may_not_declare_is_refused(base, name, value, message):
+    with pytest.raises(OptionError, match=message):
+        type("Own", (base,), {name: value})
+    part = type("Own", (base,), {name: property(lambda self: value)})
+    assert getattr(part(), name) is value  # it is looked at where a decoder is made
+
+
+def test_an_object_that_declares_what_it_may_not_is_refused():
+    draft = PromptLookup()
+    draft.kinds = ("greedy",)
+    with pytest.raises(OptionError, match=r"no value for PromptLookup\.kinds named 'greedy'"):
+        mm.Decoder(draft)
+
+
+def test_a_prompt_of_a_branch_that_there_is_not_is_refused():
+    with pytest.raises(OptionError, match="'last_tokens'; did you mean 'last_token'"):
+        BranchSpec(name="blind", prompt="last_tokens")
+
+
+class Callless(mm.DraftSession):
+    def __init__(self, call):
+        """Forgets its base."""
+
+
+class Nameless(mm.Drafter):
+    def begin(self, call, prefill):
+        return Callless(call)
+
+
+def test_a_session_without_its_call_is_refused():
+    with pytest.raises(OptionError, match=r"Callless without its call; .* super\(\).__init__"):
+        decode(Table(8, seed=1), torch.tensor([[1, 2]]), mm.Decoder(Nameless()), max_new_tokens=4)
+
+
+class Speechless(mm.AcceptanceRule):
+    guarantee, kinds, modes = "lossy", ("deterministic",), frozenset({"greedy"})
+
+    def __call__(self, proposal, target, call):
+        return None
+
+
+def test_what_a_rule_returns_that_is_no_outcome_is_refused():
+    rule = Speechless()
+    with pytest.raises(OptionError, match=r"Speechless returned None; expected a .*Outcome"):
+        decode(Table(8, seed=1), torch.tensor([[1, 2]]), mm.Decoder(accept=rule), max_new_tokens=4)
