@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -51,6 +52,15 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
 
 _KEPT = ("streamer", "assistant_model", "synced_gpus")
 _TAKEN_OUT = ("tokenizer", "assistant_tokenizer")
+
+
+@lru_cache
+def caps_logits(model_class: type) -> bool:
+    """Whether a model applies its text model's ``final_logit_softcapping``.
+
+    PaliGemma does in 5.23 and does not in 5.17, so that the code is asked and not the family.
+    """
+    return "final_logit_softcapping" in inspect.getsource(model_class.forward)
 
 
 def attention_implementation(config: Any) -> str | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmdecode._compat import caps_logits
 from mmdecode.adapters import image_transforms, pictures
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
@@ -60,8 +61,6 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
     """Layer of the image encoder whose attention says which patches matter."""
     first_position: ClassVar = 0
     """Position of the first token."""
-    caps_logits: ClassVar = False
-    """Whether the model applies its text model's ``final_logit_softcapping``; most leave it out."""
     by_token: ClassVar[Sequence[str]] = ("token_type_ids",)
     """Inputs with a value per prompt token in their last axis."""
 
@@ -70,7 +69,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         self._body = model.get_decoder()
         refuse_attention(self._body)
         self._whole = model.base_model
-        if not self.caps_logits:
+        if not caps_logits(type(model)):  # most leave out what their text model does
             self._cap = None
         self._scale = 1.0
         self._marks = placeholders(model.config)
@@ -474,7 +473,6 @@ class PaliGemmaAdapter(VisionLanguageAdapter):
 
     summary = "PaliGemma, whose prompt is read in both directions"
     model_types = ("paligemma",)
-    caps_logits: ClassVar = True
     first_position: ClassVar = 1
 
     def sees(self, images: Tensor, mask: Tensor) -> Tensor:
