@@ -55,7 +55,7 @@ _TAKEN_OUT = ("tokenizer", "assistant_tokenizer")
 
 
 @lru_cache
-def caps_logits(model_class: type) -> bool:
+def caps_logits(model_class: Any) -> bool:
     """Whether a model applies its text model's ``final_logit_softcapping``.
 
     PaliGemma does in 5.23 and does not in 5.17, so that the code is asked and not the family.

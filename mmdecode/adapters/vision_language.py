@@ -69,7 +69,8 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         self._body = model.get_decoder()
         refuse_attention(self._body)
         self._whole = model.base_model
-        if not caps_logits(type(model)):  # most leave out what their text model does
+        kind: Any = type(model)
+        if not caps_logits(kind):  # most leave out what their text model does
             self._cap = None
         self._scale = 1.0
         self._marks = placeholders(model.config)
