@@ -218,10 +218,12 @@ class DraftSession(Part):
         call: The call it serves; the loop moves its rows.
 
     Attributes:
+        call: As given.
         unguided: Why it does not follow the guide of `Call.plan`, where its drafter might;
             ``Stats.unguided`` tells it.
     """
 
+    call: Call
     unguided: str | None = None
 
     def __init__(self, call: Call) -> None:

@@ -29,8 +29,6 @@ def guarded(part, base, **changed):
     def get(self, name):
         if name.startswith("_"):
             return object.__getattribute__(self, name)
-        if name == "propose" and base is mm.Drafter:
-            raise AttributeError(name)  # the loop still asks which drafters have no sessions
         if name not in known:
             raise Undeclared(
                 f"{type(part).__name__}.{name}, which {base.__name__} does not declare"
