@@ -61,7 +61,6 @@ class Decoder:
         compile: On CUDA, capture rounds in graphs and replay them; elsewhere, compile the forward
             pass, which takes up to a minute per shape. What cannot be captured or compiled is run
             as usual, with a warning that says why. See `mmdecode.engine.capture`.
-
         draft_guided: Whether drafters that can follow a guide draft from the guided distribution;
             ``None``: where the model writes image tokens. See `docs/guided_drafts.md`.
         stats: Counters, to which every call that ends adds its own; ``None``: new ones. Decoders

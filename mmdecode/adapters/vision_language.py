@@ -70,7 +70,7 @@ class VisionLanguageAdapter(DecoderOnlyAdapter):
         refuse_attention(self._body)
         self._whole = model.base_model
         kind: Any = type(model)
-        if not caps_logits(kind):  # most leave out what their text model does
+        if self._cap is not None and not caps_logits(kind):  # most leave out what their text does
             self._cap = None
         self._scale = 1.0
         self._marks = placeholders(model.config)

@@ -95,11 +95,11 @@ def refuse_near_misses(names: tuple[str, ...], cls: Any) -> None:
     declared = [name for name in _declared(base) if not name.startswith("_")]
     known = {name for one in cls.__mro__[1:] for name in _declared(one)}
     can = type(vars(base).get("capabilities"))
-    fields = vars(can).get("__dataclass_fields__", ())
+    abilities = vars(can).get("__dataclass_fields__", ())
     for name in names:
         if name.startswith("_") or name in known:
             continue
-        if name in fields:
+        if name in abilities:
             raise OptionError(
                 f"{cls.__name__}.{name} is a capability, which a {base.__name__} declares as one; "
                 f"write capabilities = {can.__name__}({name}=...)"
@@ -128,10 +128,9 @@ def refuse_other_kinds(values: Mapping[str, Any], cls: Any) -> None:
     base = _base(cls)
     for name in values:
         meant, value = vars(base).get(name), values[name]
-        if hasattr(value, "__get__") and not inspect.isfunction(meant):
-            continue  # a property says it of each object
-        _refuse_list(f"{cls.__name__}.{name}", value, meant, VALUES.get(name))
-        if name == "guarantee" and not _guarantees(value):
+        if not hasattr(value, "__get__"):  # a property says it of each object
+            _refuse_list(f"{cls.__name__}.{name}", value, meant, VALUES.get(name))
+        if name == "guarantee" and not hasattr(value, "__get__") and not _guarantees(value):
             raise OptionError(
                 f"{cls.__name__}.guarantee is {value!r}; expected 'exact', 'lossy', or 'exact for "
                 "...', which names the distribution that the output follows"

@@ -86,6 +86,12 @@ def test_a_capability_that_is_not_declared_as_one_is_refused():
         class Another(mm.Drafter):
             capabilities = RuleCapabilities()
 
+    with pytest.raises(OptionError, match=r"Method.capabilities is <function"):
+
+        class Method(mm.Drafter):
+            def capabilities(self):
+                return DrafterCapabilities()
+
     class Late(mm.Drafter):
         def __init__(self):
             self.capabilities = {"graph_safe": True}
