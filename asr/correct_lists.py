@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from mmdecode.asr import Correction, Corrector, EditGuard
-from mmdecode.asr.n_best_lists import read_lists
+from mmdecode.asr.correction.n_best_lists import read_lists
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.journal import Journal

@@ -25,11 +25,11 @@ import numpy as np
 
 from mmdecode import registry
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
-from mmdecode.asr.audio import SUFFIXES, blocks
-from mmdecode.asr.calibration import calibrate
-from mmdecode.asr.fusion import Acoustic
-from mmdecode.asr.manifest import opened, read_manifest
-from mmdecode.asr.n_best_lists import lists_of
+from mmdecode.asr.audio.reading import SUFFIXES, blocks
+from mmdecode.asr.correction.calibration import calibrate
+from mmdecode.asr.correction.fusion import Acoustic
+from mmdecode.asr.correction.n_best_lists import lists_of
+from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.errors import run_script
 from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from mmdecode.asr import FALLBACK, Failure, Transcriber
-from mmdecode.asr.audio import SUFFIXES
+from mmdecode.asr.audio.reading import SUFFIXES
 from mmdecode.errors import run_script
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from pages import parsed, warn_if_busy, write_result
 
-from mmdecode.asr.correction import Corrector
-from mmdecode.asr.n_best_lists import read_lists, split
+from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.n_best_lists import read_lists, split
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
 from mmdecode.evaluation.n_best import SHIPPED

@@ -26,13 +26,13 @@ import numpy as np
 from pages import parsed, table, write_page, write_result
 
 from mmdecode.asr import Transcriber
-from mmdecode.asr.calibration import calibrate
-from mmdecode.asr.correcting import FusedCorrection, LanguageModelCorrection
-from mmdecode.asr.correction import Corrector
-from mmdecode.asr.fusion import Acoustic
-from mmdecode.asr.n_best_lists import NBestList, lists_of
+from mmdecode.asr.correction.calibration import calibrate
+from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.fusion import Acoustic
+from mmdecode.asr.correction.n_best_lists import NBestList, lists_of
+from mmdecode.asr.correction.selection import TextScorer, highest, joined_scores
+from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
-from mmdecode.asr.selection import TextScorer, highest, joined_scores
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.n_best import Aligner, count_lists

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
-from mmdecode.asr.alignment import Spoken, Timer
+from mmdecode.asr.alignment.cross_attention import Spoken, Timer
+from mmdecode.asr.alignment.words import timed_words
 from mmdecode.asr.transcriber import load
-from mmdecode.asr.words import timed_words
 from mmdecode.errors import run_script
 from mmdecode.train.medusa import whisper_prompt
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words, joined_words

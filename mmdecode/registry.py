@@ -110,10 +110,10 @@ _BUILTIN = {
         "whisper_cd": "mmdecode.guide.whisper_cd:WhisperCD",
     },
     "correct": {
-        "uadf": "mmdecode.asr.correcting:UADFCorrection",
-        "static": "mmdecode.asr.correcting:StaticCorrection",
-        "shallow": "mmdecode.asr.correcting:ShallowCorrection",
-        "llm": "mmdecode.asr.correcting:LanguageModelCorrection",
+        "uadf": "mmdecode.asr.correction.transcripts:UADFCorrection",
+        "static": "mmdecode.asr.correction.transcripts:StaticCorrection",
+        "shallow": "mmdecode.asr.correction.transcripts:ShallowCorrection",
+        "llm": "mmdecode.asr.correction.transcripts:LanguageModelCorrection",
     },
     "adapters": {
         "whisper": "mmdecode.adapters.whisper:WhisperAdapter",

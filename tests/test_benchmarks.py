@@ -425,7 +425,7 @@ def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
     words = ["transformers", "--model", "zoo:whisper-synth", "--data", str(manifest)]
     words += ["--report", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
     call("run_peer", *words, "--fallback")
-    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.evaluation.samples import match
 
     samples = match(read_manifest(manifest, text=True), out, "transformers")
@@ -496,7 +496,7 @@ def load_dataset(path, name, split, streaming):
 
 
 def test_a_set_of_the_hub_becomes_a_manifest(call, monkeypatch, tmp_path):
-    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.output.manifest import read_manifest
 
     clip = speech_test()[0]
     fake = ModuleType("datasets")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.words import Word
+from mmdecode.asr.alignment.words import Word
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer

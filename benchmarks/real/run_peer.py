@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from mmdecode.asr.audio import blocks
-from mmdecode.asr.manifest import Entry, opened, read_manifest
+from mmdecode.asr.audio.reading import blocks
+from mmdecode.asr.output.manifest import Entry, opened, read_manifest
 from mmdecode.errors import run_script
 from mmdecode.files import append_line, open_append, refuse_foreign, write_file
 

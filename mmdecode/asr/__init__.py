@@ -1,11 +1,11 @@
 """Speech: audio files in, transcripts out.
 
-START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.long_form`. `Stream` hears a
-recording that is still going on.
+START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.decoding.long_form`. `Stream`
+hears a recording that is still going on.
 """
 
-from mmdecode.asr.correction import Correction, Corrector, EditGuard
-from mmdecode.asr.n_best import Hypothesis
+from mmdecode.asr.correction.corrector import Correction, Corrector, EditGuard
+from mmdecode.asr.decoding.n_best import Hypothesis
 from mmdecode.asr.options import FALLBACK, TranscribeOptions
 from mmdecode.asr.streaming import Stream, Update
 from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript

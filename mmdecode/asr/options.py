@@ -61,33 +61,33 @@ class TranscribeOptions:
         hotwords: Words shown before every window, and before everything else that is shown to it,
             as in faster-whisper. What is shown, the text so far included, fills at most half of the
             decoder's positions: the beginning of the text so far gives way.
-        loop_guard: What happens to a window that ends in a loop, see `mmdecode.asr.loops`:
-            ``report`` marks it and is neutral; ``isolate`` also never shows it, nor what was before
-            it, to a later window; ``cut`` also keeps the loop's first round alone. Windows that do
-            not loop are never changed.
+        loop_guard: What happens to a window that ends in a loop, see
+            `mmdecode.asr.decoding.repetition`: ``report`` marks it and is neutral; ``isolate`` also
+            never shows it, nor what was before it, to a later window; ``cut`` also keeps the loop's
+            first round alone. Windows that do not loop are never changed.
         vad: Skip stretches without speech before the model hears them; ``True`` or ``silero``.
-            Needs the extra ``vad``. See `mmdecode.asr.voice`.
+            Needs the extra ``vad``. See `mmdecode.asr.audio.vad`.
         vad_threshold: Probability from which a moment is speech.
         vad_min_speech_s: Shorter stretches of speech are no speech.
         vad_min_silence_s: Shorter silences are kept.
         vad_pad_s: Kept before and behind each stretch of speech.
         n_best: Alternatives per window, with scores; 0 for none. They cost a search of their own,
-            and the transcript does not depend on them. See `mmdecode.asr.n_best`.
+            and the transcript does not depend on them. See `mmdecode.asr.decoding.n_best`.
         n_best_method: ``beam`` search, or ``sample``.
         mode: ``sequential`` reads on where the model says that a segment ended. ``chunked`` cuts
             windows at fixed places, decodes those of one recording side by side, and joins them
             where they overlap: quicker for a single recording, with a text of its own that has more
-            errors. `mmdecode.asr.chunks` has figures.
+            errors. `mmdecode.asr.decoding.chunks` has figures.
         overlap_s: By how much windows overlap in ``chunked``; ``None``: half a window. Less is
             quicker, and costs accuracy.
         word_timestamps: Whether segments get words with times and confidences: ``attention`` by
             the model's cross-attention, ``ctc`` by forced alignment with the checkpoint's own head,
             ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
             ``attention``. One pass per window more; the text does not depend on it. See
-            `mmdecode.asr.alignment`.
+            `mmdecode.asr.alignment.cross_attention`.
         hallucination_silence_threshold: Skip what sounds made up beside silences longer than so
             many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
-            ``None``: neutral. See `mmdecode.asr.hallucinations`.
+            ``None``: neutral. See `mmdecode.asr.decoding.hallucinations`.
         window_s: Longest window in seconds, for recognisers whose windows are cut at pauses;
             shorter ones make shorter segments. ``None``: what the model hears at once.
         max_new_tokens: Most tokens per window; ``None``: the checkpoint's limit.

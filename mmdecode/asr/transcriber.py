@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 
 from mmdecode import registry
-from mmdecode.asr.audio import Source, source_of
-from mmdecode.asr.long_form import ADVICE, Job, LongForm, Piece
-from mmdecode.asr.n_best import Hypothesis, hypotheses
+from mmdecode.asr.alignment.words import Word, around_words, in_order, timed_words
+from mmdecode.asr.audio.reading import Source, source_of
+from mmdecode.asr.decoding.long_form import ADVICE, Job, LongForm, Piece
+from mmdecode.asr.decoding.n_best import Hypothesis, hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type, refuse_beyond
-from mmdecode.asr.words import Word, around_words, in_order, timed_words
 from mmdecode.checkpoints import (
     code_trusted,
     dtype_of,
@@ -34,7 +34,7 @@ from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correcting import DecidedWord, ListCorrection, WindowCorrector
+    from mmdecode.asr.correction.transcripts import DecidedWord, ListCorrection, WindowCorrector
     from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
 
@@ -51,7 +51,7 @@ class Segment:
         temperature: At which it was decoded.
         avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
         no_speech_prob: Of its window; ``None``: no threshold asked for it, or the model gives none.
-        looped: Whether its window ended in a loop, see `mmdecode.asr.loops`.
+        looped: Whether its window ended in a loop, see `mmdecode.asr.decoding.repetition`.
         window_s: When the window began in which it was decoded.
         words: Its words; ``None``: nothing asked for them.
         decided: The words of a corrected text, and who decided each; ``None``: not corrected. The
@@ -140,7 +140,7 @@ class Transcriber:
         decoder: How windows are decoded; ``None``: without a draft.
         options: Settings; ``None``: the defaults.
         correct: What corrects each window, or its name with options, see
-            `mmdecode.asr.correcting`; ``None``: nothing.
+            `mmdecode.asr.correction.transcripts`; ``None``: nothing.
 
     Raises:
         UnsupportedModelError: The model is no recogniser, or the processor is that of another.
@@ -263,7 +263,7 @@ class Transcriber:
 
         Args:
             inputs: A path, the bytes of an audio file, a file that is open for reading, an array,
-                ``(array, rate)``, see `mmdecode.asr.audio.source_of`; or a list of such.
+                ``(array, rate)``, see `mmdecode.asr.audio.reading.source_of`; or a list of such.
             on_error: ``raise`` the first error, or ``return`` a `Failure` for each; ``None``: raise
                 for a single recording, return for a list.
             trace: A list that is given the rounds of every window, see
@@ -417,8 +417,8 @@ class Transcriber:
 
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
         """What corrects the transcripts of this recogniser."""
-        from mmdecode.asr.correcting import WindowCorrector
-        from mmdecode.asr.fusion import Acoustic
+        from mmdecode.asr.correction.fusion import Acoustic
+        from mmdecode.asr.correction.transcripts import WindowCorrector
 
         if self.options.word_timestamps:
             raise OptionError(

@@ -203,8 +203,8 @@ def _speech(
     failures: list[dict[str, str]],
 ) -> tuple[Any, list[Case]]:
     """The model, and each window of the recordings as a case; unreadable ones are noted."""
-    from mmdecode.asr.inputs import find_audio
     from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.output.inputs import find_audio
     from mmdecode.asr.transcriber import load
     from mmdecode.zoo.speech import speech_test
 
@@ -245,7 +245,7 @@ def speech_cases(
     from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
     from transformers.modeling_outputs import BaseModelOutput
 
-    from mmdecode.asr.audio import source_of
+    from mmdecode.asr.audio.reading import source_of
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recognizers.whisper_features import Mel, Speech
     from mmdecode.asr.recognizers.whisper_prompts import Prompts

@@ -144,8 +144,8 @@ def _recordings(
     people: Part, limit: int | None, seed: int
 ) -> tuple[dict[str, Any], Opening, list[dict[str, Any]], dict[str, str]]:
     """Numbers, first screen, rows of texts and subtitles of recordings of people."""
-    from mmdecode.asr.formats import FORMATS
-    from mmdecode.asr.subtitles import DEFAULT
+    from mmdecode.asr.output.formats import FORMATS
+    from mmdecode.asr.output.subtitles import DEFAULT
     from mmdecode.cli import demo_recordings
     from mmdecode.evaluation.recording_page import opening
     from mmdecode.zoo.real_clips import all_clips
@@ -239,8 +239,8 @@ def _run(
     """Items of all recordings, the texts of the noisy clips, rows of all texts, and subtitles."""
     from rich.progress import track
 
-    from mmdecode.asr.formats import FORMATS
-    from mmdecode.asr.subtitles import DEFAULT
+    from mmdecode.asr.output.formats import FORMATS
+    from mmdecode.asr.output.subtitles import DEFAULT
 
     drafted = ways[1]
     timed = _with_words(drafted)

@@ -26,7 +26,7 @@ from mmdecode.cli.progress import only_our_output, recorded
 from mmdecode.cli.shared import Group
 
 if TYPE_CHECKING:
-    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.samples import Sample
 
@@ -326,7 +326,7 @@ def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[s
 
     What is wrong with rows that cannot be used goes to ``left_out``.
     """
-    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import InputError
     from mmdecode.evaluation.normalisers import is_scored
     from mmdecode.evaluation.pier import untagged
@@ -418,7 +418,7 @@ def _foreign(
     left_out: list[str],
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of transcripts made elsewhere, a mode per file."""
-    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.samples import match, read_results
 

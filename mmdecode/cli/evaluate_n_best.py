@@ -16,7 +16,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_t
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
-    from mmdecode.asr.n_best_lists import NBestList
+    from mmdecode.asr.correction.n_best_lists import NBestList
     from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.n_best_methods import Method, ModelRow, Parts
 
@@ -188,8 +188,8 @@ COMMANDS = (nbest,)
 
 def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list[NBestList]]:
     """Lists by the name of their set."""
-    from mmdecode.asr.manifest import read_manifest
-    from mmdecode.asr.n_best_lists import read_lists
+    from mmdecode.asr.correction.n_best_lists import read_lists
+    from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.n_best import SHIPPED, with_references
 
@@ -260,8 +260,8 @@ def _made(
     batch_size: int,
 ) -> Iterator[ModelRow]:
     """Rows of one model that are not there yet."""
-    from mmdecode.asr.correction import Corrector
-    from mmdecode.asr.selection import TextScorer
+    from mmdecode.asr.correction.corrector import Corrector
+    from mmdecode.asr.correction.selection import TextScorer
     from mmdecode.evaluation.n_best_methods import corrected, scored
     from mmdecode.runs.items import Watch
 

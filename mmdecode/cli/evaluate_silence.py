@@ -18,7 +18,7 @@ from mmdecode.cli.progress import only_our_output, recorded
 if TYPE_CHECKING:
     import numpy as np
 
-    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
 
 ZOO, NONE = "zoo", "none"
@@ -230,7 +230,7 @@ def _read(
     """The user's recordings, with speech and without; what is wrong with others goes to a list."""
     from dataclasses import replace
 
-    from mmdecode.asr.manifest import read_manifest
+    from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.evaluation.silence import NON_SPEECH, SPEECH
 
     for entry in read_manifest(recordings, limit, left_out=left_out) if recordings else ():
@@ -263,7 +263,7 @@ def _zoo_speech(
     made: dict[Path, Callable[[], np.ndarray]], folder: Path, limit: int | None
 ) -> Iterator[Entry]:
     """Shipped recordings of speech with texts, clean and noisy, which are made as `_sounds` are."""
-    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.output.manifest import Entry
     from mmdecode.evaluation.silence import SPEECH
     from mmdecode.zoo.speech import speech_test
 

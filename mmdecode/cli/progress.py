@@ -19,7 +19,7 @@ from rich.progress import (
 from mmdecode.cli.output import console
 
 if TYPE_CHECKING:
-    from mmdecode.asr.manifest import Entry
+    from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.samples import Sample

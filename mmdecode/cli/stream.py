@@ -147,8 +147,8 @@ def follow(
 
 def _blocks(path: str, rate: int) -> Iterator[np.ndarray]:
     """Samples as they come."""
-    from mmdecode.asr.audio import blocks, recording
-    from mmdecode.asr.inputs import STDIN
+    from mmdecode.asr.audio.reading import blocks, recording
+    from mmdecode.asr.output.inputs import STDIN
 
     return _spoken(sys.stdin.buffer) if path == STDIN else blocks(recording(path), rate)
 

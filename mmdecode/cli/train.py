@@ -320,7 +320,7 @@ def corrector(
     """Train a corrector of N-best lists; a fifth of them is left for the test. Resumes."""
     from dataclasses import replace
 
-    from mmdecode.asr.n_best_lists import read_lists
+    from mmdecode.asr.correction.n_best_lists import read_lists
     from mmdecode.files import overwriting
     from mmdecode.train import corrector as recipe
 

@@ -32,11 +32,11 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line, w
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
-    from mmdecode.asr.jobs import ResultFolder
-    from mmdecode.asr.manifest import Entry
     from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.output.jobs import ResultFolder
+    from mmdecode.asr.output.manifest import Entry
+    from mmdecode.asr.output.subtitles import Layout
     from mmdecode.asr.processes import Team
-    from mmdecode.asr.subtitles import Layout
     from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
 
 PANELS = {
@@ -267,11 +267,11 @@ def command(
 
       mmdecode transcribe talk.mp3 --model small --correct llm:model=my-corrector --report talk.html
     """
-    from mmdecode.asr.formats import parse_formats
-    from mmdecode.asr.inputs import STDIN, gathered
     from mmdecode.asr.options import FALLBACK
+    from mmdecode.asr.output.formats import parse_formats
+    from mmdecode.asr.output.inputs import STDIN, gathered
+    from mmdecode.asr.output.subtitles import Layout
     from mmdecode.asr.processes import Team
-    from mmdecode.asr.subtitles import Layout
     from mmdecode.asr.transcriber import Transcriber, make_options
     from mmdecode.errors import OptionError
     from mmdecode.files import refuse_foreign
@@ -438,8 +438,8 @@ def _transcribe(
     entries: list[Entry], load: Callable[[], Transcriber], output: _Output, team: Team
 ) -> _Tally:
     """This process's part of the work, and in the leading one the tally of all."""
-    from mmdecode.asr import jobs
-    from mmdecode.asr.inputs import sizes
+    from mmdecode.asr.output import jobs
+    from mmdecode.asr.output.inputs import sizes
     from mmdecode.files import claimed
 
     if output.folder is None:
@@ -483,8 +483,8 @@ def _work(
     suspects: Collection[str] = (),
 ) -> _Tally:
     """Transcribes; texts are kept only where no folder takes them."""
-    from mmdecode.asr import crashes
-    from mmdecode.asr.manifest import opened
+    from mmdecode.asr.audio import crashes
+    from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import Failure
     from mmdecode.crashes import in_groups
     from mmdecode.runs.items import Watch
@@ -538,7 +538,7 @@ def _work(
 def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output) -> None:
     """The page of who decided the words, of this run and those that it continues."""
     import mmdecode
-    from mmdecode.asr.jobs import RESULTS
+    from mmdecode.asr.output.jobs import RESULTS
     from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
     from mmdecode.files import explained, write_file
     from mmdecode.tables import read_rows
@@ -656,7 +656,7 @@ def _report(tally: _Tally, output: _Output, several: bool, as_json: bool) -> Non
 
 def _timed_lines(result: Transcript) -> Iterator[str]:
     """Segments with their times, each followed by its words with theirs."""
-    from mmdecode.asr.subtitles import clean
+    from mmdecode.asr.output.subtitles import clean
 
     for segment in result.segments:
         if text := clean(segment.text):

@@ -14,7 +14,7 @@ from mmdecode.cli.output import JsonFlag, emit_json, out
 
 def command(json: JsonFlag = False) -> None:
     """List the tiny models and recordings that ship, and published models that have a name."""
-    from mmdecode.asr.manifest import shipped_manifests
+    from mmdecode.asr.output.manifest import shipped_manifests
 
     folders = {name: ZOO / name for name in zoo_names()}
     folders |= {name: manifest.parent for name, manifest in shipped_manifests().items()}

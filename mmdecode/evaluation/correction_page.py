@@ -15,16 +15,16 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correcting import By, DecidedWord, places_in
-from mmdecode.asr.correction import words_of
+from mmdecode.asr.correction.corrector import words_of
+from mmdecode.asr.correction.transcripts import By, DecidedWord, places_in
 from mmdecode.evaluation.layout import html_table, percent
 from mmdecode.evaluation.report import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.wer import WER, Step, align_as_written, wer
 from mmdecode.evaluation.word_page import MARKS, PLAYED
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correcting import Corrected
-    from mmdecode.asr.n_best_lists import NBestList
+    from mmdecode.asr.correction.n_best_lists import NBestList
+    from mmdecode.asr.correction.transcripts import Corrected
     from mmdecode.asr.transcriber import Transcript
 
 STYLES = "decided.css"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.evaluation.wer import Step
 
 RUN = 5
@@ -28,8 +28,8 @@ class MadeUp:
         empty_words: Those words.
         runs: Utterances with a run of at least `RUN` insertions, empty references among them.
         run_words: Words of all such runs.
-        loops: Utterances whose recognised text ends in a loop, see `mmdecode.asr.loops`, and the
-            reference does not.
+        loops: Utterances whose recognised text ends in a loop, see
+            `mmdecode.asr.decoding.repetition`, and the reference does not.
     """
 
     utterances: int

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.output.manifest import Entry
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.normalisers import DATA, normaliser_of
 from mmdecode.evaluation.wer import Step, align, count_steps, default_scorer

@@ -3,8 +3,8 @@
 A method says what it would hand on, and how sure it is. What it may change is fixed on a
 development part of the lists: the *copy threshold*, below which the first hypothesis is handed on
 as it is; the weight of a language model beside the recogniser's scores; the table of spellings. The
-parts are cut by the lists' ids alone (`mmdecode.asr.n_best_lists.split`), so that they are the same
-in every run. `METHODS` holds the methods by name.
+parts are cut by the lists' ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that they
+are the same in every run. `METHODS` holds the methods by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correction import ADVICE, edits_of, words_of
-from mmdecode.asr.n_best_lists import NBestList, split
-from mmdecode.asr.selection import (
+from mmdecode.asr.correction.corrector import ADVICE, edits_of, words_of
+from mmdecode.asr.correction.n_best_lists import NBestList, split
+from mmdecode.asr.correction.selection import (
     Choice,
     TextScore,
     Weights,
@@ -34,8 +34,8 @@ from mmdecode.files import complete_lines
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correction import Correction, Corrector
-    from mmdecode.asr.selection import TextScorer
+    from mmdecode.asr.correction.corrector import Correction, Corrector
+    from mmdecode.asr.correction.selection import TextScorer
 
 FIRST = "1best"
 """Name of the baseline, which copies the first hypothesis."""

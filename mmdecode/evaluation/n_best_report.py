@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.layout import (
     Rows,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmdecode.asr.manifest import Entry
+from mmdecode.asr.output.manifest import Entry
 from mmdecode.errors import MissingExtraError
 from mmdecode.files import write_file
 

@@ -17,7 +17,7 @@ from mmdecode.evaluation.wer import WER, Step, align_as_written
 from mmdecode.files import MAKER
 
 if TYPE_CHECKING:
-    from mmdecode.asr.words import Word
+    from mmdecode.asr.alignment.words import Word
     from mmdecode.engine.trace import Round
 
 ORIGINS = {

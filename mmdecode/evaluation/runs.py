@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.audio import Source, blocks, source_of
-from mmdecode.asr.long_form import ADVICE
-from mmdecode.asr.manifest import Entry, opened
+from mmdecode.asr.audio.reading import Source, blocks, source_of
+from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.conditions import now
 from mmdecode.evaluation.journal import Journal

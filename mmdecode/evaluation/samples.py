@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.manifest import AUDIO, ID, TEXT, Entry, seconds_of
+from mmdecode.asr.output.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
 from mmdecode.tables import first_of, read_rows, rows_text, text_of
 
@@ -40,7 +40,7 @@ class Sample:
         token_ids: Ids of the transcript; ``None``: not known.
         batch: Counters of the batch it was decoded in; ``None``: not known.
         windows: Windows it was decoded in; ``None``: not known.
-        looped: Of these, the ones that ended in a loop, see `mmdecode.asr.loops`.
+        looped: Of these, the ones that ended in a loop, see `mmdecode.asr.decoding.repetition`.
         error: Why there is no transcript; ``None``: there is one.
     """
 

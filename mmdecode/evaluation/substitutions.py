@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.evaluation.n_best import Aligner, reference_of
 from mmdecode.evaluation.wer import align
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.evaluation import plots, word_measures
 from mmdecode.evaluation.comparison import Comparison, Scored, compared

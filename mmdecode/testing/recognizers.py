@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import GenerationMixin
 
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.long_form import LongForm
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.decoding.long_form import LongForm
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers.base import Encoded, Recognizer
 from mmdecode.decoder import Decoder

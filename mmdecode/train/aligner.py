@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.asr.letters import FILE, SYMBOLS, LetterHead
+from mmdecode.asr.alignment.ctc import FILE, SYMBOLS, LetterHead
 from mmdecode.files import refuse_foreign, write_folder
 from mmdecode.zoo import synthesis
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words

@@ -20,8 +20,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr.alignment import Head, Spoken, Timer, attention_spans, cross_attention
-from mmdecode.asr.words import Token, split_words
+from mmdecode.asr.alignment.cross_attention import (
+    Head,
+    Spoken,
+    Timer,
+    attention_spans,
+    cross_attention,
+)
+from mmdecode.asr.alignment.words import Token, split_words
 from mmdecode.decoder import Decoder
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError
@@ -180,9 +186,9 @@ def find_heads(
 
 def recordings(manifest: Path, rate: int, limit: int) -> Iterator[np.ndarray]:
     """Samples of the first recordings of a table, or of a folder."""
-    from mmdecode.asr.audio import blocks
-    from mmdecode.asr.inputs import recordings_in
-    from mmdecode.asr.manifest import opened
+    from mmdecode.asr.audio.reading import blocks
+    from mmdecode.asr.output.inputs import recordings_in
+    from mmdecode.asr.output.manifest import opened
 
     for entry in recordings_in(manifest, limit):
         yield np.concatenate(list(blocks(opened(entry), rate)))

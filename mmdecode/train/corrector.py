@@ -6,7 +6,7 @@ are left out, and an answer ends once. Training stops at the best likelihood of 
 
 Lists are told apart by their ids, so the parts are the same in any file and any order: up to
 `TRAINED` they are learnt, up to `JUDGED` they decide when to stop, and those behind are not looked
-at. `mmdecode.asr.n_best_lists.split` with `JUDGED` leaves exactly these for the test.
+at. `mmdecode.asr.correction.n_best_lists.split` with `JUDGED` leaves exactly these for the test.
 
 Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as of HyPoradise (Chen et al. 2023) and
 FlanEC (La Quatra et al. 2024). Differs from both in the loss: the first also learns the prompt, the
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmdecode.asr.correction import (
+from mmdecode.asr.correction.corrector import (
     NO_LABEL,
     Corrector,
     ListPrompts,
@@ -35,7 +35,7 @@ from mmdecode.asr.correction import (
     imported_peft,
     load,
 )
-from mmdecode.asr.n_best_lists import NBestList, place
+from mmdecode.asr.correction.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.wer import count_errors
 from mmdecode.files import (
@@ -278,7 +278,8 @@ def train(
         options: Settings.
         work: Folder of state and log, ``log.jsonl``: bits per token of training and held-out
             answers.
-        out: Folder of the result, which `mmdecode.asr.correction.Corrector.from_pretrained` takes.
+        out: Folder of the result, which
+            `mmdecode.asr.correction.corrector.Corrector.from_pretrained` takes.
         base: What adapters are to be loaded on.
 
     Returns:

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from mmdecode.asr.correction import ListPrompts, PromptOptions
-from mmdecode.asr.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
+from mmdecode.asr.correction.corrector import ListPrompts, PromptOptions
+from mmdecode.asr.correction.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
 from mmdecode.files import write_file, write_folder
 from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.medusa import write_state

@@ -385,9 +385,9 @@ def train_from_manifest(
     Returns:
         The report, also written to ``out/report.json``.
     """
-    from mmdecode.asr.audio import blocks
-    from mmdecode.asr.inputs import recordings_in
-    from mmdecode.asr.manifest import opened
+    from mmdecode.asr.audio.reading import blocks
+    from mmdecode.asr.output.inputs import recordings_in
+    from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import load
     from mmdecode.decoder import Decoder
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import mmdecode
-from mmdecode.asr.audio import blocks, recording
-from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.audio.reading import blocks, recording
+from mmdecode.asr.output.manifest import Entry, read_manifest
 
 FOLDER = Path(__file__).parent / "data" / "real-clips"
 MORE = Path(mmdecode.__file__).parents[2] / "shared" / "data" / "speech"

@@ -28,8 +28,8 @@ import numpy as np
 import soundfile
 import soxr
 
-from mmdecode.asr.audio import blocks, recording
-from mmdecode.asr.manifest import read_manifest
+from mmdecode.asr.audio.reading import blocks, recording
+from mmdecode.asr.output.manifest import read_manifest
 from mmdecode.errors import MMDecodeError
 
 DATA = Path(__file__).parents[1] / "data" / "speech"

@@ -10,8 +10,8 @@ import pytest
 import soundfile
 import torch
 
-from mmdecode.asr import recording as measured
-from mmdecode.asr.audio import Source, blocks, part, recording, source_of
+from mmdecode.asr.audio import recording as measured
+from mmdecode.asr.audio.reading import Source, blocks, part, recording, source_of
 from mmdecode.asr.recognizers import whisper_features as features
 from mmdecode.asr.recognizers.whisper_features import Mel, Speech
 from mmdecode.errors import InputError
@@ -168,7 +168,7 @@ def test_a_part_has_the_samples_between_its_bounds_and_no_other(rate, size):
 
 
 def test_a_part_of_a_file_is_the_part_of_its_samples(tmp_path, kit, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
+    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
     samples = np.stack([kit.noise(3.0, seed=seed) for seed in (1, 2)], 1)
     soundfile.write(tmp_path / "a.wav", samples, kit.rate, subtype="FLOAT")
     found = read(part(recording(tmp_path / "a.wav"), 0.7501, 1.25))
@@ -314,7 +314,7 @@ def test_windows_of_a_long_recording_are_those_of_the_feature_extractor(
     monkeypatch.setattr(features, "_STEP", 64)
     for keep in (measured.KEEP_S, 1):  # from memory, and streamed twice
         monkeypatch.setattr(measured, "KEEP_S", keep)
-        monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
+        monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
         found = speech(samples, processor)
         assert found.frames == expected.shape[1]
         for seek in range(0, found.frames, 70):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.attempts import Result
-from mmdecode.asr.chunks import join
-from mmdecode.asr.long_form import Job, Piece
-from mmdecode.asr.voice import Timeline
+from mmdecode.asr.audio.vad import Timeline
+from mmdecode.asr.decoding.chunks import join
+from mmdecode.asr.decoding.fallback import Result
+from mmdecode.asr.decoding.long_form import Job, Piece
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -9,7 +9,7 @@ import soundfile
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from mmdecode.asr.subtitles import clean
+from mmdecode.asr.output.subtitles import clean
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli import app as cli
 from mmdecode.cli.transcribe import summed

@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.asr import Transcriber
-from mmdecode.asr.correcting import (
+from mmdecode.asr.correction.corrector import Corrector, EditGuard
+from mmdecode.asr.correction.fusion import Acoustic
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.transcripts import (
     DecidedWord,
     FusedCorrection,
     LanguageModelCorrection,
@@ -20,9 +23,6 @@ from mmdecode.asr.correcting import (
     shared_out,
     temperatures_of,
 )
-from mmdecode.asr.correction import Corrector, EditGuard
-from mmdecode.asr.fusion import Acoustic
-from mmdecode.asr.n_best_lists import NBestList
 from mmdecode.asr.transcriber import Segment, load
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError, UnknownNameError
@@ -154,8 +154,8 @@ class Marked(ListCorrection):
         return 3
 
     def __call__(self, lists, audio=None):
-        from mmdecode.asr.correcting import Corrected
-        from mmdecode.asr.correction import Correction
+        from mmdecode.asr.correction.corrector import Correction
+        from mmdecode.asr.correction.transcripts import Corrected
 
         self.asked += zip(lists, audio, strict=True)
         found = []

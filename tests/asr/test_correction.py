@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.correction import (
+from mmdecode.asr.correction.corrector import (
     GUARD,
     TEMPLATES,
     Corrector,
@@ -19,7 +19,7 @@ from mmdecode.asr.correction import (
     edits_of,
     words_of,
 )
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.draft.source import Source
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
 from tests.asr.correctors import LISTS, TEMPLATE, Writes, model, tokenizer

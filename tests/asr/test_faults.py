@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.correcting import ListCorrection
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.transcripts import ListCorrection
+from mmdecode.asr.output.manifest import Entry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation import runs

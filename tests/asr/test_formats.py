@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.formats import FORMATS, Names, file_stem, parse_formats
+from mmdecode.asr.output.formats import FORMATS, Names, file_stem, parse_formats
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.errors import OptionError
 from mmdecode.files import LISTING, write_file

@@ -13,9 +13,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode import Decoder, generate
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.calibration import COLDEST, HOTTEST, calibrate, confidence, fit_temperature
-from mmdecode.asr.correction import Corrector
-from mmdecode.asr.fusion import (
+from mmdecode.asr.correction.calibration import (
+    COLDEST,
+    HOTTEST,
+    calibrate,
+    confidence,
+    fit_temperature,
+)
+from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.fusion import (
     Acoustic,
     AcousticScorer,
     Listener,
@@ -26,7 +32,7 @@ from mmdecode.asr.fusion import (
     spellings,
     split,
 )
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer as Recognizer
 from mmdecode.asr.transcriber import load
 from mmdecode.checkpoints import local_path

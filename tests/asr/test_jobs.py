@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from mmdecode.asr import crashes, jobs
-from mmdecode.asr.audio import Source, blocks, recording
-from mmdecode.asr.jobs import ResultFolder, finish, merge, prepare
-from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.audio import crashes
+from mmdecode.asr.audio.reading import Source, blocks, recording
+from mmdecode.asr.output import jobs
+from mmdecode.asr.output.jobs import ResultFolder, finish, merge, prepare
+from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
 from mmdecode.crashes import Journal, suspects_in

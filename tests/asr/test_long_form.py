@@ -10,10 +10,10 @@ from transformers import pipeline
 
 from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.attempts import Attempts, avg_logprob, compression_ratio
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.cuts import split_segments
-from mmdecode.asr.long_form import LongForm
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.decoding.fallback import Attempts, avg_logprob, compression_ratio
+from mmdecode.asr.decoding.long_form import LongForm
+from mmdecode.asr.decoding.segmentation import split_segments
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup

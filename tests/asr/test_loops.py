@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.engine.stats import Stats
 from mmdecode.zoo.speech import speech_test
 

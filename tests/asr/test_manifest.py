@@ -7,7 +7,7 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.manifest import opened, read_manifest
+from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.tables import write_rows
 

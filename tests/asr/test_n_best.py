@@ -8,7 +8,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.n_best import hypotheses
+from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr import jobs
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.n_best import Hypothesis
-from mmdecode.asr.n_best_lists import (
+from mmdecode.asr.correction.n_best_lists import (
     FORMS,
     NBestList,
     lists_of,
@@ -20,6 +17,9 @@ from mmdecode.asr.n_best_lists import (
     split,
     write_lists,
 )
+from mmdecode.asr.decoding.n_best import Hypothesis
+from mmdecode.asr.output import jobs
+from mmdecode.asr.output.manifest import Entry
 from mmdecode.asr.transcriber import Failure, Transcript
 from mmdecode.errors import InputError, UnknownNameError
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
-from mmdecode.asr.attempts import Result
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.chunks import join_windows
-from mmdecode.asr.long_form import Piece
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.decoding.chunks import join_windows
+from mmdecode.asr.decoding.fallback import Result
+from mmdecode.asr.decoding.long_form import Piece
 from mmdecode.asr.recognizers.generic import FAINTEST, LEAST_S
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.draft.lookup import PromptLookup

@@ -6,7 +6,7 @@ import soundfile
 
 from mmdecode import Decoder
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.cuts import split_segments, unfinished
+from mmdecode.asr.decoding.segmentation import split_segments, unfinished
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling

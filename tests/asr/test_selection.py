@@ -17,9 +17,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from mmdecode.asr import selection
-from mmdecode.asr.n_best_lists import NBestList
-from mmdecode.asr.selection import (
+from mmdecode.asr.correction import selection
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.selection import (
     TextScorer,
     expected_edits,
     highest,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr import subtitles
-from mmdecode.asr.subtitles import Cue, Layout, cues, width
+from mmdecode.asr.output import subtitles
+from mmdecode.asr.output.subtitles import Cue, Layout, cues, width
 from mmdecode.asr.transcriber import Segment
 from mmdecode.errors import OptionError
 

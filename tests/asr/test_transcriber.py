@@ -12,8 +12,8 @@ import torch
 
 from mmdecode import Decoder
 from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber, Transcript
-from mmdecode.asr.audio import Source, source_of
-from mmdecode.asr.manifest import opened, read_manifest
+from mmdecode.asr.audio.reading import Source, source_of
+from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.errors import InputError, OptionError, UnknownNameError, UnsupportedModelError
 
 QUICK = {"max_new_tokens": 6}  # per window
@@ -194,7 +194,7 @@ def test_a_file_that_is_named_like_an_address_is_read(tiny, tmp_path, kit, monke
 
 
 def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, kit, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.recording.KEEP_S", 1)
+    monkeypatch.setattr("mmdecode.asr.audio.recording.KEEP_S", 1)
     read = source_of
 
     def reopened(item, *args):
@@ -210,7 +210,7 @@ def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, 
         return Source(source.name, parts)
 
     monkeypatch.setattr("mmdecode.asr.transcriber.source_of", reopened)
-    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 8_000)
+    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 8_000)
     path = tmp_path / "gone.wav"
     soundfile.write(path, kit.noise(6.0), kit.rate)
     stream = tiny.stream([path, kit.noise(0.5)])

@@ -8,8 +8,8 @@ import soundfile
 import torch
 
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.voice import FRAME, RATE, Stretch, Timeline, VoiceActivity
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.audio.vad import FRAME, RATE, Stretch, Timeline, VoiceActivity
 from mmdecode.errors import MissingExtraError, OptionError
 from mmdecode.zoo.speech import speech_test
 
@@ -160,7 +160,7 @@ def test_a_recording_is_heard_alike_after_another(clips):
 
 @pytest.mark.parametrize("rate", [8_000, 16_000])
 def test_the_cut_recording_is_its_stretches(clips, rate, monkeypatch):
-    monkeypatch.setattr("mmdecode.asr.audio._BLOCK", 5_000)
+    monkeypatch.setattr("mmdecode.asr.audio.reading._BLOCK", 5_000)
     samples = np.concatenate([clips[0], silence(4.0), clips[1], silence(4.0), clips[2]])
     samples += 1e-4
     source, timeline = detector().cut(source_of(samples, RATE), rate)

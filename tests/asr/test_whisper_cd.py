@@ -6,7 +6,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 import mmdecode as mm
-from mmdecode.asr.audio import source_of
+from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.recognizers.whisper_features import Heard, Mel, Speech, heard
 from mmdecode.asr.transcriber import Transcriber, make_options
 from mmdecode.decoder import Decoder

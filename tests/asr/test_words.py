@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import WhisperProcessor
 
-from mmdecode.asr.words import Token, in_order, split_units, split_words, timed_words
+from mmdecode.asr.alignment.words import Token, in_order, split_units, split_words, timed_words
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from mmdecode import Decoder
-from mmdecode.asr import TranscribeOptions, Transcriber, alignment
-from mmdecode.asr.alignment import (
+from mmdecode.asr import TranscribeOptions, Transcriber
+from mmdecode.asr.alignment import cross_attention as alignment
+from mmdecode.asr.alignment.cross_attention import (
     Spoken,
     Timer,
     attention_spans,
@@ -35,11 +36,11 @@ from mmdecode.asr.alignment import (
     token_starts,
     warp,
 )
-from mmdecode.asr.formats import FORMATS
-from mmdecode.asr.letters import SYMBOLS, LetterHead
+from mmdecode.asr.alignment.ctc import SYMBOLS, LetterHead
+from mmdecode.asr.alignment.words import Word, around_words
+from mmdecode.asr.output.formats import FORMATS
+from mmdecode.asr.output.subtitles import Layout, clean
 from mmdecode.asr.recognizers import whisper_prompts as prompts
-from mmdecode.asr.subtitles import Layout, clean
-from mmdecode.asr.words import Word, around_words
 from mmdecode.errors import InputError, OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -12,8 +12,9 @@ from tokenizers import models as models_of
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from mmdecode.asr import correction, selection
-from mmdecode.asr.n_best_lists import NBestList, read_lists, write_lists
+from mmdecode.asr.correction import corrector as correction
+from mmdecode.asr.correction import selection
+from mmdecode.asr.correction.n_best_lists import NBestList, read_lists, write_lists
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation.layout import MADE_BY

@@ -8,9 +8,9 @@ import soundfile
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mmdecode.asr.correcting import Corrected, DecidedWord
-from mmdecode.asr.correction import Correction
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.corrector import Correction
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.transcripts import Corrected, DecidedWord
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.cli import transcribe
 from mmdecode.cli.app import app

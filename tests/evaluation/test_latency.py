@@ -2,8 +2,8 @@
 
 import pytest
 
+from mmdecode.asr.alignment.words import Word
 from mmdecode.asr.streaming import Update
-from mmdecode.asr.words import Word
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.latency import (
     StreamMeter,

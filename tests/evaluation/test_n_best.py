@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.n_best_lists import NBestList, read_lists
+from mmdecode.asr.correction.n_best_lists import NBestList, read_lists
+from mmdecode.asr.output.manifest import Entry
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation import n_best
 from mmdecode.evaluation.n_best import (

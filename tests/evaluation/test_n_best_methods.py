@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.n_best_lists import NBestList, place
+from mmdecode.asr.correction.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import substitutions
 from mmdecode.evaluation.n_best import Aligner

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.manifest import read_manifest
+from mmdecode.asr.output.manifest import read_manifest
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
 from mmdecode.evaluation import normalisers
 from mmdecode.evaluation import wer as scoring

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import mmdecode as mm
 from mmdecode import checkpoints
-from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation import runs

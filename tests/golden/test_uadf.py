@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmdecode.asr.calibration import confidence, temperature_for
+from mmdecode.asr.correction.calibration import confidence, temperature_for
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.guide.fusion import ACOUSTIC
 from mmdecode.guide.uadf import UADF

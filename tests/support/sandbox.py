@@ -87,7 +87,7 @@ def piped(before: str) -> bytes:
     what it is asked for."""
     words = shlex.split(before)
     if words[0] == "ffmpeg":
-        from mmdecode.asr.audio import blocks, source_of
+        from mmdecode.asr.audio.reading import blocks, source_of
 
         wave = np.concatenate(list(blocks(source_of(words[words.index("-i") + 1], RATE), RATE)))
         kind = words[words.index("-f") + 1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
-from mmdecode.asr.letters import SYMBOLS, LetterHead
-from mmdecode.asr.words import Token
+from mmdecode.asr.alignment.ctc import SYMBOLS, LetterHead
+from mmdecode.asr.alignment.words import Token
 from mmdecode.errors import OptionError
 from mmdecode.files import overwriting
 from mmdecode.train.aligner import AlignerOptions, frame_labels, train_aligner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mmdecode.asr.inputs import recordings_in
+from mmdecode.asr.output.inputs import recordings_in
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError
 from mmdecode.train.alignment_heads import recordings

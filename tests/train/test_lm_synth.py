@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.checkpoints import local_path
 from mmdecode.train.fitting import FitOptions
 from mmdecode.train.lm_synth import (

@@ -6,7 +6,7 @@ import pytest
 import soundfile
 from typer.testing import CliRunner
 
-from mmdecode.asr import manifest
+from mmdecode.asr.output import manifest
 from mmdecode.checkpoints import scheme_card
 from mmdecode.cli.app import app
 from mmdecode.zoo import real_clips

@@ -1,9 +1,9 @@
 """`Recognizer`: what the front end of speech has to know of a family of models.
 
-The loop over windows (`mmdecode.asr.long_form`), the attempts at one and their gates, streams, jobs
-and evaluation are the same for all families. What differs is here: at which rate and in which
-windows a recording is heard, what the encoder is given, which tokens open a transcript, which ids
-are text, how many tokens a window may have, and what the family can do beyond text.
+The loop over windows (`mmdecode.asr.decoding.long_form`), the attempts at one and their gates,
+streams, jobs and evaluation are the same for all families. What differs is here: at which rate and
+in which windows a recording is heard, what the encoder is given, which tokens open a transcript,
+which ids are text, how many tokens a window may have, and what the family can do beyond text.
 
 A family of your own is a class derived from this one, or from
 `mmdecode.asr.recognizers.generic.GenericRecognizer`, named under the entry-point group
@@ -21,19 +21,19 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from mmdecode import registry
+from mmdecode.asr.alignment.words import SPACES
 from mmdecode.asr.languages import language_code
-from mmdecode.asr.words import SPACES
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from mmdecode.asr.alignment import Timer
-    from mmdecode.asr.audio import Source
-    from mmdecode.asr.beams import Scored
-    from mmdecode.asr.cuts import Cut
+    from mmdecode.asr.alignment.cross_attention import Timer
+    from mmdecode.asr.audio.reading import Source
+    from mmdecode.asr.audio.recording import Recording
+    from mmdecode.asr.decoding.beams import Scored
+    from mmdecode.asr.decoding.segmentation import Cut
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.asr.recording import Recording
     from mmdecode.decoder import Decoder
 
 
@@ -474,7 +474,8 @@ class Recognizer:
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
+        """The ``keep`` best of ``beams`` beams at each window, see
+        `mmdecode.asr.decoding.beams`."""
         raise NotImplementedError
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:

@@ -3,8 +3,8 @@
 A recording that fits into one window is decoded as plain ``generate`` decodes it. A longer one is
 cut: where stretches of speech meet, if ``vad`` found any; else at the longest pause of the second
 half of a window; else where the window is full, and then windows overlap by `OVERLAP_S` and their
-texts are joined by the tokens that both have (`mmdecode.asr.chunks`). Windows are encoded alone or
-with others of their length, so that no padding is ever heard; the states are padded.
+texts are joined by the tokens that both have (`mmdecode.asr.decoding.chunks`). Windows are encoded
+alone or with others of their length, so that no padding is ever heard; the states are padded.
 
 Models that the engine has an adapter for are drafted and guided; others are decoded by plain
 ``generate``, and a draft or guide is refused.
@@ -25,10 +25,10 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
 from mmdecode import registry
-from mmdecode.asr.beams import beam_search
+from mmdecode.asr.audio.recording import Recording
+from mmdecode.asr.decoding.beams import beam_search
 from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span
 from mmdecode.asr.recognizers.pauses import pause_in
-from mmdecode.asr.recording import Recording
 from mmdecode.checkpoints import code_trusted
 from mmdecode.engine.encoding import alike, encode_unpadded, stacked
 from mmdecode.errors import InputError, UnsupportedModelError
@@ -36,8 +36,8 @@ from mmdecode.errors import InputError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from mmdecode.asr.audio import Source
-    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.audio.reading import Source
+    from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.decoder import Decoder
 

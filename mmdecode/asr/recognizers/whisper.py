@@ -16,9 +16,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr.alignment import Timer
-from mmdecode.asr.beams import beam_search
-from mmdecode.asr.cuts import split_segments, unfinished
+from mmdecode.asr.alignment.cross_attention import Timer
+from mmdecode.asr.decoding.beams import beam_search
+from mmdecode.asr.decoding.segmentation import split_segments, unfinished
 from mmdecode.asr.recognizers.base import Capabilities, Encoded, Recognizer, Span, Split
 from mmdecode.asr.recognizers.whisper_features import Mel, Speech
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
@@ -27,8 +27,8 @@ from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
-    from mmdecode.asr.audio import Source
-    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.audio.reading import Source
+    from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.decoder import Decoder
 
@@ -299,7 +299,7 @@ class WhisperRecognizer(Recognizer):
         return processors(self.config, width, self.options, 0.0)
 
     def timer(self) -> Timer | None:
-        """By cross-attention or letters, see `mmdecode.asr.alignment`."""
+        """By cross-attention or letters, see `mmdecode.asr.alignment.cross_attention`."""
         if not self.options.word_timestamps:
             return None
         return Timer(

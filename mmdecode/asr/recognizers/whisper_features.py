@@ -1,7 +1,7 @@
 """Whisper's log-mel features of one recording, window by window, in memory of a few windows.
 
 Whisper clips its features at eight decades below the *recording's* loudest value, which is found
-when the recording is measured (`mmdecode.asr.recording`).
+when the recording is measured (`mmdecode.asr.audio.recording`).
 
 The last window is filled up in one of two ways. ``zeros``: the features are padded with 0, as in
 transformers' long form. ``silence``: the audio is padded with silence, as openai/whisper does and
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr.audio import source_of
-from mmdecode.asr.recording import Recording, Tape
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.audio.recording import Recording, Tape
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from mmdecode.asr.audio import Source
+    from mmdecode.asr.audio.reading import Source
 
 Padding = Literal["auto", "silence", "zeros"]
 PADDINGS: tuple[str, ...] = get_args(Padding)

@@ -15,7 +15,7 @@ from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError, did_you_mean
 
 if TYPE_CHECKING:
-    from mmdecode.asr.audio import Source
+    from mmdecode.asr.audio.reading import Source
     from mmdecode.asr.options import TranscribeOptions
 
 SHOWN = 20

@@ -2,8 +2,8 @@
 
 These are the methods of the registry's kind ``correct``: ``llm``, and ``uadf``, ``static`` and
 ``shallow``, whose tokens the recogniser weighs too (`mmdecode.guide.uadf`, `mmdecode.guide.fusion`,
-`mmdecode.asr.fusion`). Each is a `mmdecode.asr.correction.Corrector` that also says of each word
-who decided it. `WindowCorrector` puts one behind a transcriber.
+`mmdecode.asr.correction.fusion`). Each is a `mmdecode.asr.correction.corrector.Corrector` that also
+says of each word who decided it. `WindowCorrector` puts one behind a transcriber.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 
-from mmdecode.asr.attempts import Attempts
-from mmdecode.asr.correction import Correction, Corrector
-from mmdecode.asr.fusion import Acoustic, Route
-from mmdecode.asr.long_form import ADVICE
-from mmdecode.asr.n_best import hypotheses
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.corrector import Correction, Corrector
+from mmdecode.asr.correction.fusion import Acoustic, Route
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.decoding.fallback import Attempts
+from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.checkpoints import local_path
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
@@ -34,7 +34,7 @@ from mmdecode.guide.uadf import UADF
 from mmdecode.runs.items import Failed, each
 
 if TYPE_CHECKING:
-    from mmdecode.asr.long_form import Job, LongForm, Piece
+    from mmdecode.asr.decoding.long_form import Job, LongForm, Piece
     from mmdecode.asr.transcriber import Segment, Transcript
     from mmdecode.engine.adapter import BranchSpec
     from mmdecode.engine.call import Call
@@ -128,7 +128,7 @@ class LanguageModelCorrection(ListCorrection):
             count: Hypotheses shown; ``None``: as the corrector was trained.
             batch_size: Lists at once.
             max_new_tokens: Most tokens of an answer.
-            draft: See `mmdecode.asr.correction.Corrector`.
+            draft: See `mmdecode.asr.correction.corrector.Corrector`.
         """
         return cls(load_corrector(model, recogniser, count, batch_size, max_new_tokens, draft))
 
@@ -150,7 +150,7 @@ class FusedCorrection(ListCorrection):
         recogniser: The model that hears.
         join: Makes the guide of the acoustic branch: how the two models are joined.
         candidates: Of the language model's tokens, how many the audio is asked about.
-        route: How they are scored, see `mmdecode.asr.fusion.Acoustic.branch`.
+        route: How they are scored, see `mmdecode.asr.correction.fusion.Acoustic.branch`.
 
     Raises:
         OptionError: The language model is no causal one.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.engine.encoding import grouped
 from mmdecode.engine.trace import Round
 
 if TYPE_CHECKING:
-    from mmdecode.asr.beams import Scored
+    from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recognizers.base import Encoded, Recognizer
     from mmdecode.decoder import Decoder
@@ -135,7 +135,8 @@ class Attempts:
     def searched(
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of ``beams`` beams at each window, see `mmdecode.asr.beams`."""
+        """The ``keep`` best of ``beams`` beams at each window, see
+        `mmdecode.asr.decoding.beams`."""
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):

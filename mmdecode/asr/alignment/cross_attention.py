@@ -8,8 +8,8 @@ computed from the layers' queries and keys, which temporary hooks read: the mode
 neither switched nor touched. A token's row is that of the query that predicted it, as there;
 transformers' ``return_token_timestamps`` takes the row behind, where a token is read.
 
-``ctc``: letters by frame (`mmdecode.asr.letters`) and torchaudio's forced alignment. What has no
-letters in the vocabulary but is spoken (figures, symbols, other scripts) takes a wildcard, which
+``ctc``: letters by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced alignment. What has
+no letters in the vocabulary but is spoken (figures, symbols, other scripts) takes a wildcard, which
 stands for any letter.
 """
 
@@ -29,9 +29,9 @@ from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
-from mmdecode.asr.audio import import_or_explain
-from mmdecode.asr.letters import CTCModel, Letters, letters_of
-from mmdecode.asr.words import Token, is_marks, opens, split_units
+from mmdecode.asr.alignment.ctc import CTCModel, Letters, letters_of
+from mmdecode.asr.alignment.words import Token, is_marks, opens, split_units
+from mmdecode.asr.audio.reading import import_or_explain
 from mmdecode.engine.call import Call
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.target_logits import Processors, TargetLogits

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmdecode.asr.audio import blocks
+from mmdecode.asr.audio.reading import blocks
 from mmdecode.errors import InputError
 
 if TYPE_CHECKING:
-    from mmdecode.asr.audio import Source
+    from mmdecode.asr.audio.reading import Source
 
 KEEP_S = 300
 

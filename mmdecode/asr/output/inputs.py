@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mmdecode.asr.audio import SUFFIXES
-from mmdecode.asr.manifest import Entry, read_manifest
+from mmdecode.asr.audio.reading import SUFFIXES
+from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
 from mmdecode.files import files_below, find_files, write_file
 from mmdecode.runs.inputs import refuse_address
@@ -36,7 +36,7 @@ def gathered(
     Args:
         paths: Files, folders to search, ``-`` for the bytes of one recording on standard input.
         files_from: A file with a path a line; ``-`` for standard input.
-        manifest: See `mmdecode.asr.manifest`.
+        manifest: See `mmdecode.asr.output.manifest`.
         limit: Only the first so many.
         keep_tree: Whether entries know their folder below the one that was named.
 

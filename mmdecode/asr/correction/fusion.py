@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr.words import SPACES
+from mmdecode.asr.alignment.words import SPACES
 from mmdecode.engine.adapter import MAIN, BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.cache import bucket

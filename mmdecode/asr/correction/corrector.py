@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
-from mmdecode.asr.n_best_lists import NBestList
+from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.decoder import Decoder
 from mmdecode.draft.source import Source

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmdecode.asr.attempts import Attempts
-from mmdecode.asr.beams import Scored
+from mmdecode.asr.decoding.beams import Scored
+from mmdecode.asr.decoding.fallback import Attempts
 from mmdecode.asr.recognizers.base import Encoded
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError

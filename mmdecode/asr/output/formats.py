@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.audio import SUFFIXES
-from mmdecode.asr.subtitles import DEFAULT, Layout, clean, cues
-from mmdecode.asr.words import SPACELESS
+from mmdecode.asr.alignment.words import SPACELESS
+from mmdecode.asr.audio.reading import SUFFIXES
+from mmdecode.asr.output.subtitles import DEFAULT, Layout, clean, cues
 from mmdecode.errors import OptionError, did_you_mean
 from mmdecode.files import to_json
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmdecode.asr.audio import Blocks, Source
+from mmdecode.asr.audio.reading import Blocks, Source
 from mmdecode.crashes import Journal, read_apart
 
 _READ = """
 import sys
-from mmdecode.asr.audio import blocks, recording
+from mmdecode.asr.audio.reading import blocks, recording
 from mmdecode.errors import MMDecodeError
 try:
     for _ in blocks(recording(sys.argv[1]), 16_000):

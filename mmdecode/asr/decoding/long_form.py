@@ -14,7 +14,7 @@ Read on: `attempts` (how a window is decoded and judged), `cuts` (where its segm
 
 For Whisper the rules follow transformers' ``generation_whisper.py`` for one recording at a time; a
 test holds tokens and segments to it. In ``chunked`` mode windows are at fixed places instead,
-several of one recording in a step, and joined at the end by `mmdecode.asr.chunks`.
+several of one recording in a step, and joined at the end by `mmdecode.asr.decoding.chunks`.
 
 A draft that copies from a text gets one per row, as ``mm_inputs["source_ids"]``: what the last
 window left unfinished, its times counted from the new window's start, then what it finished; and
@@ -34,16 +34,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.asr import hallucinations
-from mmdecode.asr.alignment import Spoken, Timer
-from mmdecode.asr.attempts import Attempts, Result
-from mmdecode.asr.chunks import join, join_windows
-from mmdecode.asr.cuts import without_loop
-from mmdecode.asr.hallucinations import Place, Verdict
-from mmdecode.asr.n_best import Alternatives
+from mmdecode.asr.alignment.cross_attention import Spoken, Timer
+from mmdecode.asr.alignment.words import timed_words
+from mmdecode.asr.audio.vad import Timeline, VoiceActivity
+from mmdecode.asr.decoding import hallucinations
+from mmdecode.asr.decoding.chunks import join, join_windows
+from mmdecode.asr.decoding.fallback import Attempts, Result
+from mmdecode.asr.decoding.hallucinations import Place, Verdict
+from mmdecode.asr.decoding.n_best import Alternatives
+from mmdecode.asr.decoding.segmentation import without_loop
 from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, changes_audio
-from mmdecode.asr.voice import Timeline, VoiceActivity
-from mmdecode.asr.words import timed_words
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.encoding import grouped
 from mmdecode.errors import OptionError
@@ -52,8 +52,8 @@ from mmdecode.runs.items import Failed, Watch, each, tried
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mmdecode.asr.audio import Source
-    from mmdecode.asr.recording import Recording
+    from mmdecode.asr.audio.reading import Source
+    from mmdecode.asr.audio.recording import Recording
     from mmdecode.decoder import Decoder
 
 

@@ -27,8 +27,8 @@ from mmdecode.guide.fusion import ACOUSTIC
 from mmdecode.registry import adapter_for
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correction import Corrector
-    from mmdecode.asr.n_best_lists import NBestList
+    from mmdecode.asr.correction.corrector import Corrector
+    from mmdecode.asr.correction.n_best_lists import NBestList
 
 COLDEST, HOTTEST = 0.1, 10.0
 _HALVINGS = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmdecode.asr.loops import first_round_end
+from mmdecode.asr.decoding.repetition import first_round_end
 
 Cut = tuple[int, int, list[int]]
 """Start, end and tokens of a segment; in timestamp steps from the start of the window."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmdecode.asr.words import Word, is_marks
+from mmdecode.asr.alignment.words import Word, is_marks
 
 WORDS = 8
 """Words of a segment that are looked at."""

@@ -1,4 +1,4 @@
-"""Letters by frame: what CTC forced alignment reads (`mmdecode.asr.alignment`).
+"""Letters by frame: what CTC forced alignment reads (`mmdecode.asr.alignment.cross_attention`).
 
 `LetterHead` is the zoo's: a small convolutional net on Whisper's own features. It sees 0.3 s to
 either side and no more, on purpose: letters read off the states of Whisper's encoder come at times
@@ -185,7 +185,7 @@ def letters_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCMod
 
     Args:
         method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
-            `mmdecode.asr.alignment.Timer`.
+            `mmdecode.asr.alignment.cross_attention.Timer`.
         model: The Whisper; where no CTC model is named, the head in its folder is used.
         rate: Of its samples.
 

@@ -8,7 +8,7 @@ the order of the input, one per recording; nothing in it depends on when a run w
 how many processes it was made.
 
 Each line has the ``id`` and the absolute ``audio`` path, of a part also where it is, so
-``results.jsonl`` is itself a manifest (`mmdecode.asr.manifest`).
+``results.jsonl`` is itself a manifest (`mmdecode.asr.output.manifest`).
 
 A folder with results is continued only on request, only under the same settings
 (`mmdecode.files`), and only where an id still names the recording whose transcript is there;
@@ -26,12 +26,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mmdecode.asr.audio import Blocks, Source
-from mmdecode.asr.formats import FORMATS, Names, ending
+from mmdecode.asr.audio.reading import Blocks, Source
+from mmdecode.asr.decoding.long_form import ADVICE
 from mmdecode.asr.languages import language_code
-from mmdecode.asr.long_form import ADVICE
-from mmdecode.asr.manifest import Entry
-from mmdecode.asr.subtitles import DEFAULT, Layout
+from mmdecode.asr.output.formats import FORMATS, Names, ending
+from mmdecode.asr.output.manifest import Entry
+from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript, failure_of
 from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mmdecode.asr.audio import Source, blocks
+from mmdecode.asr.audio.reading import Source, blocks
 from mmdecode.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmdecode.asr.audio import Blocks, Source, part, recording
+from mmdecode.asr.audio.reading import Blocks, Source, part, recording
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.runs.inputs import path_in

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.manifest import AUDIO, ID
+from mmdecode.asr.output.manifest import AUDIO, ID
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.files import write_file
 from mmdecode.tables import first_of, read_rows, text_of

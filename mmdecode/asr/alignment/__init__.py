@@ -1,0 +1,1 @@
+"""Word times: by cross-attention, or by CTC forced alignment."""

@@ -1,0 +1,1 @@
+"""Audio files to samples, and which of them hold speech."""

@@ -1,0 +1,1 @@
+"""Correction of N-best lists by language models, alone or fused with the audio."""

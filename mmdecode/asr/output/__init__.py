@@ -1,0 +1,1 @@
+"""Inputs of a job, manifests, and transcripts as files."""
