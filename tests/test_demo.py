@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mmdecode.asr.alignment.words import Word
+from mmdecode.demo.speech import clips_page as page
 from mmdecode.engine.trace import Round
-from mmdecode.evaluation import report as page
 from mmdecode.evaluation.wer import align_as_written, wer
 from mmdecode.files import is_own
 from mmdecode.zoo.speech import speech_test

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mmdecode.cli import demo_image
 from mmdecode.cli.app import app
-from mmdecode.evaluation import image_page as page
+from mmdecode.demo.images import command as demo_image
+from mmdecode.demo.images import page
 from mmdecode.files import is_own
 from mmdecode.image_ar import ImageGenerator
 from tests.pages import checked

@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.cli import demo_recordings, demo_speech
 from mmdecode.cli.app import app
+from mmdecode.demo.speech import command as demo_speech
+from mmdecode.demo.speech import recordings as demo_recordings
+from mmdecode.demo.speech import recordings_page as recording_page
+from mmdecode.demo.speech.clips_page import page
 from mmdecode.engine.trace import Round
-from mmdecode.evaluation import recording_page
-from mmdecode.evaluation.report import page
 from mmdecode.evaluation.wer import wer
 from mmdecode.zoo.real_clips import all_clips, real_clips
 from tests.pages import checked

@@ -11,13 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from mmdecode import registry
-from mmdecode.cli import demo_vlm
 from mmdecode.cli.app import app
 from mmdecode.decoder import Decoder
+from mmdecode.demo.vision import command as demo_vlm
+from mmdecode.demo.vision import page
+from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation import answer_page as page
-from mmdecode.evaluation.attention_map import AttentionMap, attention_map
 from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer

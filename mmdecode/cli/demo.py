@@ -107,16 +107,16 @@ def command(
         asked_for = model if name == chosen[0] else None
         shared = (folder.resolve(), limit, device, dtype, seed, overwrite)
         if name == "speech":
-            from mmdecode.cli import demo_speech
+            from mmdecode.demo.speech import command as demo_speech
 
             found[name] = demo_speech.run(asked_for, draft, repeats, *shared)
         elif name == "vlm":
-            from mmdecode.cli import demo_vlm
+            from mmdecode.demo.vision import command as demo_vlm
 
             loaded = asked_for or MODELS[name]
             found[name] = demo_vlm.run(loaded, GUIDES if guides is None else guides, *shared)
         else:
-            from mmdecode.cli import demo_image
+            from mmdecode.demo.images import command as demo_image
 
             found[name] = demo_image.run(asked_for or MODELS[name], *shared)
     if json:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.demo.speech.clips_page import data_url
 from mmdecode.evaluation.item_comparison import compared_rows
 from mmdecode.evaluation.items import Item
 from mmdecode.evaluation.layout import document, html_table
-from mmdecode.evaluation.report import data_url
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.item_report import ItemReport

@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmdecode.evaluation.report import data_url, head
+from mmdecode.demo.speech.clips_page import data_url, head
 from mmdecode.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.demo.speech.clips_page import marked
 from mmdecode.evaluation.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.layout import (
     Rows,
@@ -26,7 +27,6 @@ from mmdecode.evaluation.layout import (
 from mmdecode.evaluation.n_best import Aligner, changes, count_lists, reference_of
 from mmdecode.evaluation.n_best_methods import FIRST, Output, Parts
 from mmdecode.evaluation.normalisers import ORIGINS
-from mmdecode.evaluation.report import marked
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.statistics import RESAMPLES, holm, interval, resampled_sums
 from mmdecode.evaluation.wer import WER, align_as_written, count_steps, summed

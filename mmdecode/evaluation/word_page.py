@@ -7,9 +7,9 @@ import html
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmdecode.demo.speech.clips_page import marked, player
 from mmdecode.evaluation import plots
 from mmdecode.evaluation.layout import document, html_table
-from mmdecode.evaluation.report import marked, player
 from mmdecode.evaluation.samples import Sample
 from mmdecode.evaluation.wer import align_as_written
 

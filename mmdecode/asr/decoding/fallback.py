@@ -136,7 +136,8 @@ class Attempts:
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
         """The ``keep`` best of ``beams`` beams at each window, see
-        `mmdecode.asr.decoding.beams`."""
+        `mmdecode.asr.decoding.beams`.
+        """
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):

@@ -475,7 +475,8 @@ class Recognizer:
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
         """The ``keep`` best of ``beams`` beams at each window, see
-        `mmdecode.asr.decoding.beams`."""
+        `mmdecode.asr.decoding.beams`.
+        """
         raise NotImplementedError
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:

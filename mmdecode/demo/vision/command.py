@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mmdecode.decoder import Decoder
-    from mmdecode.engine.contracts import Drafter, Guide
-    from mmdecode.evaluation.answer_page import (
+    from mmdecode.demo.vision.page import (
         Answers,
         Asked,
         Drafted,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         Pictured,
         Token,
     )
+    from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.evaluation.chair import Vocabulary
     from mmdecode.vlm.answerer import Answer, Answerer
     from mmdecode.zoo.scenes import Scene
@@ -77,8 +77,8 @@ def run(
     from rich.progress import track
 
     from mmdecode import registry
-    from mmdecode.evaluation import answer_page
-    from mmdecode.evaluation.answer_page import PLAIN, Answers, Pictured, Pictures
+    from mmdecode.demo.vision import page as answer_page
+    from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
     from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
     from mmdecode.files import refuse_foreign, write_file
     from mmdecode.vlm.answerer import Answerer, load
@@ -207,8 +207,8 @@ def _ask(
 ) -> list[Asked]:
     """All questions about one image, each method one question at a time; captions drafted too."""
     from mmdecode.decoder import Decoder
-    from mmdecode.evaluation.answer_page import Asked, Given
-    from mmdecode.evaluation.attention_map import attention_map
+    from mmdecode.demo.vision.attention_map import attention_map
+    from mmdecode.demo.vision.page import Asked, Given
     from mmdecode.vlm.answerer import Answerer
 
     answers: dict[str, list[Answer]] = {}
@@ -257,7 +257,7 @@ def _ask(
 
 def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> Drafted:
     """An answer once more, with a draft."""
-    from mmdecode.evaluation.answer_page import Drafted
+    from mmdecode.demo.vision.page import Drafted
     from mmdecode.vlm.answerer import Answerer
 
     again = Answerer(plain.model, plain.processor, decoder)(
@@ -287,7 +287,7 @@ def _margins(answer: Answer, guided: bool) -> dict[str, float]:
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
     """The tokens of an answer beside what the plain model would have said in their place."""
-    from mmdecode.evaluation.answer_page import Token
+    from mmdecode.demo.vision.page import Token
 
     tokenizer = plain.processor.tokenizer
     steps = [step for one in answer.trace or () for step in one.steps]
@@ -415,7 +415,7 @@ def _conditions(network: Any, seed: int) -> dict[str, str]:
 
 
 def _summary(report: Answers) -> dict[str, Any]:
-    from mmdecode.evaluation.answer_page import drafting, right_of, short_of
+    from mmdecode.demo.vision.page import drafting, right_of, short_of
 
     questions = []
     for picture in report.pictures:
@@ -477,7 +477,7 @@ def _plainly(given: Given) -> dict[str, Any]:
 def _show(report: Answers, summary: Mapping[str, Any]) -> None:
     from rich.table import Table
 
-    from mmdecode.evaluation.answer_page import headline, outcome
+    from mmdecode.demo.vision.page import headline, outcome
 
     print_line(re.sub("<[^>]*>", "", headline(report)), console, "bold")
     print_line(outcome(report), console)

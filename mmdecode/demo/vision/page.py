@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.report import asset, card, data_url, head, keyed, legend, strip
+from mmdecode.demo.speech.clips_page import asset, card, data_url, head, keyed, legend, strip
 
 if TYPE_CHECKING:
+    from mmdecode.demo.vision.attention_map import AttentionMap
     from mmdecode.engine.trace import Round
-    from mmdecode.evaluation.attention_map import AttentionMap
 
 PLAIN = "plain"
 """Name of the model without a guide."""

@@ -1,7 +1,7 @@
 """The first screen of the speech demo: what a recogniser made of recordings of people.
 
-It stands before the page of `mmdecode.evaluation.report` and has its parts: players, marked words,
-and strips that show who proposed which token.
+It stands before the page of `mmdecode.demo.speech.clips_page` and has its parts: players, marked
+words, and strips that show who proposed which token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.evaluation.report import LEGEND, Opening, card, legend, marked, player, strip
+from mmdecode.demo.speech.clips_page import LEGEND, Opening, card, legend, marked, player, strip
 from mmdecode.evaluation.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:

@@ -516,7 +516,7 @@ def _table(report: Report) -> str:
 
 def asset(name: str) -> str:
     """A file of styles or scripts."""
-    return (Path(__file__).parent / "data" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parents[2] / "evaluation" / "data" / name).read_text(encoding="utf-8")
 
 
 def head(title: str, *styles: str) -> str:

@@ -1,7 +1,7 @@
 """``mmdecode demo speech``: the shipped recordings, plainly and drafted.
 
-Recordings of people come first (`mmdecode.cli.demo_recordings`), where a model is there that knows
-more than synthetic speech.
+Recordings of people come first (`mmdecode.demo.speech.recordings`), where a model is there that
+knows more than synthetic speech.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mmdecode.asr.transcriber import Transcriber, Transcript
     from mmdecode.decoder import Decoder
+    from mmdecode.demo.speech.clips_page import Item, Opening, Report
     from mmdecode.engine.trace import Round
-    from mmdecode.evaluation.report import Item, Opening, Report
     from mmdecode.evaluation.wer import WER
     from mmdecode.zoo.speech import Clip
 
@@ -54,7 +54,7 @@ def run(
     )
     refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
     started = time.perf_counter()
-    from mmdecode.evaluation import report as page
+    from mmdecode.demo.speech import clips_page as page
     from mmdecode.evaluation.conditions import load_average
     from mmdecode.zoo.speech import speech_test
 
@@ -118,7 +118,7 @@ def _parts(
     model: str | None, draft: str | None, device: str | None, dtype: str
 ) -> tuple[Part | None, Part, str]:
     """What transcribes people, what synthetic speech, and why nothing transcribes people."""
-    from mmdecode.cli import demo_recordings
+    from mmdecode.demo.speech import recordings as demo_recordings
     from mmdecode.errors import MMDecodeError
 
     def loaded(model: str, draft: str) -> Part:
@@ -146,8 +146,8 @@ def _recordings(
     """Numbers, first screen, rows of texts and subtitles of recordings of people."""
     from mmdecode.asr.output.formats import FORMATS
     from mmdecode.asr.output.subtitles import DEFAULT
-    from mmdecode.cli import demo_recordings
-    from mmdecode.evaluation.recording_page import opening
+    from mmdecode.demo.speech import recordings as demo_recordings
+    from mmdecode.demo.speech.recordings_page import opening
     from mmdecode.zoo.real_clips import all_clips
 
     clips = all_clips()[:limit]
@@ -269,7 +269,7 @@ def _compare(
     """One recording both ways, in turns; what went before warmed both up."""
     import numpy as np
 
-    from mmdecode.evaluation.report import Item
+    from mmdecode.demo.speech.clips_page import Item
 
     plain, drafted = ways
     plain(clip.path)
@@ -342,7 +342,7 @@ def _report(
 
     import numpy as np
 
-    from mmdecode.evaluation.report import Report
+    from mmdecode.demo.speech.clips_page import Report
     from mmdecode.evaluation.wer import wer
 
     short = items[: len(clips)]
@@ -453,7 +453,7 @@ def _summary(report: Report, items: Sequence[Item], short: int) -> dict[str, Any
 def _show(report: Report, summary: dict[str, Any], items: Sequence[Item], short: int) -> None:
     from rich.table import Table
 
-    from mmdecode.evaluation.report import score_text
+    from mmdecode.demo.speech.clips_page import score_text
 
     table = Table("", "plain", "drafted", "ratio")
     before, after = summary["plain_passes"], summary["passes"]

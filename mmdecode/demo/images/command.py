@@ -13,7 +13,7 @@ from mmdecode.cli.output import console, print_line, warnings_shown
 from mmdecode.cli.progress import only_our_output
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.image_page import Drawn, Way, Ways
+    from mmdecode.demo.images.page import Drawn, Way, Ways
     from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
 
 PICTURES = 4
@@ -38,8 +38,8 @@ def run(
     """
     from rich.progress import track
 
-    from mmdecode.evaluation import image_page
-    from mmdecode.evaluation.image_page import Way, Ways
+    from mmdecode.demo.images import page as image_page
+    from mmdecode.demo.images.page import Way, Ways
     from mmdecode.files import refuse_foreign, write_file
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.loading import load
@@ -112,7 +112,7 @@ def _called(image: GeneratedImage) -> str:
 
 
 def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> list[Drawn]:
-    from mmdecode.evaluation.image_page import Drawn
+    from mmdecode.demo.images.page import Drawn
 
     found = []
     for place, image in enumerate(images):
@@ -173,7 +173,7 @@ def _summary(report: Ways) -> dict[str, Any]:
 def _show(report: Ways, summary: Mapping[str, Any]) -> None:
     from rich.table import Column, Table
 
-    from mmdecode.evaluation.image_page import numbers
+    from mmdecode.demo.images.page import numbers
 
     found = numbers(report)
     about = [name for name in found[report.ways[0].name] if name != "law"]

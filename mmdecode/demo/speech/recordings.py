@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mmdecode.asr.transcriber import Transcript
-    from mmdecode.cli.demo_speech import Way
-    from mmdecode.evaluation.recording_page import Recording, Recordings
+    from mmdecode.demo.speech.command import Way
+    from mmdecode.demo.speech.recordings_page import Recording, Recordings
     from mmdecode.zoo.real_clips import RealClip
 
 DRAFT = "recycling"
@@ -55,7 +55,7 @@ def transcribe(
     """
     from rich.progress import track
 
-    from mmdecode.evaluation.recording_page import Recordings
+    from mmdecode.demo.speech.recordings_page import Recordings
     from mmdecode.evaluation.wer import wer
 
     plain, drafted = ways
@@ -88,8 +88,8 @@ def transcribe(
 
 def _compare(plain: Way, drafted: Way, clip: RealClip) -> tuple[Recording, Transcript]:
     """One clip each way, once."""
+    from mmdecode.demo.speech.recordings_page import Recording
     from mmdecode.engine.trace import Round
-    from mmdecode.evaluation.recording_page import Recording
 
     ids, generate_s = _generate(plain, clip)
     _, plain_s, plain_total_s = plain(clip.path)
@@ -138,7 +138,7 @@ def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, f
 
 def summary(found: Recordings) -> dict[str, Any]:
     """The numbers, as JSON holds them."""
-    from mmdecode.cli.demo_speech import score
+    from mmdecode.demo.speech.command import score
 
     times = {name: round(seconds, 4) for name, seconds in found.times().items()}
     return {
@@ -172,7 +172,7 @@ def show(found: Recordings) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mmdecode.evaluation.report import score_text
+    from mmdecode.demo.speech.clips_page import score_text
 
     table = Table("recording", "heard", box=None, padding=(0, 2, 0, 0))
     for item in found.items:

@@ -1,0 +1,1 @@
+"""The demonstrations: pages, their assets, and the commands that make them."""

@@ -1,0 +1,1 @@
+"""``mmdecode demo vlm``."""
