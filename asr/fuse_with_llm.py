@@ -32,7 +32,7 @@ from mmdecode.asr.correction.n_best_lists import lists_of
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.errors import run_script
-from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
+from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.files import (
     append_line,
     marked_json,

@@ -41,7 +41,7 @@ from speech import clips, encode, windows
 
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import interleaved, load, machine
+from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine
 
 HERE = Path(__file__).parent
 WARM = 4

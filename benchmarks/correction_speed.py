@@ -24,8 +24,8 @@ from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.n_best_lists import read_lists, split
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
-from mmdecode.evaluation.n_best import SHIPPED
-from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
+from mmdecode.evaluation.nbest.n_best import SHIPPED
+from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.train.corrector import JUDGED
 
 HERE = Path(__file__).parent

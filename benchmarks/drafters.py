@@ -37,7 +37,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
+from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.testing.drafts import Siblings
 from mmdecode.train.medusa import MedusaOptions, collect, ranks, whisper_prompt
 from mmdecode.zoo import grammar

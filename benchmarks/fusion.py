@@ -35,10 +35,10 @@ from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCo
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import run_script
-from mmdecode.evaluation.n_best import Aligner, count_lists
-from mmdecode.evaluation.statistics import mapsswe, paired_bootstrap
-from mmdecode.evaluation.stopwatch import load
-from mmdecode.evaluation.wer import count_steps, summed
+from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
+from mmdecode.evaluation.speech.wer import count_steps, summed
+from mmdecode.evaluation.speed.stopwatch import load
+from mmdecode.evaluation.stats.intervals import mapsswe, paired_bootstrap
 from mmdecode.files import (
     append_line,
     check_settings,

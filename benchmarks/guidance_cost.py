@@ -29,7 +29,7 @@ from mmdecode import registry
 from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio
+from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine, ratio
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
 from mmdecode.zoo.scenes import render

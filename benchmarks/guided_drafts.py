@@ -38,7 +38,7 @@ from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
+from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.frontdoor import generate
 from mmdecode.vlm import Answerer
 

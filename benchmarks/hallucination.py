@@ -27,8 +27,8 @@ from plot_hallucination import draw
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.vlm_data import read_questions
-from mmdecode.evaluation.vlm_runs import INERT, Recorder, modes_of
+from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.evaluation.vision.runs import INERT, Recorder, modes_of
 from mmdecode.files import run_of
 from mmdecode.vlm.answerer import load
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from pages import table
 
-from mmdecode.evaluation.statistics import holm
+from mmdecode.evaluation.stats.intervals import holm
 
 Summary = dict[str, Any]
 SPLITS = ("random", "popular", "adversarial")

@@ -29,10 +29,10 @@ from pages import parsed, table, write_page, write_result
 
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
-from mmdecode.evaluation.image_means import equivalence, mean_of, welch
-from mmdecode.evaluation.image_runs import forced_logits
-from mmdecode.evaluation.image_samples import likelihood
-from mmdecode.evaluation.stopwatch import machine
+from mmdecode.evaluation.images.runs import forced_logits
+from mmdecode.evaluation.images.samples import likelihood
+from mmdecode.evaluation.speed.stopwatch import machine
+from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
 from mmdecode.files import write_arrays
 from mmdecode.image_ar.painters import RoundCounts
 from mmdecode.testing import mistakes

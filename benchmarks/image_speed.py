@@ -35,7 +35,7 @@ from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import interleaved, load, machine, ratio, timed
+from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine, ratio, timed
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.loading import load as load_model

@@ -23,7 +23,7 @@ import soundfile
 import torch
 
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import machine
+from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.files import marked_json, refuse_foreign, write_file, write_folder
 from mmdecode.zoo.speech import speech_test
 

@@ -26,7 +26,7 @@ from transformers import WhisperProcessor
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.decoder import Decoder
 from mmdecode.evaluation.conditions import now
-from mmdecode.evaluation.stopwatch import interleaved
+from mmdecode.evaluation.speed.stopwatch import interleaved
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000

@@ -20,7 +20,7 @@ from step_speed import Shape, build, runner, shapes
 
 from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
-from mmdecode.evaluation.memory import row_bytes
+from mmdecode.evaluation.speed.memory import row_bytes
 from mmdecode.testing.drafts import Random
 from mmdecode.testing.memory import LiveStorage
 

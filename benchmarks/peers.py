@@ -278,7 +278,7 @@ def word_errors(
 ) -> float | None:
     """Word error rate of ids; ``None``: there are no texts, or what counts is not installed."""
     from mmdecode.errors import MissingExtraError
-    from mmdecode.evaluation.wer import wer
+    from mmdecode.evaluation.speech.wer import wer
 
     if texts is None:
         return None

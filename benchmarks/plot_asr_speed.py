@@ -12,7 +12,7 @@ from mmdecode.files import write_file
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from mmdecode.evaluation.layout import drawing
+from mmdecode.evaluation.report.layout import drawing
 
 ENGINES = {
     "generate": ("transformers generate", "#9aa0a6"),

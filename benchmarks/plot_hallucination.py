@@ -13,7 +13,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from hallucination_tables import HARDEST, Summary, greedy_verdict, settings
 
-from mmdecode.evaluation.layout import drawing
+from mmdecode.evaluation.report.layout import drawing
 
 CROWD = 0.95  # points from the plain model; those nearer are not named
 HELPS, OTHERS, CURVE = "#0b8043", "#4c8bf5", "#9aa0a6"

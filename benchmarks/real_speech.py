@@ -65,7 +65,7 @@ from mmdecode.asr import Transcriber
 from mmdecode.asr.transcriber import make_options
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import IncompatibleError, MissingExtraError, OptionError, run_script
-from mmdecode.evaluation.stopwatch import Cost, interleaved, load, machine
+from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.models.moonshine.wheel import assets
 from mmdecode.zoo.real_clips import RealClip, all_clips
 
@@ -100,7 +100,7 @@ class Clips:
 
     def word_errors(self, heard: list[str]) -> dict[str, Any]:
         """Of transcripts in the order of the clips; empty where what counts is not installed."""
-        from mmdecode.evaluation.wer import wer
+        from mmdecode.evaluation.speech.wer import wer
 
         try:
             found = wer(self.texts, heard, resamples=1)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mmdecode.errors import run_script
-from mmdecode.evaluation.non_speech import RATE, write_flac
+from mmdecode.evaluation.speech.non_speech import RATE, write_flac
 from mmdecode.files import overwriting, refuse_foreign_in
 from mmdecode.tables import write_rows
 from mmdecode.zoo import grammar, synthesis

@@ -40,7 +40,7 @@ from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import Drafter, DraftSession
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import run_script
-from mmdecode.evaluation.stopwatch import machine, timed
+from mmdecode.evaluation.speed.stopwatch import machine, timed
 from mmdecode.testing.table import Table, decode
 
 HERE = Path(__file__).parent

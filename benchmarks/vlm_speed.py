@@ -5,8 +5,8 @@
 
 Detailed descriptions of scenes that neither model nor drafters were trained on, greedy and drawn,
 in batches of 1, 4 and 16, with and without the guidance of VCD. What is measured and how is in
-`mmdecode.evaluation.draft_speed`; ``mmdecode bench vlm`` does the same on a model of one's own.
-Settings of the drafts were fixed before, on other scenes.
+`mmdecode.evaluation.speed.draft_speed`; ``mmdecode bench vlm`` does the same on a model of one's
+own. Settings of the drafts were fixed before, on other scenes.
 
 The load of the machine is printed at the start and at the end; close everything else.
 """
@@ -27,8 +27,8 @@ from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
 from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import MMDecodeError, run_script
-from mmdecode.evaluation.draft_speed import PEERS, Setting, Speed, measure, sureness, working
-from mmdecode.evaluation.stopwatch import load, machine
+from mmdecode.evaluation.speed.draft_speed import PEERS, Setting, Speed, measure, sureness, working
+from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.testing.drafts import Random
 from mmdecode.vlm import Answerer
 

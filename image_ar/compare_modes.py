@@ -5,7 +5,7 @@
 Prints a row per mode: tokens per pass, seconds per picture (pixels left out, after a warm-up), how
 many pictures are those of ``ar``, and bits per token under the guided law with its spread over
 pictures. ``exact`` has all pictures of ``ar``. ``fast`` has its law, which few pictures can neither
-prove nor refute: `mmdecode.evaluation.image_samples` has tests for that. ``relaxed`` has neither.
+prove nor refute: `mmdecode.evaluation.images.samples` has tests for that. ``relaxed`` has neither.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Results go to a folder, or to one file of lines. `RUN` in the folder, or a file of that ending
 beside the file, says under which settings they were made; whatever else is there belongs to its
-kind of run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.runs`).
+kind of run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.speech.runs`).
 """
 
 from __future__ import annotations

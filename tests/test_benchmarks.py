@@ -426,7 +426,7 @@ def test_peers_transcribe_a_manifest_and_are_scored(call, tmp_path):
     words += ["--report", str(out), "--device", "cpu", "--dtype", "float32", "--batch-size", "2"]
     call("run_peer", *words, "--fallback")
     from mmdecode.asr.output.manifest import read_manifest
-    from mmdecode.evaluation.samples import match
+    from mmdecode.evaluation.speech.samples import match
 
     samples = match(read_manifest(manifest, text=True), out, "transformers")
     assert all(sample.pred_text[0].isupper() and sample.time > 0 for sample in samples)

@@ -12,7 +12,7 @@ import pytest
 from mmdecode.asr.alignment.words import Word
 from mmdecode.demo.speech import clips_page as page
 from mmdecode.engine.trace import Round
-from mmdecode.evaluation.wer import align_as_written, wer
+from mmdecode.evaluation.speech.wer import align_as_written, wer
 from mmdecode.files import is_own
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked

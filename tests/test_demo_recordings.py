@@ -15,7 +15,7 @@ from mmdecode.demo.speech import recordings as demo_recordings
 from mmdecode.demo.speech import recordings_page as recording_page
 from mmdecode.demo.speech.clips_page import page
 from mmdecode.engine.trace import Round
-from mmdecode.evaluation.wer import wer
+from mmdecode.evaluation.speech.wer import wer
 from mmdecode.zoo.real_clips import all_clips, real_clips
 from tests.pages import checked
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel

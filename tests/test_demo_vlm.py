@@ -18,7 +18,7 @@ from mmdecode.demo.vision import page
 from mmdecode.demo.vision.attention_map import AttentionMap, attention_map
 from mmdecode.engine.trace import Round
 from mmdecode.errors import MMDecodeError
-from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
+from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
 from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import image_name, scenes_from

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mmdecode.evaluation import CaptionReport, YesNoReport
-from mmdecode.evaluation.chair import Vocabulary
-from mmdecode.evaluation.items import CaptionItem, YesNoItem
-from mmdecode.evaluation.vlm_runs import comparisons_of, modes_of
+from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem
+from mmdecode.evaluation.vision.runs import comparisons_of, modes_of
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 
 ROOT = Path(__file__).parents[1]
 SPLITS = ("random", "popular", "adversarial")

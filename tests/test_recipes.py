@@ -12,7 +12,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from mmdecode.evaluation.draft_speed import AGAIN, PLAIN
+from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_rows, write_images
 from mmdecode.zoo.scenes import draw_scene, render

@@ -22,7 +22,7 @@ from pathlib import Path
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
-from mmdecode.evaluation.draft_speed import Setting, measure
+from mmdecode.evaluation.speed.draft_speed import Setting, measure
 from mmdecode.train.drafter import train
 from mmdecode.train.drafter_recipes import Options
 from mmdecode.train.drafter_targets import Texts, scene_requests

@@ -19,8 +19,8 @@ from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.audit import AuditReport, Finding
-    from mmdecode.evaluation.plain import Case
+    from mmdecode.evaluation.audit.audit import AuditReport, Finding
+    from mmdecode.evaluation.audit.plain import Case
 
 ROWS = 30
 """Sequences that the table shows at most; those that differ come first."""
@@ -114,8 +114,8 @@ def command(
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.decoder import Decoder
-    from mmdecode.evaluation.audit import audit
-    from mmdecode.evaluation.plain import UNCUT, Plain
+    from mmdecode.evaluation.audit.audit import audit
+    from mmdecode.evaluation.audit.plain import UNCUT, Plain
 
     if tokens is not None and (draft or guide or accept != "auto"):
         raise OptionError(
@@ -249,7 +249,7 @@ def speech_cases(
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.asr.recognizers.whisper_features import Mel, Speech
     from mmdecode.asr.recognizers.whisper_prompts import Prompts
-    from mmdecode.evaluation.plain import Case
+    from mmdecode.evaluation.audit.plain import Case
 
     options = options or TranscribeOptions()
     config = model.generation_config
@@ -286,7 +286,7 @@ def _text(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
-    from mmdecode.evaluation.plain import Case
+    from mmdecode.evaluation.audit.plain import Case
 
     if not data:
         raise OptionError(f"{model} is a text model; give --data FILE with one prompt per line")

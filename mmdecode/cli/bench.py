@@ -21,7 +21,7 @@ from mmdecode.errors import OptionError
 from mmdecode.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.draft_speed import Speed
+    from mmdecode.evaluation.speed.draft_speed import Speed
 
 app = typer.Typer(help="Measure speed against plain decoding.", cls=Group)
 SCENES = "zoo:scenes"
@@ -91,7 +91,7 @@ def vlm(
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
     """
     from mmdecode import registry
-    from mmdecode.evaluation.draft_speed import (
+    from mmdecode.evaluation.speed.draft_speed import (
         PEERS,
         Setting,
         calls,
@@ -99,7 +99,7 @@ def vlm(
         sureness,
         working,
     )
-    from mmdecode.evaluation.stopwatch import load, machine
+    from mmdecode.evaluation.speed.stopwatch import load, machine
     from mmdecode.vlm import Answerer
 
     if out_dir is not None:

@@ -28,7 +28,7 @@ from mmdecode.cli.shared import Group
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.evaluation.samples import Sample
+    from mmdecode.evaluation.speech.samples import Sample
 
 ABOUT = "Score models on speech or on images, or transcripts made elsewhere."
 app = typer.Typer(cls=Group, help=ABOUT)
@@ -177,11 +177,11 @@ def wer(
     """
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.journal import refuse_taken
-    from mmdecode.evaluation.normalisers import normaliser_of
-    from mmdecode.evaluation.pier import refuse_points
-    from mmdecode.evaluation.runs import SAMPLES
-    from mmdecode.evaluation.wer import default_scorer
-    from mmdecode.evaluation.word_report import WERReport
+    from mmdecode.evaluation.speech.normalisers import normaliser_of
+    from mmdecode.evaluation.speech.pier import refuse_points
+    from mmdecode.evaluation.speech.runs import SAMPLES
+    from mmdecode.evaluation.speech.wer import default_scorer
+    from mmdecode.evaluation.speech.word_report import WERReport
     from mmdecode.files import claimed
 
     given = {"--model": model, "--hypotheses": hypotheses, "--rescore": rescore}
@@ -328,8 +328,8 @@ def _entries(manifest: Path, limit: int | None, normalise: Any, left_out: list[s
     """
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import InputError
-    from mmdecode.evaluation.normalisers import is_scored
-    from mmdecode.evaluation.pier import untagged
+    from mmdecode.evaluation.speech.normalisers import is_scored
+    from mmdecode.evaluation.speech.pier import untagged
 
     entries = read_manifest(manifest, None if normalise else limit, text=True, left_out=left_out)
     if normalise:
@@ -375,7 +375,7 @@ def _run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
     from mmdecode.evaluation.conditions import conditions_of
-    from mmdecode.evaluation.runs import data_hash
+    from mmdecode.evaluation.speech.runs import data_hash
 
     conditions = conditions_of(transcribers) | settings
     conditions["batch_size"] = settings["options"]["batch_size"]
@@ -398,7 +398,7 @@ def _recorded(folder: Path) -> tuple[list[Sample], dict[str, Any]]:
     import json as json_module
 
     from mmdecode.errors import InputError
-    from mmdecode.evaluation.runs import read_samples
+    from mmdecode.evaluation.speech.runs import read_samples
 
     samples = read_samples(folder)
     try:
@@ -420,7 +420,7 @@ def _foreign(
     """Samples of transcripts made elsewhere, a mode per file."""
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.samples import match, read_results
+    from mmdecode.evaluation.speech.samples import match, read_results
 
     sources: dict[str, Path] = {}
     for text in hypotheses:

@@ -22,8 +22,8 @@ from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.image_classifier import Classifier
-    from mmdecode.evaluation.image_report import ImageReport
-    from mmdecode.evaluation.image_runs import ImageRow, Recorder
+    from mmdecode.evaluation.images.report import ImageReport
+    from mmdecode.evaluation.images.runs import ImageRow, Recorder
     from mmdecode.image_ar.loading import RasterModel
 
 AUTO, NOTHING = "auto", "none"
@@ -124,10 +124,10 @@ def images(
     """
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import surroundings
-    from mmdecode.evaluation.image_report import ImageReport
-    from mmdecode.evaluation.image_runs import ROWS, Recorder, groups_of, modes_of
+    from mmdecode.evaluation.images.report import ImageReport
+    from mmdecode.evaluation.images.runs import ROWS, Recorder, groups_of, modes_of
     from mmdecode.evaluation.journal import refuse_taken
-    from mmdecode.evaluation.plots import drawable
+    from mmdecode.evaluation.report.plots import drawable
     from mmdecode.files import claimed
     from mmdecode.image_ar.loading import config_of, load
 
@@ -282,7 +282,7 @@ def _drawn(
     overwrite: bool,
 ) -> list[ImageRow]:
     """Rows of all modes; appended to the output as they come."""
-    from mmdecode.evaluation.image_runs import journal_of
+    from mmdecode.evaluation.images.runs import journal_of
 
     journal = journal_of(output, settings, resume, overwrite) if output else None
     with progress_bar() as bar, contextlib.ExitStack() as stack:
@@ -300,7 +300,7 @@ def _scored(
     judge: Classifier | None,
     batch: int,
 ) -> dict[str, Any]:
-    from mmdecode.evaluation.image_report import measured
+    from mmdecode.evaluation.images.report import measured
 
     with console.status("reading the images again") if console.is_terminal else _quiet():
         return measured(model, recorder, rows, judge, batch)
@@ -309,7 +309,7 @@ def _scored(
 def _truth(
     model: RasterModel, judge: Classifier, source: str, training: Path | None, n: int
 ) -> Any:
-    from mmdecode.evaluation.image_truth import truth_of
+    from mmdecode.evaluation.images.references import truth_of
 
     count = min(max(2 * n, MIN_REAL), MAX_REAL)
     with console.status("looking at real pictures") if console.is_terminal else _quiet():

@@ -18,7 +18,7 @@ from mmdecode.cli.progress import only_our_output, progress_bar
 if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
     from mmdecode.evaluation.journal import Journal
-    from mmdecode.evaluation.n_best_methods import Method, ModelRow, Parts
+    from mmdecode.evaluation.nbest.methods import Method, ModelRow, Parts
 
 SHOWN = 5  # failures listed one by one
 Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
@@ -108,9 +108,9 @@ def nbest(
     import mmdecode
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.journal import refuse_taken
-    from mmdecode.evaluation.n_best import Aligner
-    from mmdecode.evaluation.n_best_methods import ROWS, Method, outputs, parts_of
-    from mmdecode.evaluation.n_best_report import NBestReport, joined_rows, save_reports
+    from mmdecode.evaluation.nbest.methods import ROWS, Method, outputs, parts_of
+    from mmdecode.evaluation.nbest.n_best import Aligner
+    from mmdecode.evaluation.nbest.report import NBestReport, joined_rows, save_reports
     from mmdecode.files import claimed
 
     if resume and output is None:
@@ -191,7 +191,7 @@ def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list
     from mmdecode.asr.correction.n_best_lists import read_lists
     from mmdecode.asr.output.manifest import read_manifest
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.n_best import SHIPPED, with_references
+    from mmdecode.evaluation.nbest.n_best import SHIPPED, with_references
 
     entries = read_manifest(references, audio=False, text=True) if references else []
     found: dict[str, list[NBestList]] = {}
@@ -220,7 +220,7 @@ def _rows(
 ) -> Rows:
     """What the methods' models make of the lists that are not for training."""
     from mmdecode.evaluation.journal import Journal
-    from mmdecode.evaluation.n_best_methods import ROWS, read_model_rows
+    from mmdecode.evaluation.nbest.methods import ROWS, read_model_rows
 
     journal: Journal[ModelRow] | None = None
     if output is not None:
@@ -262,7 +262,7 @@ def _made(
     """Rows of one model that are not there yet."""
     from mmdecode.asr.correction.corrector import Corrector
     from mmdecode.asr.correction.selection import TextScorer
-    from mmdecode.evaluation.n_best_methods import corrected, scored
+    from mmdecode.evaluation.nbest.methods import corrected, scored
     from mmdecode.runs.items import Watch
 
     todo = {

@@ -98,10 +98,10 @@ def silence(
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.journal import refuse_taken
-    from mmdecode.evaluation.non_speech import write_flac
-    from mmdecode.evaluation.plots import drawable
-    from mmdecode.evaluation.runs import SAMPLES, data_hash
-    from mmdecode.evaluation.silence import SilenceReport
+    from mmdecode.evaluation.report.plots import drawable
+    from mmdecode.evaluation.speech.non_speech import write_flac
+    from mmdecode.evaluation.speech.runs import SAMPLES, data_hash
+    from mmdecode.evaluation.speech.silence import SilenceReport
     from mmdecode.files import claimed
 
     guides, sets = ["whisper_cd"] if guide is None else guide, speech or [ZOO]
@@ -231,7 +231,7 @@ def _read(
     from dataclasses import replace
 
     from mmdecode.asr.output.manifest import read_manifest
-    from mmdecode.evaluation.silence import NON_SPEECH, SPEECH
+    from mmdecode.evaluation.speech.silence import NON_SPEECH, SPEECH
 
     for entry in read_manifest(recordings, limit, left_out=left_out) if recordings else ():
         yield replace(entry, id=f"{NON_SPEECH}/recordings/{entry.id}", text="")
@@ -251,8 +251,8 @@ def _sounds(
     """Recordings without speech; what makes their files goes into ``made``."""
     from dataclasses import replace
 
-    from mmdecode.evaluation.non_speech import sounds
-    from mmdecode.evaluation.silence import NON_SPEECH
+    from mmdecode.evaluation.speech.non_speech import sounds
+    from mmdecode.evaluation.speech.silence import NON_SPEECH
 
     for entry, samples in sounds(folder, min(clips, limit or clips), seconds, seed):
         made[Path(entry.audio or "")] = samples
@@ -264,7 +264,7 @@ def _zoo_speech(
 ) -> Iterator[Entry]:
     """Shipped recordings of speech with texts, clean and noisy, which are made as `_sounds` are."""
     from mmdecode.asr.output.manifest import Entry
-    from mmdecode.evaluation.silence import SPEECH
+    from mmdecode.evaluation.speech.silence import SPEECH
     from mmdecode.zoo.speech import speech_test
 
     clips = speech_test()[:limit]

@@ -28,10 +28,10 @@ from mmdecode.cli.progress import only_our_output, progress_bar, tell_changed
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mmdecode.evaluation.item_report import ItemReport
-    from mmdecode.evaluation.items import Item
-    from mmdecode.evaluation.vlm_data import Questions
-    from mmdecode.evaluation.vlm_runs import Mode, Recorder
+    from mmdecode.evaluation.report.item_report import ItemReport
+    from mmdecode.evaluation.vision.data import Questions
+    from mmdecode.evaluation.vision.items import Item
+    from mmdecode.evaluation.vision.runs import Mode, Recorder
     from mmdecode.vlm.images import ImageSource
 
 READING = ".reading"  # the image that is being read, see mmdecode.crashes
@@ -349,7 +349,7 @@ def published(
 
       mmdecode evaluate published table.csv
     """
-    from mmdecode.evaluation.table_lint import check_table
+    from mmdecode.evaluation.vision.table_lint import check_table
 
     problems = check_table(table)
     if json:
@@ -383,10 +383,10 @@ def _evaluate(
 ) -> None:
     """Runs or rescores, writes the report and shows it."""
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.answers import parser_of
-    from mmdecode.evaluation.items import ITEMS
     from mmdecode.evaluation.journal import refuse_taken
-    from mmdecode.evaluation.plots import drawable
+    from mmdecode.evaluation.report.plots import drawable
+    from mmdecode.evaluation.vision.answers import parser_of
+    from mmdecode.evaluation.vision.items import ITEMS
     from mmdecode.files import claimed
 
     if (model is None) == (rescore is None):
@@ -470,10 +470,10 @@ def _run(
     """Decodes what is asked in all modes."""
     from mmdecode.errors import OptionError
     from mmdecode.evaluation.conditions import surroundings
-    from mmdecode.evaluation.items import YesNoItem
-    from mmdecode.evaluation.pope import SUFFIXES
-    from mmdecode.evaluation.vlm_data import read_questions
-    from mmdecode.evaluation.vlm_runs import Recorder, modes_of
+    from mmdecode.evaluation.vision.data import read_questions
+    from mmdecode.evaluation.vision.items import YesNoItem
+    from mmdecode.evaluation.vision.runs import Recorder, modes_of
+    from mmdecode.evaluation.vision.tasks.pope import SUFFIXES
     from mmdecode.vlm.answerer import load
 
     if not data:
@@ -555,7 +555,7 @@ def _decoded(
 ) -> list[Any]:
     """Rows of all modes; appended to the output as they come."""
     from mmdecode.crashes import Journal, suspects_in
-    from mmdecode.evaluation.vlm_runs import journal_of
+    from mmdecode.evaluation.vision.runs import journal_of
     from mmdecode.vlm.crashes import watched
 
     def noted(name: str, source: ImageSource) -> ImageSource:
@@ -589,9 +589,9 @@ def _recorded(folder: Path, task: str) -> _Run:
         OptionError: It is of another task.
     """
     from mmdecode.errors import InputError, OptionError
-    from mmdecode.evaluation.items import CaptionItem, ChoiceItem, YesNoItem, read_items
-    from mmdecode.evaluation.vlm_data import drawn_image
-    from mmdecode.evaluation.vlm_runs import Mode
+    from mmdecode.evaluation.vision.data import drawn_image
+    from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, read_items
+    from mmdecode.evaluation.vision.runs import Mode
     from mmdecode.files import RUN
 
     try:
@@ -623,8 +623,8 @@ def _recorded(folder: Path, task: str) -> _Run:
 def _report(run: _Run, parser: str | None, basis: dict[str, Any]) -> ItemReport[Any]:
     """The report that goes with the task."""
     from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
-    from mmdecode.evaluation.vlm_data import vocabulary_of
-    from mmdecode.evaluation.vlm_runs import NONE, comparisons_of
+    from mmdecode.evaluation.vision.data import vocabulary_of
+    from mmdecode.evaluation.vision.runs import NONE, comparisons_of
 
     task = run.settings["task"]
     basis |= {

@@ -84,7 +84,7 @@ def show_tables(tables: Iterable[Sequence[Mapping[str, str]]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from mmdecode.evaluation.layout import markdown
+    from mmdecode.evaluation.report.layout import markdown
 
     for rows in tables:
         if not out.is_terminal:

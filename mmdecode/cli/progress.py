@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.journal import Journal
-    from mmdecode.evaluation.samples import Sample
+    from mmdecode.evaluation.speech.samples import Sample
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:
@@ -84,9 +84,9 @@ def recorded(
         resume: Whether it goes on with what the folder holds.
         overwrite: Whether it may replace what the folder holds.
         begin: Called where the folder can be continued, before the first recording is read.
-        **how: See `mmdecode.evaluation.runs.record`.
+        **how: See `mmdecode.evaluation.speech.runs.record`.
     """
-    from mmdecode.evaluation.runs import journal_of, record
+    from mmdecode.evaluation.speech.runs import journal_of, record
 
     fixed = {name: value for name, value in conditions.items() if name != "load_average"}
     journal = journal_of(out_dir, fixed, resume, overwrite, entries) if out_dir else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mmdecode.asr.streaming import Update
-    from mmdecode.evaluation.latency import StreamReport
+    from mmdecode.evaluation.speed.latency import StreamReport
 
 
 def command(
@@ -74,7 +74,7 @@ def command(
     """
     from mmdecode.asr.streaming import Stream, policy_of
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.evaluation.latency import StreamMeter
+    from mmdecode.evaluation.speed.latency import StreamMeter
 
     without_other_bars()
     policy_of(policy)  # refused before a model is loaded

@@ -539,7 +539,7 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
     """The page of who decided the words, of this run and those that it continues."""
     import mmdecode
     from mmdecode.asr.output.jobs import RESULTS
-    from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
+    from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
     from mmdecode.files import explained, write_file
     from mmdecode.tables import read_rows
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.audit import AuditReport, audit
-from mmdecode.evaluation.memory import RowBytes, row_bytes
-from mmdecode.evaluation.plain import Case, Plain
-from mmdecode.evaluation.word_report import Comparison, WERReport, wer_report
+from mmdecode.evaluation.audit.audit import AuditReport, audit
+from mmdecode.evaluation.audit.plain import Case, Plain
+from mmdecode.evaluation.speech.word_report import Comparison, WERReport, wer_report
+from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.caption_report import CaptionReport
-    from mmdecode.evaluation.choice_report import ChoiceReport
-    from mmdecode.evaluation.yes_no_report import YesNoReport
+    from mmdecode.evaluation.vision.caption_report import CaptionReport
+    from mmdecode.evaluation.vision.choice_report import ChoiceReport
+    from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
 __all__ = [
     "AuditReport",
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CaptionReport": "caption_report",
-    "ChoiceReport": "choice_report",
-    "YesNoReport": "yes_no_report",
+    "CaptionReport": "vision.caption_report",
+    "ChoiceReport": "vision.choice_report",
+    "YesNoReport": "vision.yes_no_report",
 }
 
 

@@ -1,7 +1,7 @@
 """A classifier that was trained apart from the image models, as a judge of their images.
 
 ``zoo:scene-classifier`` knows the scenes of the zoo; any folder that timm reads serves for other
-classes. Its penultimate features carry the distances of `mmdecode.evaluation.image_samples`.
+classes. Its penultimate features carry the distances of `mmdecode.evaluation.images.samples`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from mmdecode.asr.correction.corrector import (
 )
 from mmdecode.asr.correction.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.wer import count_errors
+from mmdecode.evaluation.speech.wer import count_errors
 from mmdecode.files import (
     RUN,
     check_settings,

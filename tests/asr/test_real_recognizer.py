@@ -6,7 +6,7 @@ import pytest
 
 from mmdecode.asr import Transcriber
 from mmdecode.asr.audio.reading import blocks, recording
-from mmdecode.evaluation.normalisers import normaliser_of
+from mmdecode.evaluation.speech.normalisers import normaliser_of
 from mmdecode.zoo.real_clips import real_clips
 from tests.support.moonshine import NAME, needs_wheel
 

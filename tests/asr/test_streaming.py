@@ -21,7 +21,7 @@ from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
 from mmdecode.cli import app as cli
 from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.latency import StreamMeter
+from mmdecode.evaluation.speed.latency import StreamMeter
 from tests.asr import tiny_recognizers
 
 RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1

@@ -15,7 +15,7 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.recycling import Recycling
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError, InputError
-from mmdecode.evaluation.non_speech import sound
+from mmdecode.evaluation.speech.non_speech import sound
 from mmdecode.guide.whisper_cd import WhisperCD, silent
 from mmdecode.zoo.speech import speech_test
 from tests.support.traced import Traced

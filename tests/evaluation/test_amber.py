@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.amber import amber_scores, read_amber
-from mmdecode.evaluation.hallusion import hallusion_scores, read_hallusion
-from mmdecode.evaluation.items import YesNoItem
-from mmdecode.evaluation.yes_no_report import YesNoReport
+from mmdecode.evaluation.vision.items import YesNoItem
+from mmdecode.evaluation.vision.tasks.amber import amber_scores, read_amber
+from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores, read_hallusion
+from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -18,9 +18,9 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.noise import Noise
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.audit import audit
-from mmdecode.evaluation.draws import FEWEST, p_of_draws
-from mmdecode.evaluation.plain import Case, Plain
+from mmdecode.evaluation.audit.audit import audit
+from mmdecode.evaluation.audit.plain import Case, Plain
+from mmdecode.evaluation.stats.draws import FEWEST, p_of_draws
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing.drafts import Known
 from mmdecode.zoo.speech import speech_test

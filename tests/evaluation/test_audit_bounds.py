@@ -12,9 +12,9 @@ from mmdecode.accept.exact import SampleMatch
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import InputError
-from mmdecode.evaluation.audit import audit
-from mmdecode.evaluation.draws import FEWEST
-from mmdecode.evaluation.plain import UNCUT, Case, Plain, Tap
+from mmdecode.evaluation.audit.audit import audit
+from mmdecode.evaluation.audit.plain import UNCUT, Case, Plain, Tap
+from mmdecode.evaluation.stats.draws import FEWEST
 from mmdecode.guide.cfg import CFG
 
 VOCAB = 300
@@ -257,4 +257,4 @@ def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_law():
 
 
 def test_audit_is_called_by_the_name_of_its_package():
-    assert mmdecode.evaluation.audit is audit
+    assert mmdecode.evaluation.audit.audit is audit

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.caption_report import CaptionReport
-from mmdecode.evaluation.chair import (
+from mmdecode.evaluation.vision.caption_report import CaptionReport
+from mmdecode.evaluation.vision.items import CaptionItem, read_items
+from mmdecode.evaluation.vision.tasks.chair import (
     Vocabulary,
     chair,
     coco_vocabulary,
@@ -19,7 +20,6 @@ from mmdecode.evaluation.chair import (
     read_synonyms,
     shortened,
 )
-from mmdecode.evaluation.items import CaptionItem, read_items
 
 DATA = Path(__file__).parents[1] / "data" / "chair"
 SCENES = Vocabulary({"cup": ["mug", "tea cup"], "fish": [], "box": ["crate"]})

@@ -16,9 +16,9 @@ from mmdecode.cli import app as cli
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
-from mmdecode.evaluation import image_truth
 from mmdecode.evaluation.image_classifier import Classifier
-from mmdecode.evaluation.image_report import (
+from mmdecode.evaluation.images import references as image_truth
+from mmdecode.evaluation.images.report import (
     ALARM,
     ImageReport,
     measured,
@@ -26,7 +26,7 @@ from mmdecode.evaluation.image_report import (
     small,
     verdict,
 )
-from mmdecode.evaluation.image_runs import (
+from mmdecode.evaluation.images.runs import (
     AGAIN,
     PLAIN,
     Mode,
@@ -37,7 +37,7 @@ from mmdecode.evaluation.image_runs import (
     modes_of,
     read_images,
 )
-from mmdecode.evaluation.layout import MADE_BY
+from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided

@@ -17,11 +17,11 @@ from mmdecode.asr.correction import selection
 from mmdecode.asr.correction.n_best_lists import NBestList, read_lists, write_lists
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
-from mmdecode.evaluation.layout import MADE_BY
-from mmdecode.evaluation.n_best import Aligner
-from mmdecode.evaluation.n_best_methods import Output, parts_of
-from mmdecode.evaluation.n_best_report import NBestReport, save_reports
-from mmdecode.evaluation.wer import wer
+from mmdecode.evaluation.nbest.methods import Output, parts_of
+from mmdecode.evaluation.nbest.n_best import Aligner
+from mmdecode.evaluation.nbest.report import NBestReport, save_reports
+from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.speech.wer import wer
 from tests.pages import checked
 
 

@@ -12,7 +12,7 @@ from mmdecode import crashes
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.journal import Journal
-from mmdecode.evaluation.vlm_data import read_questions
+from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.vlm import answerer
 from tests.vlm.conftest import build_model, build_processor, picture
 

@@ -14,8 +14,8 @@ from mmdecode.asr.correction.transcripts import Corrected, DecidedWord
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.cli import transcribe
 from mmdecode.cli.app import app
-from mmdecode.evaluation import correction_page
-from mmdecode.evaluation.correction_page import CorrectedText, CorrectedTexts
+from mmdecode.evaluation.speech import correction_page
+from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked
 

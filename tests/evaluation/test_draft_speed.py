@@ -15,9 +15,9 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import LookupSession, PromptLookup
 from mmdecode.draft.source import Source
 from mmdecode.errors import OptionError
-from mmdecode.evaluation import draft_speed
-from mmdecode.evaluation.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
-from mmdecode.evaluation.stopwatch import Cost
+from mmdecode.evaluation.speed import draft_speed
+from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
+from mmdecode.evaluation.speed.stopwatch import Cost
 from mmdecode.files import MAKER
 from mmdecode.frontdoor import generate
 from mmdecode.vlm import Answerer

@@ -6,7 +6,7 @@ pytest.importorskip("scipy")
 from scipy.stats import kstest, ttest_ind
 
 from mmdecode.errors import OptionError, ShapeError
-from mmdecode.evaluation.image_features import (
+from mmdecode.evaluation.images.features import (
     floor,
     frechet,
     judged,
@@ -14,9 +14,9 @@ from mmdecode.evaluation.image_features import (
     memory,
     nearest,
 )
-from mmdecode.evaluation.image_means import equivalence, mean_of, welch
-from mmdecode.evaluation.image_samples import likelihood
-from mmdecode.evaluation.image_tables import code_groups, marginals, neighbours, two_sample
+from mmdecode.evaluation.images.samples import likelihood
+from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
+from mmdecode.evaluation.stats.image_tables import code_groups, marginals, neighbours, two_sample
 from mmdecode.image_ar.sampling import Sampling
 
 CODES, SIDE, WINDOW = 6, 4, 5

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
-from mmdecode.evaluation.chair import Vocabulary
-from mmdecode.evaluation.items import CaptionItem, ChoiceItem, YesNoItem
+from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 from tests.pages import checked
 
 BASIS = {"resamples": 100, "baseline_controls": False}

@@ -5,7 +5,7 @@ import pytest
 from mmdecode.asr.alignment.words import Word
 from mmdecode.asr.streaming import Update
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.latency import (
+from mmdecode.evaluation.speed.latency import (
     StreamMeter,
     average_lagging,
     differentiable_average_lagging,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.evaluation.layout import drawing, markdown_page
+from mmdecode.evaluation.report.layout import drawing, markdown_page
 from mmdecode.files import is_own
 
 ROOT = Path(__file__).parents[2]

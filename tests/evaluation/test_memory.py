@@ -23,7 +23,7 @@ from mmdecode.engine.cache import RaggedLayer
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Tree
-from mmdecode.evaluation.memory import row_bytes
+from mmdecode.evaluation.speed.memory import row_bytes
 from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.answers import PARSERS
-from mmdecode.evaluation.items import YesNoItem
-from mmdecode.evaluation.mme import mme_scores, read_mme, read_mme_results
-from mmdecode.evaluation.yes_no_report import YesNoReport
+from mmdecode.evaluation.vision.answers import PARSERS
+from mmdecode.evaluation.vision.items import YesNoItem
+from mmdecode.evaluation.vision.tasks.mme import mme_scores, read_mme, read_mme_results
+from mmdecode.evaluation.vision.yes_no_report import YesNoReport
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "mme" / "lavin_sample_results.jsonl.gz"
 

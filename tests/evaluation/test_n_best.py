@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mmdecode.asr.correction.n_best_lists import NBestList, read_lists
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation import n_best
-from mmdecode.evaluation.n_best import (
+from mmdecode.evaluation.nbest import n_best
+from mmdecode.evaluation.nbest.n_best import (
     SHIPPED,
     Aligner,
     changes,
@@ -21,8 +21,8 @@ from mmdecode.evaluation.n_best import (
     errors_in,
     with_references,
 )
-from mmdecode.evaluation.statistics import paired_bootstrap, paired_test
-from mmdecode.evaluation.wer import count_errors, summed, wer
+from mmdecode.evaluation.speech.wer import count_errors, summed, wer
+from mmdecode.evaluation.stats.intervals import paired_bootstrap, paired_test
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "nbest" / "expected.json").read_text())
 CONVENTIONS = {

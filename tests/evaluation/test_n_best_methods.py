@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from mmdecode.asr.correction.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation import substitutions
-from mmdecode.evaluation.n_best import Aligner
-from mmdecode.evaluation.n_best_methods import (
+from mmdecode.evaluation.nbest import substitutions
+from mmdecode.evaluation.nbest.methods import (
     WEIGHTS,
     Edit,
     Method,
@@ -23,7 +22,8 @@ from mmdecode.evaluation.n_best_methods import (
     parts_of,
     read_model_rows,
 )
-from mmdecode.evaluation.substitutions import Rule, Substitutions, fitted, learned
+from mmdecode.evaluation.nbest.n_best import Aligner
+from mmdecode.evaluation.nbest.substitutions import Rule, Substitutions, fitted, learned
 
 NONE = Aligner("none")
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation import pier as measured
-from mmdecode.evaluation.normalisers import normaliser_of
-from mmdecode.evaluation.pier import pier, points_of, untagged
-from mmdecode.evaluation.wer import wer
+from mmdecode.evaluation.speech import pier as measured
+from mmdecode.evaluation.speech.normalisers import normaliser_of
+from mmdecode.evaluation.speech.pier import pier, points_of, untagged
+from mmdecode.evaluation.speech.wer import wer
 
 CASES = json.loads(
     (Path(__file__).parents[1] / "data" / "golden" / "pier" / "cases.json").read_text()

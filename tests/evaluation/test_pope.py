@@ -11,11 +11,11 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.chair import coco_image, read_chair
-from mmdecode.evaluation.item_comparison import compared_rows
-from mmdecode.evaluation.items import YesNoItem, file_hash, read_items, text_hash
-from mmdecode.evaluation.layout import MADE_BY
-from mmdecode.evaluation.pope import (
+from mmdecode.evaluation.report.item_comparison import compared_rows
+from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.vision.items import YesNoItem, file_hash, read_items, text_hash
+from mmdecode.evaluation.vision.tasks.chair import coco_image, read_chair
+from mmdecode.evaluation.vision.tasks.pope import (
     SPLITS,
     asked_object,
     contradicted,
@@ -24,7 +24,7 @@ from mmdecode.evaluation.pope import (
     structure,
     warnings_of,
 )
-from mmdecode.evaluation.yes_no_report import ALWAYS, YesNoReport, shifted
+from mmdecode.evaluation.vision.yes_no_report import ALWAYS, YesNoReport, shifted
 from mmdecode.files import MAKER
 from tests.pages import checked
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.layout import MADE_BY
-from mmdecode.evaluation.non_speech import LEVELS_DB, RATE, sound, sounds
-from mmdecode.evaluation.plots import words_per_minute
-from mmdecode.evaluation.samples import Sample
-from mmdecode.evaluation.silence import SilenceReport
+from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.report.plots import words_per_minute
+from mmdecode.evaluation.speech.non_speech import LEVELS_DB, RATE, sound, sounds
+from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.silence import SilenceReport
 from tests.pages import checked
 
 LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]

@@ -9,11 +9,16 @@ import pytest
 from sklearn.metrics import precision_recall_fscore_support
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.answers import choice
-from mmdecode.evaluation.choice_report import ChoiceReport
-from mmdecode.evaluation.items import ChoiceItem, read_items
-from mmdecode.evaluation.spatial import read_choices, read_vsr, read_whats_up, score_choices
-from mmdecode.evaluation.yes_no import score_answers
+from mmdecode.evaluation.vision.answers import choice
+from mmdecode.evaluation.vision.choice_report import ChoiceReport
+from mmdecode.evaluation.vision.items import ChoiceItem, read_items
+from mmdecode.evaluation.vision.tasks.spatial import (
+    read_choices,
+    read_vsr,
+    read_whats_up,
+    score_choices,
+)
+from mmdecode.evaluation.vision.yes_no import score_answers
 from mmdecode.tables import write_rows
 
 DATA = Path(__file__).parents[1] / "data"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mmdecode.evaluation import plots
-from mmdecode.evaluation.item_comparison import Difference, ItemComparison
-from mmdecode.evaluation.margins import auroc, roc
+from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.item_comparison import Difference, ItemComparison
+from mmdecode.evaluation.stats.margins import auroc, roc
 
 
 def scores(**values):

@@ -16,10 +16,11 @@ from scipy.stats import chisquare
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
-from mmdecode.evaluation import YesNoReport, vlm_runs
-from mmdecode.evaluation.items import CaptionItem, YesNoItem, read_items, text_hash
+from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.journal import Journal
-from mmdecode.evaluation.vlm_runs import Mode, Recorder, draw, journal_of, modes_of
+from mmdecode.evaluation.vision import runs as vlm_runs
+from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem, read_items, text_hash
+from mmdecode.evaluation.vision.runs import Mode, Recorder, draw, journal_of, modes_of
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
 from mmdecode.vlm import Answerer

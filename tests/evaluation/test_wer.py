@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mmdecode.asr.output.manifest import read_manifest
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
-from mmdecode.evaluation import normalisers
-from mmdecode.evaluation import wer as scoring
-from mmdecode.evaluation.n_best import SHIPPED
-from mmdecode.evaluation.normalisers import is_scored, join_acronyms, normaliser_of
-from mmdecode.evaluation.wer import align, best_of, count_errors, readings, summed, wer
+from mmdecode.evaluation.nbest.n_best import SHIPPED
+from mmdecode.evaluation.speech import normalisers
+from mmdecode.evaluation.speech import wer as scoring
+from mmdecode.evaluation.speech.normalisers import is_scored, join_acronyms, normaliser_of
+from mmdecode.evaluation.speech.wer import align, best_of, count_errors, readings, summed, wer
 
 DATA = Path(__file__).parents[1] / "data"
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -22,11 +22,11 @@ from mmdecode import checkpoints
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation import runs
-from mmdecode.evaluation.layout import MADE_BY
-from mmdecode.evaluation.runs import Journal, read_samples
-from mmdecode.evaluation.samples import Sample, leaderboard_files, match, read_results
-from mmdecode.evaluation.word_report import WERReport, wer_report
+from mmdecode.evaluation.report.layout import MADE_BY
+from mmdecode.evaluation.speech import runs
+from mmdecode.evaluation.speech.runs import Journal, read_samples
+from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, match, read_results
+from mmdecode.evaluation.speech.word_report import WERReport, wer_report
 from mmdecode.files import claimed, write_files
 from mmdecode.tables import write_rows
 from mmdecode.zoo.speech import speech_test

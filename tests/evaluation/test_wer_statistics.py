@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation import statistics
-from mmdecode.evaluation.n_best import SHIPPED
-from mmdecode.evaluation.statistics import (
+from mmdecode.evaluation.nbest.n_best import SHIPPED
+from mmdecode.evaluation.speech.wer import Step, align, count_errors
+from mmdecode.evaluation.stats import intervals as statistics
+from mmdecode.evaluation.stats.intervals import (
     bootstrap_p,
     holm,
     mapsswe,
@@ -20,7 +21,6 @@ from mmdecode.evaluation.statistics import (
     segments,
     sums_by,
 )
-from mmdecode.evaluation.wer import Step, align, count_errors
 
 DATA = Path(__file__).parents[1] / "data"
 EXPECTED = json.loads((DATA / "nbest" / "expected.json").read_text())

@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.made_up import RUN, made_up
-from mmdecode.evaluation.punctuation import marked_words, punctuation
-from mmdecode.evaluation.samples import Sample
-from mmdecode.evaluation.scripts import is_spaceless, script, units
-from mmdecode.evaluation.wer import align, wer
-from mmdecode.evaluation.word_report import WERReport
+from mmdecode.evaluation.speech.hallucinated import RUN, made_up
+from mmdecode.evaluation.speech.punctuation import marked_words, punctuation
+from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.scripts import is_spaceless, script, units
+from mmdecode.evaluation.speech.wer import align, wer
+from mmdecode.evaluation.speech.word_report import WERReport
 from mmdecode.tables import write_rows
 
 # Scripts

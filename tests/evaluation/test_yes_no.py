@@ -10,17 +10,8 @@ from scipy.stats import binomtest
 from sklearn.metrics import average_precision_score, precision_recall_fscore_support, roc_auc_score
 
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.evaluation.answers import PARSERS, choice, leading, original, parser_of
-from mmdecode.evaluation.item_comparison import differences, flips
-from mmdecode.evaluation.margins import (
-    auroc,
-    auroc_draws,
-    average_precision,
-    best_threshold,
-    cross_fitted_shifts,
-    fit_shift,
-)
-from mmdecode.evaluation.statistics import (
+from mmdecode.evaluation.report.item_comparison import differences, flips
+from mmdecode.evaluation.stats.intervals import (
     bootstrap_p,
     draw_units,
     drawn_sums,
@@ -28,8 +19,17 @@ from mmdecode.evaluation.statistics import (
     item_weights,
     mcnemar,
 )
-from mmdecode.evaluation.table_lint import PublishedRow, check_recalls, check_row
-from mmdecode.evaluation.yes_no import count_answers, rates, score_answers
+from mmdecode.evaluation.stats.margins import (
+    auroc,
+    auroc_draws,
+    average_precision,
+    best_threshold,
+    cross_fitted_shifts,
+    fit_shift,
+)
+from mmdecode.evaluation.vision.answers import PARSERS, choice, leading, original, parser_of
+from mmdecode.evaluation.vision.table_lint import PublishedRow, check_recalls, check_row
+from mmdecode.evaluation.vision.yes_no import count_answers, rates, score_answers
 
 CASES = Path(__file__).parents[1] / "data" / "pope" / "parser_cases.jsonl"
 

@@ -4,8 +4,8 @@ import pytest
 
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.evaluation.items import YesNoItem
-from mmdecode.evaluation.vlm_runs import Recorder, modes_of
+from mmdecode.evaluation.vision.items import YesNoItem
+from mmdecode.evaluation.vision.runs import Recorder, modes_of
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import Request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmdecode.errors import InputError
-from mmdecode.evaluation.chair import Vocabulary
+from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 from mmdecode.zoo import scene_sets, scene_text, scenes
 from mmdecode.zoo.scene_text import (
     COUNTS,

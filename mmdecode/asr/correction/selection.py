@@ -2,7 +2,7 @@
 
 A choice is a place in the list; of equally good hypotheses the first is taken. Each way has a gain
 over the first hypothesis in its own unit, so that a threshold can be laid on it
-(`mmdecode.evaluation.n_best_methods`).
+(`mmdecode.evaluation.nbest.methods`).
 """
 
 from __future__ import annotations

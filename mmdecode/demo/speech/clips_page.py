@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mmdecode.evaluation.wer import WER, Step, align_as_written
+from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 from mmdecode.files import MAKER
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
     from mmdecode.demo.speech.clips_page import Item, Opening, Report
     from mmdecode.engine.trace import Round
-    from mmdecode.evaluation.wer import WER
+    from mmdecode.evaluation.speech.wer import WER
     from mmdecode.zoo.speech import Clip
 
 HEADS = f"{SYNTHETIC}-medusa"
@@ -343,7 +343,7 @@ def _report(
     import numpy as np
 
     from mmdecode.demo.speech.clips_page import Report
-    from mmdecode.evaluation.wer import wer
+    from mmdecode.evaluation.speech.wer import wer
 
     short = items[: len(clips)]
     said, heard = [clip.text for clip in clips], [item.hypothesis for item in short]

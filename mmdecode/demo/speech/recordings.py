@@ -56,7 +56,7 @@ def transcribe(
     from rich.progress import track
 
     from mmdecode.demo.speech.recordings_page import Recordings
-    from mmdecode.evaluation.wer import wer
+    from mmdecode.evaluation.speech.wer import wer
 
     plain, drafted = ways
     shortest = min(clips, key=lambda clip: clip.duration_s)

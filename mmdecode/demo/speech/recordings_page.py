@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmdecode.demo.speech.clips_page import LEGEND, Opening, card, legend, marked, player, strip
-from mmdecode.evaluation.wer import WER, Step, align_as_written
+from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:
     from mmdecode.engine.trace import Round

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Token,
     )
     from mmdecode.engine.contracts import Drafter, Guide
-    from mmdecode.evaluation.chair import Vocabulary
+    from mmdecode.evaluation.vision.tasks.chair import Vocabulary
     from mmdecode.vlm.answerer import Answer, Answerer
     from mmdecode.zoo.scenes import Scene
 
@@ -79,7 +79,7 @@ def run(
     from mmdecode import registry
     from mmdecode.demo.vision import page as answer_page
     from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
-    from mmdecode.evaluation.vlm_data import drawn_image, vocabulary_of
+    from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
     from mmdecode.files import refuse_foreign, write_file
     from mmdecode.vlm.answerer import Answerer, load
     from mmdecode.zoo.scene_sets import image_name

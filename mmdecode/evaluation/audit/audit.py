@@ -1,0 +1,614 @@
+"""START HERE for `audit`: does drafted output follow the plain law, on *your* model and device?
+
+Rounding makes equality a claim about hardware: a block of tokens is scored with other matrix shapes
+than one token, and in half precision near-ties flip. So the audit does not only compare tokens. It
+feeds the drafted sequence, token by token, to transformers' own ``generate``, and measures by how
+much each token falls short of what the plain law would choose there (its gap). A gap within the
+noise of block scoring, measured on the same model without our engine, is rounding; a larger one
+is a fault. A token also passes if it follows from the block's own logits, under the processors of
+the call with the right prefix, and these differ from the plain ones by no more than the noise.
+Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven: rounding may
+have raised the token and lowered the plain choice. Where what is forgiven exceeds the 10 % quantile
+of the plain gaps between the best two tokens, a wrong token could hide in it: the audit is
+inconclusive.
+
+What is compared with what:
+
+* Greedy: plain ``generate``, and our own loop without a draft.
+* Sampling by the coupled rule: our own loop without a draft and with the same seed; gaps include
+  the keyed noise.
+* Sampling by another rule, and sequences drawn elsewhere: no single sequence can be certified. The
+  ranks of all tokens in their plain laws must be uniform, and their surprise that of the laws; such
+  a test can reject, but never prove (`mmdecode.evaluation.stats.draws`).
+* A guide has no plain ``generate``: its reference is our own loop, token by token.
+
+The plain side of all this is `mmdecode.evaluation.audit.plain`. One row at a time is judged: what
+goes wrong only where rows of a batch meet is not looked for.
+
+Source: the teacher-forced margin test is this project's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmdecode.accept.exact import Coupled
+from mmdecode.decoder import Decoder
+from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.engine.stats import Stats
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.audit.plain import (
+    Blocks,
+    Case,
+    Enough,
+    Plain,
+    Play,
+    Replay,
+    Tap,
+    away,
+    furthest,
+)
+from mmdecode.evaluation.stats.draws import FEWEST, LEVEL, on_the_edge, p_of_draws, surprise
+
+Verdict = Literal["passes", "fails", "inconclusive"]
+QUANTILE = 0.1
+"""Of the plain gaps between the best two tokens; noise above it decides nothing."""
+SUSPECT = 4.0
+"""A drafted pass whose logits are off by so many times the noise is remarked upon."""
+GUIDED = 100.0
+"""A guide magnifies rounding; what exceeds the model's own so many times is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where a sequence leaves the plain one.
+
+    Attributes:
+        case: Name of the input.
+        position: Of the first differing token, from 0.
+        token: What was generated; ``None``: it had already ended.
+        plain: What the plain law chooses there; ``None``: it had already ended.
+        gap: By how much the plain law prefers its choice; infinite where it forbids the token.
+        explained: Whether rounding explains it.
+    """
+
+    case: str
+    position: int
+    token: int | None
+    plain: int | None
+    gap: float
+    explained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What was found about one sequence.
+
+    Attributes:
+        case: Name of the input.
+        tokens: Generated tokens.
+        same_as_generate: Whether plain ``generate`` gives the same; ``None``: not comparable.
+        same_as_undrafted: Whether our loop without a draft does; ``None``: not compared.
+        flips: Tokens other than the plain choice, each explained by rounding.
+        worst_gap: The largest gap of a token.
+        block_difference: Largest difference of the drafted pass's logits from the plain ones.
+        first: The first token that the plain law would not choose.
+        fault: The first one that rounding does not explain.
+        cut: Whether tokens from elsewhere end where the model would go on, as a limit cuts them.
+    """
+
+    case: str
+    tokens: int
+    same_as_generate: bool | None = None
+    same_as_undrafted: bool | None = None
+    flips: int = 0
+    worst_gap: float = 0.0
+    block_difference: float | None = None
+    first: Finding | None = None
+    fault: Finding | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """The verdict and what it rests on.
+
+    Attributes:
+        verdict: ``passes``, ``fails`` or ``inconclusive``.
+        words: The same in a sentence.
+        model, draft, guide, rule, dtype, device: What was audited.
+        reference: What it was held to.
+        identical: Whether every sequence equals every one it was compared with.
+        noise: Largest difference of a logit between scoring in blocks and token by token.
+        gap_quantile: The 10 % quantile of the plain gaps between the best two tokens.
+        p_value: Of the statistical test, where one was made.
+        judged: One entry per sequence.
+    """
+
+    verdict: Verdict
+    words: str = ""
+    model: str
+    draft: str
+    guide: str
+    rule: str
+    dtype: str
+    device: str
+    reference: str
+    identical: bool
+    noise: float
+    gap_quantile: float
+    p_value: float | None = None
+    judged: Sequence[Judged] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(item.tokens for item in self.judged)
+
+
+def audit(
+    model: Any,
+    cases: Sequence[Case],
+    decoder: Decoder | None = None,
+    *,
+    tokens: Mapping[str, Sequence[int]] | None = None,
+    sample: bool = False,
+    draws: int = 1,
+    plain: Plain | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> AuditReport:
+    """Judges what a decoder generates, or tokens from elsewhere, by the model's plain law.
+
+    Args:
+        model: A model of transformers, on its device and in its dtype.
+        cases: Inputs, one row each.
+        decoder: What is audited. Its seed, counters and trace are left as they were; a draft that
+            learns from call to call learns from the audit too. With a heuristic rule expect a
+            failure.
+        tokens: Instead: generated ids by the name of their case, without the prompt, of any length;
+            a missing end-of-sequence token is forgiven where the model would set it next, or where
+            the limit of the call (``max_new_tokens``) cuts.
+        sample: Sample instead of greedy decoding; ``temperature`` and so on are ``options``.
+        draws: Sequences per case, where sampling is judged by statistics.
+        plain: Used instead of a new one; for several audits of one model.
+        progress: Called with the name of each case that is done.
+        **options: Of ``generate``, where ``plain`` is left out.
+
+    Raises:
+        OptionError: Neither or both of ``decoder`` and ``tokens``, or options beside ``plain``.
+        InputError: No case, names that occur twice, tokens of unknown cases or vocabularies, a case
+            of several rows, or a ``generate`` that does not say its logits.
+    """
+    if (decoder is None) == (tokens is None):
+        raise OptionError("give a decoder to audit or tokens to judge, one of the two")
+    if plain is not None and options:
+        raise OptionError(f"{', '.join(options)} beside plain=...; give Plain the options")
+    names = [case.name for case in cases]
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"{len(names)} cases with {len(set(names))} names; expected one name each")
+    unknown = sorted(set(tokens or ()) - set(names))
+    if unknown:
+        raise InputError(
+            f"tokens for {', '.join(unknown[:3])}, which is no input; inputs are called "
+            f"{', '.join(names[:3])}, ..."
+        )
+    plain = plain or Plain(model, **options)
+    subject: _Subject
+    if tokens is not None:
+        subject = _Foreign(plain, tokens, sample)
+    else:
+        assert decoder is not None
+        subject = _Drafted(plain, decoder, sample, draws)
+    rows: list[_Row] = []
+    noise = 0.0
+    for case in cases:
+        if tokens is not None and case.name not in tokens:
+            continue
+        sheets = subject.sheets(case)
+        rows += [_weigh(sheet, subject) for sheet in sheets]
+        noise = max(noise, subject.noise(case, sheets[0]))
+        if progress is not None:
+            progress(case.name)
+    if not rows:
+        raise InputError("no tokens were given; expected generated ids of at least one case")
+    return _report(plain, subject, rows, noise)
+
+
+@dataclass
+class _Sheet:
+    """One sequence with the plain law along it, and what the drafted pass thought of it.
+
+    Attributes:
+        case: Its input.
+        replay: The plain law.
+        same: Whether it equals plain and undrafted output.
+        gumbel: Keyed noise of the positions, ``(T, V)``.
+        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its law; ``None``:
+            not at hand.
+        tap: Of the drafted call.
+    """
+
+    case: Case
+    replay: Replay
+    same: tuple[bool | None, bool | None] = (None, None)
+    gumbel: Tensor | None = None
+    block: Tensor | None = None
+    tap: Tap | None = None
+
+
+class _Subject(ABC):
+    """What is audited: where sequences come from and which law judges them."""
+
+    rule, draft, guide, reference = "", "-", "-", "plain generate"
+    statistical, foreign, guided = False, False, False
+
+    def __init__(self, plain: Plain, sample: bool) -> None:
+        self.plain, self.sample = plain, sample
+
+    @abstractmethod
+    def sheets(self, case: Case) -> list[_Sheet]:
+        """The sequences of one input, with the plain law along each."""
+
+    def noise(self, case: Case, sheet: _Sheet) -> float:
+        return self.plain.noise(case)
+
+    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
+        """The plain law along ``tokens``."""
+        if not self.sample and self.plain.own(case).tokens == tokens:
+            return self.plain.own(case)
+        replay = self.plain.replay(case, tokens, **options)
+        if not self.sample:
+            return replay
+        tap = Tap(None)  # to be handed the processors of a sampling call
+        self.plain.run(case, tap, sample=True, **options)
+        rows = [tap.law(tokens[:place], raw) for place, raw in enumerate(replay.logits)]
+        return Replay(tokens, replay.logits, torch.stack(rows), tap.law)
+
+
+class _Foreign(_Subject):
+    """Tokens from elsewhere."""
+
+    rule, foreign = "unknown", True
+
+    def __init__(self, plain: Plain, rows: Mapping[str, Sequence[int]], sample: bool) -> None:
+        super().__init__(plain, sample)
+        self.rows, self.statistical = rows, sample
+
+    def sheets(self, case: Case) -> list[_Sheet]:
+        row = [int(token) for token in self.rows[case.name]]
+        own = self.plain.own(case)
+        vocab = own.logits.shape[-1]
+        if not row or min(row) < 0 or max(row) >= vocab:
+            raise InputError(
+                f"tokens of {case.name}: expected one or more ids from 0 to {vocab - 1}, got "
+                f"{len(row)} from {min(row, default=0)} to {max(row, default=0)}; give generated "
+                "ids of this model, without padding"
+            )
+        same = None if self.sample else own.tokens == row
+        return [_Sheet(case, self.law(case, row), (same, None))]
+
+    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
+        """The plain law along ``tokens``, beyond the limit of the call: theirs was another."""
+        replay = super().law(case, tokens, **options)
+        if len(replay.logits) >= len(tokens):
+            return replay
+        return super().law(case, tokens, **options | {"max_new_tokens": len(tokens) + 1})
+
+
+class _Drafted(_Subject):
+    """What a decoder generates."""
+
+    def __init__(self, plain: Plain, decoder: Decoder, sample: bool, draws: int) -> None:
+        super().__init__(plain, sample)
+        if draws < 1:
+            raise OptionError(f"draws={draws}; expected at least 1")
+        self.decoder = replace(decoder, stats=Stats())
+        self.seed = decoder.seed or 0
+        rule = decoder.accept
+        if isinstance(rule, str):
+            rule = "greedy" if not sample else "coupled" if rule == "auto" else rule
+        self.rule = rule if isinstance(rule, str) else type(rule).__name__
+        self.draft = type(decoder.draft).__name__
+        guide = None if decoder.guide is None or decoder.guide.neutral else decoder.guide
+        self.guided = guide is not None
+        self.guide = "-" if guide is None else type(guide).__name__
+        self.statistical = sample and not (rule == "coupled" or isinstance(rule, Coupled))
+        self.draws = draws if self.statistical else 1
+        self.undrafted = Decoder(None, guide, seed=self.seed)
+        if self.guided or (sample and not self.statistical):
+            self.reference = "our loop without a draft"
+
+    def sheets(self, case: Case) -> list[_Sheet]:
+        return [one for draw in range(self.draws) for one in self._draw(case, self.seed + draw)]
+
+    def _draw(self, case: Case, seed: int) -> list[_Sheet]:
+        """One sequence as users get it, and as it is with logits recorded, where that differs."""
+        decoder = replace(self.decoder, seed=seed)
+        tap = self._tapped(case, decoder)
+        bare = self._tapped(case, decoder, record=False).tokens
+        sheets = [self._sheet(case, seed, tap.tokens, tap)]
+        return sheets if bare == tap.tokens else [*sheets, self._sheet(case, seed, bare)]
+
+    def noise(self, case: Case, sheet: _Sheet) -> float:
+        if not self.guided:
+            return super().noise(case, sheet)
+        tokens = sheet.replay.tokens
+        blocks = self._played(case, tokens, Blocks(tokens))
+        own = self.plain.noise(case)
+        return min(furthest(blocks.scores, sheet.replay.scores), GUIDED * own)
+
+    def _sheet(self, case: Case, seed: int, tokens: list[int], tap: Tap | None = None) -> _Sheet:
+        sheet = _Sheet(case, self._played(case, tokens) if self.guided else self.law(case, tokens))
+        if tap is not None:
+            # of a guided law the scores can be compared; the logits belong to one branch alone
+            sheet.tap, sheet.block = tap, tap.scores if self.guided else tap.logits
+        if self.statistical:
+            return sheet
+        plain = None
+        if not self.sample and not self.guided:
+            plain = self.plain.own(case).tokens == tokens
+        sheet.same = plain, self._tapped(case, self.undrafted).tokens == tokens
+        if self.sample:
+            scores = sheet.replay.scores
+            keyed = Noise.of(seed, [request_key(case.name, 0)], scores.device)
+            places = torch.arange(len(scores), device=scores.device)[None]
+            sheet.gumbel = keyed.gumbel(places, Role.TARGET, scores.shape[-1])[0]
+        return sheet
+
+    def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
+        """The guided law along ``tokens`` in our own loop: one by one, or in drafted blocks."""
+        rule: Any = Play(tokens)
+        decoder = Decoder(draft, self.undrafted.guide, rule, self.seed)
+        tap = self._tapped(case, decoder, criteria=[Enough(len(tokens) + 1)])
+        return Replay(tokens, tap.scores, tap.scores)
+
+    def _tapped(
+        self, case: Case, decoder: Decoder, record: bool = True, criteria: Sequence[Any] = ()
+    ) -> Tap:
+        tap = Tap(decoder, case.name, record)
+        self.plain.run(case, tap, sample=self.sample, criteria=criteria)
+        return tap
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A sequence by the numbers that its verdict needs; per token and on the host.
+
+    Attributes:
+        case: Name of its input.
+        tokens: The sequence.
+        best: What the plain law chooses; longer or shorter than ``tokens`` as in `Replay`.
+        gaps: By how much it prefers that to the token.
+        lead: Its own gap between the best two.
+        end: Gap of the best end-of-sequence token behind the last token.
+        away: Largest difference of the drafted pass's logits from the plain ones.
+        chosen: Whether the token follows from those logits: is their choice, or can be drawn where
+            statistics judge; asked only where it does not follow from the plain ones.
+        excuses: Of sampled tokens that the law forbids: whether so much rounding explains it.
+        same: Whether the sequence equals plain and undrafted output.
+        ranks, excess, variance: See `p_of_draws`.
+    """
+
+    case: str
+    tokens: list[int]
+    best: list[int]
+    gaps: Tensor
+    lead: Tensor
+    end: float
+    away: Tensor | None
+    chosen: Tensor
+    excuses: Mapping[int, Callable[[float], bool]]
+    same: tuple[bool | None, bool | None]
+    ranks: Tensor
+    excess: float
+    variance: float
+
+
+def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
+    replay = sheet.replay
+    law = replay.scores if sheet.gumbel is None else replay.scores + sheet.gumbel
+    size = min(len(law), len(replay.tokens))
+    tokens = torch.tensor(replay.tokens[:size], device=law.device)
+    lead = law.topk(2, -1).values
+    gaps = (lead[:size, 0] - law[:size].gather(1, tokens[:, None])[:, 0]).cpu()
+    off, chosen = None, torch.zeros(size, dtype=torch.bool)
+    if sheet.block is not None and sheet.tap is not None:
+        off = away(sheet.block[:size], replay.logits[:size]).cpu()
+        doubted = gaps.isinf() if subject.statistical else law[:size].argmax(-1) != tokens
+        for place in doubted.nonzero()[:, 0].tolist():
+            seen = sheet.block[place]
+            if not subject.guided:  # not the scores that the rule saw: they may be what is wrong
+                seen = sheet.tap.law(replay.tokens[:place], seen)
+            seen = seen if sheet.gumbel is None else seen + sheet.gumbel[place]
+            drawn = seen.isfinite() if subject.statistical else seen == seen.max()
+            chosen[place] = drawn[replay.tokens[place]]
+    ends = subject.plain.ends
+    ranks, excess, variance = torch.empty(0), 0.0, 0.0
+    excuses: dict[int, Callable[[float], bool]] = {}
+    if subject.statistical:
+        ranks, excess, variance = surprise(replay.scores[:size], tokens)
+        if replay.process is not None:
+            forbidden = gaps.isinf().nonzero()[:, 0].tolist()
+            excuses = {place: partial(on_the_edge, replay, place) for place in forbidden}
+    return _Row(
+        case=sheet.case.name,
+        tokens=replay.tokens,
+        best=law.argmax(-1).tolist(),
+        gaps=gaps,
+        lead=(lead[:, 0] - lead[:, 1]).cpu(),
+        end=min((float(lead[-1, 0] - law[-1, end]) for end in ends), default=torch.inf),
+        away=off,
+        chosen=chosen,
+        excuses=excuses,
+        same=sheet.same,
+        ranks=ranks,
+        excess=excess,
+        variance=variance,
+    )
+
+
+def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
+    """The largest gap that rounding explains without knowledge of the block's logits."""
+    if subject.statistical:
+        return torch.finfo(torch.float32).max  # only what the law forbids was not drawn from it
+    return 2 * noise if row.away is None else noise  # up to once in the token and in the choice
+
+
+def _judge(row: _Row, noise: float, subject: _Subject) -> Judged:
+    """One sequence, once the noise is known."""
+    size = len(row.gaps)
+    differs = torch.tensor(row.best[:size]) != torch.tensor(row.tokens[:size])
+    bound = _forgiven(row, noise, subject)
+    passes = row.gaps <= bound
+    if row.away is not None:
+        passes |= row.chosen & (row.away <= noise)
+    for place, excuse in row.excuses.items():
+        passes[place] |= excuse(noise)
+
+    def at(place: int, gap: float, explained: bool) -> Finding:
+        return Finding(
+            case=row.case,
+            position=place,
+            token=row.tokens[place] if place < len(row.tokens) else None,
+            plain=row.best[place] if place < len(row.best) else None,
+            gap=gap,
+            explained=explained,
+        )
+
+    first, fault, cut = None, None, False
+    if bool(differs.any()) and not subject.statistical:
+        place = int(differs.long().argmax())
+        first = at(place, float(row.gaps[place]), bool(passes[place]))
+    if not bool(passes.all()):
+        place = int((~passes).long().argmax())
+        fault = at(place, float(row.gaps[place]), False)
+    elif len(row.tokens) > size:  # the plain loop had ended
+        fault = at(size, torch.inf, False)
+    elif len(row.best) > size:  # it would have gone on
+        cut = subject.foreign and row.end > bound and not subject.statistical
+        fault = None if subject.foreign else at(size, row.end, False)
+    return Judged(
+        case=row.case,
+        tokens=len(row.tokens),
+        same_as_generate=row.same[0],
+        same_as_undrafted=row.same[1],
+        flips=int((differs & passes).sum()),
+        worst_gap=float(row.gaps.max()),
+        block_difference=None if row.away is None else float(row.away.max()),
+        first=first or fault,
+        fault=fault,
+        cut=cut,
+    )
+
+
+def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float) -> AuditReport:
+    model = plain.model
+    judged = [_judge(row, noise, subject) for row in rows]
+    lead = torch.cat([row.lead for row in rows])
+    quantile = float(lead.quantile(QUANTILE, interpolation="lower"))
+    compared = [same for row in rows for same in row.same if same is not None]
+    identical = bool(compared) and all(compared)
+    hidden = max(_forgiven(row, noise, subject) for row in rows) > quantile and not (
+        identical and torch.finfo(model.dtype).bits >= 32
+    )
+    p_value = None
+    if subject.statistical:
+        ranks = torch.cat([row.ranks for row in rows])
+        p_value = p_of_draws(
+            ranks, sum(row.excess for row in rows), sum(row.variance for row in rows)
+        )
+    verdict: Verdict = "passes"
+    if any(item.fault for item in judged) or (p_value is not None and p_value < LEVEL):
+        verdict = "fails"
+    elif p_value is not None:
+        verdict = "passes" if len(ranks) >= FEWEST else "inconclusive"
+    elif any(item.cut for item in judged) or hidden:
+        verdict = "inconclusive"
+    report = AuditReport(
+        verdict=verdict,
+        model=type(model).__name__,
+        draft=subject.draft,
+        guide=subject.guide,
+        rule=subject.rule,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        reference=subject.reference,
+        identical=identical,
+        noise=noise,
+        gap_quantile=quantile,
+        p_value=p_value,
+        judged=judged,
+    )
+    return replace(report, words=_words(report))
+
+
+def _words(report: AuditReport) -> str:
+    """The verdict in a sentence."""
+    where = (
+        f"{report.tokens} tokens of {len(report.judged)} sequences, {report.dtype} on "
+        f"{report.device}"
+    )
+    noise = (
+        f"noise of block scoring {report.noise:.2g}, 10 % quantile of the plain gaps "
+        f"{report.gap_quantile:.2g}"
+    )
+    faults = [item.fault for item in report.judged if item.fault is not None]
+    if faults:
+        first = faults[0]
+        if first.token is None:
+            what = f"has ended, where the model goes on with token {first.plain}"
+        elif first.plain is None:
+            what = f"goes on with token {first.token}, where the model has ended"
+        else:
+            what = (
+                f"has token {first.token}, where the model chooses {first.plain} by a gap of "
+                f"{first.gap:.2g}"
+            )
+        return (
+            f"fails: {len(faults)} of {len(report.judged)} sequences leave the model's law; "
+            f"{first.case} at position {first.position} {what} ({where}; {noise})"
+        )
+    if report.p_value is not None:
+        chance = f"p = {report.p_value:.2g}, {where}"
+        if report.verdict == "fails":
+            return f"fails: the tokens were not drawn from the model's law ({chance})"
+        if report.verdict == "inconclusive":
+            return f"inconclusive: {FEWEST} tokens are needed to judge a sampled law ({chance})"
+        return f"passes: no other law than the model's was found, which is no proof ({chance})"
+    ended = [item for item in report.judged if item.cut]
+    if ended:
+        return (
+            f"inconclusive: {len(ended)} of {len(report.judged)} sequences end where the model "
+            f"goes on, {ended[0].case} behind {ended[0].tokens} tokens; if a limit cut them there, "
+            f"give it as max_new_tokens ({where}; {noise})"
+        )
+    if report.verdict == "inconclusive":
+        return (
+            "inconclusive: rounding is as large as the gaps between the best two tokens, so a "
+            f"wrong token could pass for it ({where}; {noise}); audit in float32"
+        )
+    worst_block = max(item.block_difference or 0.0 for item in report.judged)
+    remark = ""
+    if worst_block > SUSPECT * report.noise:
+        remark = (
+            f"; yet the drafted passes' logits are off by {worst_block:.2g}, which is more than "
+            "rounding and points to a fault that has not shown in a token"
+        )
+    if report.identical:
+        return f"passes: token for token the same as {report.reference} ({where}; {noise}){remark}"
+    flips = sum(item.flips for item in report.judged)
+    if not flips:
+        return f"passes: every token is the plain law's own choice ({where}; {noise}){remark}"
+    worst = max(item.worst_gap for item in report.judged)
+    return (
+        f"passes: {flips} tokens are not the plain law's own choice, each within rounding, the "
+        f"largest gap being {worst:.2g} ({where}; {noise}){remark}"
+    )

@@ -1,0 +1,334 @@
+"""Plain decoding of one model, what it thinks of given tokens, and stand-ins that listen in.
+
+`mmdecode.evaluation.audit.audit` holds other sequences to what is found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from mmdecode.decoder import Decoder
+from mmdecode.engine.call import Call
+from mmdecode.engine.contracts import AcceptanceRule, BranchOutput, Drafter, DraftSession, Outcome
+from mmdecode.engine.proposal import Kind, Proposal
+from mmdecode.engine.request import token_ids
+from mmdecode.engine.target_logits import TargetLogits
+from mmdecode.errors import InputError, OptionError
+
+BLOCK = 5
+"""Tokens per block where the noise of a guided law is measured."""
+UNCUT: Mapping[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""Sampling options that forbid no token, whatever the checkpoint says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One input.
+
+    Attributes:
+        name: Unique; also names the row for keyed noise.
+        inputs: What ``generate`` takes for this one row.
+    """
+
+    name: str
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The plain law along one sequence.
+
+    Attributes:
+        tokens: The sequence.
+        logits: Before processors, ``(T, V)`` float32; one row more than tokens where the plain
+            loop would not have stopped behind them, fewer where it would have stopped before.
+        scores: Behind the processors, of the same shape.
+        process: Of a sampling call: the processors, from tokens and logits ``(V,)`` behind them.
+    """
+
+    tokens: list[int]
+    logits: Tensor
+    scores: Tensor
+    process: Callable[[Sequence[int], Tensor], Tensor] | None = None
+
+
+class Plain:
+    """Plain decoding of one model, and what it thinks of given tokens.
+
+    Sampling options (temperature and so on) are left out of greedy calls.
+
+    Args:
+        model: A model of transformers.
+        generate: What is called instead of ``model.generate``.
+        keep: Whether the plain output of all cases is remembered, for several audits of one model.
+        **options: Of every call of ``generate``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generate: Callable[..., Any] | None = None,
+        keep: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("guidance_scale") is not None:
+            raise OptionError(
+                "guidance_scale is audited as a guide: Decoder(guide='cfg:scale=...')"
+            )
+        self.model, self.keep, self.options = model, keep, options
+        self._generate = generate or model.generate
+        config = model.generation_config
+        self.ends = token_ids(options.get("eos_token_id", config.eos_token_id))
+        self._own: dict[str, Replay] = {}
+        self._noise: dict[str, float] = {}
+
+    def run(
+        self,
+        case: Case,
+        custom: Any = None,
+        *,
+        sample: bool = False,
+        processors: Sequence[Any] = (),
+        criteria: Sequence[Any] = (),
+        **more: Any,
+    ) -> Any:
+        """``generate`` for one case, through a custom loop where one is given.
+
+        Processors and criteria come on top of the case's own, other options in place of them.
+        """
+        given: dict[str, Any] = {**case.inputs, **self.options, **more}
+        if not sample:
+            given = {k: v for k, v in given.items() if k not in UNCUT and k != "temperature"}
+        for name, extra in (("logits_processor", processors), ("stopping_criteria", criteria)):
+            if extra:
+                given[name] = [*(given.get(name) or ()), *extra]
+        if custom is not None:
+            given["custom_generate"] = custom
+        return self._generate(**given, do_sample=sample, num_beams=1)
+
+    @torch.no_grad()
+    def own(self, case: Case) -> Replay:
+        """What plain greedy ``generate`` gives."""
+        if case.name not in self._own:
+            if not self.keep:
+                self._own.clear()
+            self._own[case.name] = self.replay(case, None)
+        return self._own[case.name]
+
+    @torch.no_grad()
+    def replay(self, case: Case, tokens: Sequence[int] | None, **options: Any) -> Replay:
+        """Plain ``generate`` made to choose ``tokens``; ``None``: its own choice."""
+        script = _Script(tokens)
+        output = self.run(
+            case,
+            processors=[script],
+            criteria=[] if tokens is None else [Enough(len(tokens) + 1)],
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        logits = getattr(output, "logits", None)
+        if not logits or len(logits) != len(script.scores):
+            raise InputError(
+                f"{case.name}: generate returned {type(output).__name__} with "
+                f"{len(logits or ())} logits and asked the processors {len(script.scores)} times; "
+                "expected both once per token: give Plain(model, generate=...) the one that "
+                "chooses the tokens"
+            )
+        one_row(logits[0])
+        scores = torch.stack(script.scores)
+        played = scores.argmax(-1).tolist() if tokens is None else list(tokens)
+        return Replay(played, torch.stack(logits)[:, 0].float(), scores)
+
+    @torch.no_grad()
+    def noise(self, case: Case) -> float:
+        """Largest difference between scoring `own` in one block and token by token."""
+        if case.name not in self._noise:
+            own = self.own(case)
+            whole = _Whole(own.tokens)
+            self.run(case, whole)
+            self._noise[case.name] = furthest(whole.logits, own.logits)
+        return self._noise[case.name]
+
+
+class Tap:
+    """Stands before a decoder and notes what goes in and out; without one, only what goes in.
+
+    Args:
+        decoder: The decoder.
+        request: Name of the row.
+        record: Whether it is asked for logits and scores. What is recorded is not captured in
+            graphs, so that only a call without it runs as users run it.
+    """
+
+    def __init__(self, decoder: Decoder | None, request: str = "", record: bool = True) -> None:
+        self.decoder, self.request, self.record = decoder, request, record
+        self.tokens: list[int] = []
+
+    def __call__(
+        self, model: Any, input_ids: Tensor, *, generation_config: Any, **inputs: Any
+    ) -> Tensor:
+        """A loop for ``custom_generate``."""
+        one_row(input_ids)
+        self.prompt = input_ids
+        self.processors: LogitsProcessorList = inputs["logits_processor"]
+        if self.decoder is None:
+            return input_ids
+        config = copy.deepcopy(generation_config)
+        config.return_dict_in_generate = config.output_logits = config.output_scores = self.record
+        with warnings.catch_warnings():
+            if self.record:
+                warnings.filterwarnings("ignore", "of each round the scoring alone is captured")
+            output = self.decoder(
+                model, input_ids, generation_config=config, mm_request=[self.request], **inputs
+            )
+        sequences: Tensor = output.sequences if self.record else output
+        self.tokens = sequences[0, input_ids.shape[1] :].tolist()
+        if self.record:
+            self.logits: Tensor = torch.stack(output.logits)[:, 0]
+            self.scores: Tensor = torch.stack(output.scores)[:, 0]
+        return sequences
+
+    def law(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
+        """``raw (V,)`` under the processors of the call, behind ``tokens``."""
+        prefix = torch.cat([self.prompt, self.prompt.new_tensor([list(tokens)])], 1)
+        return self.processors(prefix, raw[None].clone())[0]
+
+
+class _Script(LogitsProcessor):
+    """The last processor of plain ``generate``: notes its law, and makes it choose given tokens."""
+
+    def __init__(self, tokens: Sequence[int] | None) -> None:
+        self.tokens = tokens
+        self.scores: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place = len(self.scores)
+        self.scores.append(scores[0].float().clone())
+        if self.tokens is None or place >= len(self.tokens):
+            return scores
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, self.tokens[place]] = 0.0
+        return chosen
+
+
+class Enough(StoppingCriteria):
+    """Ends a loop behind so many new tokens, without being an option that processors read."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.first: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """True once there are enough, ``(B,)``."""
+        if self.first is None:
+            self.first = input_ids.shape[1]  # the prompt and one token
+        done = input_ids.shape[1] - self.first + 1 >= self.limit
+        return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
+
+
+class Play(AcceptanceRule):
+    """A rule that keeps the given tokens, whatever the target says."""
+
+    guarantee = "lossy"
+    kinds: tuple[Kind, ...] = ("deterministic",)
+    modes = frozenset({"greedy", "sample"})
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, proposal: Proposal, target: TargetLogits, call: Call) -> Outcome:
+        """All drafted nodes, and the given token after them."""
+        count = (proposal.tokens >= 0).sum(1)
+        order = torch.arange(proposal.size, device=call.device)
+        place = int(call.rows.length[0] + count[0])
+        token = target.at(count).argmax(-1)
+        if place < len(self.tokens):
+            token = torch.full_like(token, self.tokens[place])
+        path = torch.where(order < count[:, None], order, -1)
+        return Outcome(path=path, num_accepted=count, next_token=token)
+
+
+class Blocks(Drafter):
+    """Drafts the given tokens, `BLOCK` at a time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+
+    def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
+        """Opens a session."""
+        return BlocksSession(call, self.tokens)
+
+
+class BlocksSession(DraftSession):
+    """How far the row is in the given tokens."""
+
+    def __init__(self, call: Call, tokens: Sequence[int]) -> None:
+        super().__init__(call)
+        self.tokens = tokens
+
+    def propose(self, budget: int) -> Proposal:
+        """What comes next in them."""
+        call, done = self.call, int(self.call.rows.length[0])
+        block = list(self.tokens[done : done + min(BLOCK, budget)])
+        if not block:
+            return Proposal.empty(call.batch, call.device)
+        return Proposal(tokens=torch.tensor([block], device=call.device), kind="deterministic")
+
+
+class _Whole:
+    """Scores prompt and tokens in one pass without a cache, by the model's own forward."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.logits: Tensor
+
+    def __call__(self, model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+        tail = input_ids.new_tensor([self.tokens[:-1]])
+        known = inspect.signature(model.forward).parameters
+        given = {name: value for name, value in inputs.items() if name in known}
+        for name in ("past_key_values", "cache_position", "position_ids", "logits_to_keep"):
+            given.pop(name, None)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.shape == input_ids.shape:  # masks, token types
+                given[name] = torch.cat([value, value[:, -1:].expand(-1, tail.shape[1])], 1)
+        decoder = bool(getattr(model.config, "is_encoder_decoder", 0))
+        given["decoder_input_ids" if decoder else "input_ids"] = torch.cat([input_ids, tail], 1)
+        output = model(**given | {"use_cache": False})
+        self.logits = output.logits[0, input_ids.shape[1] - 1 :].float()
+        return input_ids
+
+
+def one_row(rows: Tensor) -> None:
+    """Refuses a batch."""
+    if len(rows) != 1:
+        raise InputError(f"a case holds one row, this one has {len(rows)}; split it")
+
+
+def furthest(left: Tensor, right: Tensor) -> float:
+    """Largest difference of entries that both allow."""
+    rows = min(len(left), len(right))
+    return float(away(left[:rows], right[:rows]).max()) if rows else 0.0
+
+
+def away(left: Tensor, right: Tensor) -> Tensor:
+    """The same, row by row: ``(T, V)`` to ``(T,)``."""
+    both = left.isfinite() & right.isfinite()
+    return torch.where(both, (left - right).abs(), 0.0).amax(-1)

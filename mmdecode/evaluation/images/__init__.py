@@ -1,0 +1,1 @@
+"""Generated images: their distribution, distances and reports."""

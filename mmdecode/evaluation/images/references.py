@@ -1,0 +1,125 @@
+"""Pictures that are no samples, for distances and for the check against memorising.
+
+Those of the zoo's scenes are rendered; others are read from folders. What they are compared with
+came through the model's image tokenizer, so they go through it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdecode.errors import IncompatibleError, InputError
+from mmdecode.evaluation.image_classifier import Classifier
+from mmdecode.evaluation.images.report import Truth, small
+from mmdecode.image_ar.completion import codes_of
+from mmdecode.image_ar.loading import RasterModel
+
+SCENES = "scenes"
+UNSEEN = 2**35
+"""Scenes from this seed on are nobody's training data, and look like them."""
+BATCH = 64
+
+
+def truth_of(
+    model: RasterModel,
+    classifier: Classifier,
+    real: str,
+    training: Path | None = None,
+    count: int = 1000,
+) -> Truth:
+    """Pictures beside the samples of a model.
+
+    Args:
+        model: Its tokenizer reads the pictures.
+        classifier: What judges them.
+        real: `SCENES`, or a folder of pictures that the model was not trained on.
+        training: Folder of those that it was trained on; of scenes they are known.
+        count: Real pictures at most.
+
+    Raises:
+        InputError: A folder holds no pictures, or too few.
+        IncompatibleError: The model's tokenizer reads no pictures.
+    """
+    side = _side(model)
+    classes, trained = None, None
+    if real == SCENES:
+        from mmdecode.train.scene_images import class_of, draw_picture
+
+        seeds = range(UNSEEN, UNSEEN + count)
+        classes = np.array([class_of(draw_picture(seed)) for seed in seeds])
+        shown = _scenes(seeds, side)
+        trained = _scenes(_seeds_of_training(), side)
+    else:
+        shown = _folder(Path(real), side, count)
+    if training is not None:
+        trained = _folder(training, side, None)
+    raw, decoded = [], []
+    for batch in shown:
+        codes = torch.stack([codes_of(model.adapter, picture) for picture in batch])
+        raw.append(batch)
+        decoded.append(model.adapter.decode(codes.to(model.adapter.model.device)).cpu())
+    return Truth(
+        unseen=classifier.judge(raw),
+        decoded=classifier.judge(decoded),
+        held_out=np.concatenate([small(batch) for batch in decoded]),
+        training=None if trained is None else np.concatenate([small(part) for part in trained]),
+        classes=classes,
+    )
+
+
+def _side(model: RasterModel) -> tuple[int, int]:
+    """Height and width of the model's images."""
+    layout = model.adapter.layout
+    codes = torch.zeros((1, layout.rows, layout.columns), dtype=torch.long)
+    height, width = model.adapter.decode(codes.to(model.adapter.model.device)).shape[2:]
+    return height, width
+
+
+def _seeds_of_training() -> range:
+    """Scenes that ``zoo:llamagen-scenes`` learned from."""
+    from mmdecode.train.llamagen_scenes import CORPUS_SEED, Options
+
+    return range(CORPUS_SEED, CORPUS_SEED + Options().pictures)
+
+
+def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
+    """Rendered, batches ``(B, 3, H, W)`` from 0 to 1."""
+    from mmdecode.train.scene_images import pictures
+    from mmdecode.zoo.scenes import SIDE
+
+    if side != (SIDE, SIDE):
+        raise IncompatibleError.between(
+            "--real scenes",
+            "the model",
+            f"scenes have {SIDE} x {SIDE} pixels, its images {side[0]} x {side[1]}",
+            "give a folder of pictures, or --real none",
+        )
+    for start in range(0, len(seeds), BATCH):
+        images = torch.from_numpy(pictures(seeds[start : start + BATCH]))
+        yield images.permute(0, 3, 1, 2).float() / 255
+
+
+def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[Tensor]:
+    """Read, cropped to the middle and resized, batches ``(B, 3, H, W)`` from 0 to 1."""
+    from PIL import Image, ImageOps
+
+    from mmdecode.files import find_files
+    from mmdecode.vlm.images import SUFFIXES, read_image
+
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; give one of pictures, 'scenes' or 'none'")
+    files = find_files([str(folder)], SUFFIXES, "image")[:count]
+    if len(files) < 4:
+        raise InputError(f"{folder} holds {len(files)} pictures; distances need at least 4")
+    height, width = side
+    for start in range(0, len(files), BATCH):
+        read = []
+        for file in files[start : start + BATCH]:
+            fitted = ImageOps.fit(read_image(file), (width, height), Image.Resampling.BOX)
+            read.append(torch.from_numpy(np.array(fitted)))
+        yield torch.stack(read).permute(0, 3, 1, 2).float() / 255

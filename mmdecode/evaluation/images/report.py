@@ -1,0 +1,539 @@
+"""`ImageReport`: modes of drawing images, their law, their cost and their pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.evaluation.image_classifier import Classifier, Judged
+from mmdecode.evaluation.images.features import (
+    floor,
+    frechet,
+    judged,
+    kernel_distance,
+    memory,
+    nearest,
+)
+from mmdecode.evaluation.images.runs import (
+    AGAIN,
+    PLAIN,
+    ImageRow,
+    Recorder,
+    forced_logits,
+    groups_of,
+    stacked,
+)
+from mmdecode.evaluation.images.samples import Likelihood, likelihood
+from mmdecode.evaluation.report.layout import (
+    Rows,
+    document,
+    html_table,
+    markdown,
+    markdown_page,
+    number,
+    percent,
+    without_empty,
+)
+from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
+from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
+from mmdecode.evaluation.stats.intervals import holm
+from mmdecode.files import marked_json, write_files
+from mmdecode.image_ar.loading import RasterModel
+from mmdecode.image_ar.sampling import Sampling
+
+BITS = 1 / np.log(2)
+ALARM = 1e-3
+"""A law that claims to be exact is rejected below this corrected p-value."""
+TINY = 16  # side at which distances between pictures are taken: noise of pixels is not memory
+SHOWN = 40  # images of a mode on the page
+TESTS = {
+    "likelihood": "mean likelihood differs from plain",
+    "tokens": "tokens are no draws from their laws",
+    "first of pass": "the first tokens of passes are none",
+    "pairs of these": "with the code before or above",
+    "codes": "histogram at each place",
+    "pairs across": "histogram of horizontal pairs",
+    "pairs down": "histogram of vertical pairs",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Truth:
+    """Pictures that are no samples.
+
+    Attributes:
+        unseen: Features of pictures the model was not trained on, ``(m, d)``.
+        decoded: The same pictures after the image tokenizer.
+        held_out: Those as `small` points, ``(m, k)``.
+        training: Training pictures as points, ``(t, k)``; ``None``: not at hand.
+        classes: Of the unseen pictures, ``(m,)``; ``None``: not known.
+    """
+
+    unseen: Judged
+    decoded: Judged
+    held_out: np.ndarray
+    training: np.ndarray | None
+    classes: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What was found in the images of one mode.
+
+    Attributes:
+        rows: Of its images that were drawn, in order.
+        codes: ``(n, rows, columns)``.
+        likelihood: Under the law that all modes are held to.
+        judged: By a classifier; ``None``: there is none.
+        points: As `small`; ``None``: there are no pixels.
+        shown: Some images, ``(k, H, W, 3)`` uint8; ``None``: there are no pixels.
+    """
+
+    rows: Sequence[ImageRow]
+    codes: np.ndarray
+    likelihood: Likelihood
+    judged: Judged | None
+    points: np.ndarray | None
+    shown: np.ndarray | None
+
+    @property
+    def conditions(self) -> list[int | str]:
+        """Of its images."""
+        return [row.condition for row in self.rows]
+
+
+def measured(
+    model: RasterModel,
+    recorder: Recorder,
+    rows: Sequence[ImageRow],
+    classifier: Classifier | None = None,
+    batch: int = 16,
+) -> dict[str, Measured]:
+    """Reads the images of all modes again, and looks at their pixels.
+
+    Args:
+        model: That drew them.
+        recorder: By which they were drawn.
+        rows: Of it.
+        classifier: What judges them.
+        batch: Images at once.
+    """
+    layout = model.adapter.layout
+    settings, groups = recorder.settings, groups_of(model)
+    sampling = Sampling(**settings["sampling"])
+    found = {}
+    for mode in recorder.modes:
+        own = [row for row in rows if row.mode == mode.name and row.error is None]
+        if len(own) < 2:
+            continue
+        codes, commits = stacked(own, (layout.rows, layout.columns))
+        conditions = [row.condition for row in own]
+
+        def laws(part: slice, conditions: list[Any] = conditions, codes: Tensor = codes) -> Tensor:
+            logits = forced_logits(model, conditions[part], codes[part], settings["guidance"])
+            return logits.cpu()
+
+        drawn = pictures_of(model, codes, batch)
+        found[mode.name] = Measured(
+            rows=own,
+            codes=codes.numpy(),
+            likelihood=likelihood(
+                laws, codes, sampling, commits=commits, groups=groups, batch=batch
+            ),
+            judged=None
+            if classifier is None or drawn is None
+            else classifier.judge(drawn.split(64)),
+            points=None if drawn is None else small(drawn),
+            shown=None if drawn is None else to_bytes(drawn[:SHOWN]),
+        )
+    return found
+
+
+def pictures_of(model: RasterModel, codes: Tensor, batch: int = 16) -> Tensor | None:
+    """Pixels of codes ``(n, rows, columns)`` from 0 to 1; ``None``: nothing decodes them."""
+    adapter = model.adapter
+    try:
+        parts = [adapter.decode(part.to(adapter.model.device)).cpu() for part in codes.split(batch)]
+    except IncompatibleError:
+        return None
+    return torch.cat(parts)
+
+
+def small(pixels: Tensor) -> np.ndarray:
+    """Pictures ``(n, 3, H, W)`` as points for distances between them, ``(n, k)``."""
+    reduced = torch.nn.functional.interpolate(pixels, (TINY, TINY), mode="area")
+    return reduced.flatten(1).numpy()
+
+
+def to_bytes(pixels: Tensor) -> np.ndarray:
+    """``(n, 3, H, W)`` from 0 to 1 to ``(n, H, W, 3)`` uint8."""
+    return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+class ImageReport:
+    """Scores of modes that drew images of one model.
+
+    Args:
+        found: By mode, see `measured`; plain decoding first.
+        laws: What each mode claims to be.
+        groups: Of every code, ``(C,)``, for tables of pairs.
+        failed: Images of each mode that failed.
+        classes: For each condition the class by which the classifier knows it; ``None``: it knows
+            none.
+        truth: Pictures that are no samples; ``None``: there are none.
+        conditions: What the numbers depend on.
+        margin: Of `equivalence`.
+        permutations: Of `two_sample`.
+        resamples: Of distances.
+        seed: Of draws.
+
+    Raises:
+        OptionError: There are no two plain images to compare with.
+    """
+
+    title = "Images"
+
+    def __init__(
+        self,
+        found: Mapping[str, Measured],
+        *,
+        laws: Mapping[str, str],
+        groups: np.ndarray,
+        failed: Mapping[str, int] | None = None,
+        classes: Mapping[Any, int] | None = None,
+        truth: Truth | None = None,
+        conditions: Mapping[str, Any] | None = None,
+        margin: float = MARGIN,
+        permutations: int = PERMUTATIONS,
+        resamples: int = 200,
+        seed: int = 0,
+    ) -> None:
+        if PLAIN not in found:
+            raise OptionError(
+                "fewer than two plain images were drawn, and all modes are compared with them; "
+                "give a larger --n, or see why they failed"
+            )
+        self.found, self.laws, self.groups = dict(found), laws, groups
+        self.failed, self.classes, self.truth = failed or {}, classes, truth
+        self.conditions = dict(conditions or {})
+        self.margin, self.permutations = margin, permutations
+        self.resamples, self.seed = resamples, seed
+        self._means = {
+            name: mean_of(one.likelihood.per_image, one.conditions) for name, one in found.items()
+        }
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+        raw = {name: self._p_values(name) for name in self.found}
+        asked = [(name, test) for name in raw for test in raw[name]]
+        corrected = holm([raw[name][test] for name, test in asked])
+        tests: dict[str, dict[str, Any]] = {name: {} for name in raw}
+        for (name, test), p in zip(asked, corrected, strict=True):
+            tests[name][test] = {"p": raw[name][test], "p_holm": p}
+        modes = {
+            name: {
+                "claims": self.laws[name],
+                "failed": self.failed.get(name, 0),
+                **self._cost(name),
+                **self._law(name),
+                "tests": tests[name],
+                "pictures": self._pictures(name),
+            }
+            for name in self.found
+        }
+        return {
+            "task": "images",
+            "margin": self.margin,
+            "permutations": self.permutations,
+            "interval": {"unit": "image", "resamples": self.resamples, "seed": self.seed},
+            "conditions": self.conditions,
+            "modes": {name: {**mode, "verdict": verdict(mode)} for name, mode in modes.items()},
+            "real_pictures": self._real(),
+        }
+
+    def _cost(self, name: str) -> dict[str, Any]:
+        rows, tokens = self.found[name].rows, self.found[name].likelihood.tokens
+        passes = sum(row.passes or 0 for row in rows)
+        return {
+            "images": len(rows),
+            "passes": passes / len(rows),
+            "tokens_per_pass": (tokens - 1) * len(rows) / max(passes, 1),
+            "seconds": float(np.mean([row.seconds for row in rows])),
+        }
+
+    def _law(self, name: str) -> dict[str, Any]:
+        one = self.found[name]
+        bits = one.likelihood.per_image * BITS / one.likelihood.tokens
+        found = {
+            "bits_per_token": dataclasses.asdict(mean_of(bits, one.conditions)),
+            "outside": float(one.likelihood.outside.mean()),
+            "all_tokens": dataclasses.asdict(one.likelihood.all),
+            "first_of_pass": one.likelihood.first and dataclasses.asdict(one.likelihood.first),
+        }
+        if name != PLAIN:
+            ratio = equivalence(self._means[PLAIN], self._means[name], self.margin)
+            found |= {"equivalence": dataclasses.asdict(ratio), "same": self._same(one)}
+        return found
+
+    def _same(self, one: Measured) -> float:
+        """Share of images that came out as the plain one of that condition and ordinal."""
+        plain = self.found[PLAIN]
+        known = {
+            (row.condition, row.ordinal): codes
+            for row, codes in zip(plain.rows, plain.codes, strict=True)
+        }
+        same = [
+            np.array_equal(codes, known.get((row.condition, row.ordinal), ()))
+            for row, codes in zip(one.rows, one.codes, strict=True)
+        ]
+        return float(np.mean(same))
+
+    def _p_values(self, name: str) -> dict[str, float]:
+        """By test, before they are corrected for their number."""
+        plain, one = self.found[PLAIN], self.found[name]
+        found, first = {"tokens": one.likelihood.all.p}, one.likelihood.first
+        alone = all((row.passes or 0) + 1 >= one.likelihood.tokens for row in one.rows)
+        if first is not None and first.pairs_p is not None and not alone:
+            found |= {"first of pass": first.p, "pairs of these": first.pairs_p}
+        if name == PLAIN:
+            return found
+        found["likelihood"] = welch(self._means[PLAIN], self._means[name]).p
+        tables = {
+            "codes": marginals,
+            "pairs across": lambda codes: neighbours(codes, self.groups),
+            "pairs down": lambda codes: neighbours(codes, self.groups, down=1),
+        }
+        for test, table in tables.items():
+            found[test] = two_sample(
+                table(plain.codes),
+                table(one.codes),
+                (plain.conditions, one.conditions),
+                self.permutations,
+                self.seed,
+            ).p
+        return found
+
+    def _pictures(self, name: str) -> dict[str, Any] | None:
+        one, plain = self.found[name], self.found[PLAIN]
+        if one.judged is None or plain.judged is None:
+            return None
+        found: dict[str, Any] = {}
+        if self.classes is not None:
+            wanted = np.array([self.classes[condition] for condition in one.conditions])
+            found |= dataclasses.asdict(judged(one.judged.probabilities, wanted))
+        options = {"resamples": self.resamples, "seed": self.seed}
+        features = one.judged.features
+        if name != PLAIN:
+            found["from_plain"] = dataclasses.asdict(
+                frechet(plain.judged.features, features, **options)
+            )
+            found["kernel_from_plain"] = dataclasses.asdict(
+                kernel_distance(plain.judged.features, features, **options)
+            )
+        if self.truth is not None:
+            found["from_real"] = dataclasses.asdict(
+                frechet(self.truth.decoded.features, features, **options)
+            )
+            if self.truth.training is not None and one.points is not None:
+                near = nearest(one.points, self.truth.training)
+                found["memory"] = dataclasses.asdict(memory(near, self._held_out))
+        return found
+
+    @cached_property
+    def _held_out(self) -> np.ndarray:
+        """Distances of held-out pictures to their nearest training picture."""
+        assert self.truth is not None and self.truth.training is not None
+        return nearest(self.truth.held_out, self.truth.training)
+
+    def _real(self) -> dict[str, Any] | None:
+        """What the classifier makes of pictures that are no samples, and the floor of distances."""
+        if self.truth is None:
+            return None
+        features = self.truth.decoded.features
+        size = min(len(features) // 2, len(self.found[PLAIN].rows))
+        found: dict[str, Any] = {
+            "pictures": len(features),
+            "floor": dataclasses.asdict(floor(features, size)),
+            "floor_images": size,
+            "tokenizer": dataclasses.asdict(
+                frechet(self.truth.unseen.features, features, self.resamples, self.seed)
+            ),
+        }
+        if self.truth.classes is not None:
+            found |= dataclasses.asdict(
+                judged(self.truth.decoded.probabilities, self.truth.classes)
+            )
+        return found
+
+    def tables(self) -> list[Rows]:
+        """Cost and likelihood, tests of the law, and pictures where they were judged."""
+        modes = self.summary["modes"]
+        tables: list[Rows] = [
+            without_empty([_law_row(name, mode) for name, mode in modes.items()]),
+            without_empty([_test_row(name, mode) for name, mode in modes.items()]),
+        ]
+        if all(mode["pictures"] for mode in modes.values()):
+            rows = [_picture_row(name, mode["pictures"]) for name, mode in modes.items()]
+            real = self.summary["real_pictures"]
+            if real is not None:
+                rows.append(_picture_row("real pictures, tokenized", real))
+            tables.append(without_empty(rows))
+        return tables
+
+    def table(self) -> str:
+        """The scores as Markdown, with what they mean below."""
+        return "\n".join([*map(markdown, self.tables()), f"{self.about()}\n"])
+
+    def about(self) -> str:
+        """What the numbers mean."""
+        real = self.summary["real_pictures"]
+        parts = [
+            "bits per token are of the guided law with its temperature, before top-k and top-p; "
+            f"modes are held to {PLAIN!r}, and {AGAIN!r} shows what chance does: it is the same "
+            "law under another seed",
+            "p-values are corrected for all tests of this report (Holm)",
+        ]
+        if real is not None:
+            parts.append(
+                "the distance is the Frechet distance of a classifier's features and no FID; of "
+                f"two halves of {real['floor_images']} real pictures each it is "
+                f"{real['floor']['value']:.2f} on average"
+            )
+        return "; ".join(parts)
+
+    def page(self) -> str:
+        """One HTML file that holds everything."""
+        overview = "".join(map(html_table, self.tables()))
+        tests = "".join(
+            f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
+            for name, text in TESTS.items()
+        )
+        overview += f"<p>{html.escape(self.about())}</p><dl>{tests}</dl>"
+        return document(self.title, overview, self.sheets, "", self.conditions)
+
+    @cached_property
+    def sheets(self) -> dict[str, bytes]:
+        """Images of each mode side by side, the same conditions in the same places, as PNG."""
+        shown = {name: one.shown for name, one in self.found.items() if one.shown is not None}
+        return {name: sheet(images, name) for name, images in shown.items()}
+
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
+        """Writes summary, tables and page; returns the files.
+
+        Args:
+            folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
+        """
+        files = {
+            "summary.json": marked_json(self.summary, indent=1),
+            "table.md": markdown_page(self.table()),
+            "report.html": self.page(),
+        }
+        return write_files(Path(folder), files, overwrite)
+
+
+def verdict(mode: Mapping[str, Any]) -> str:
+    """What the tests say of a mode's law, in words.
+
+    Args:
+        mode: Of `ImageReport.summary`.
+    """
+    worst = min(mode["tests"], key=lambda test: mode["tests"][test]["p_holm"])
+    p, ratio = mode["tests"][worst]["p_holm"], mode.get("equivalence")
+    if p < ALARM:
+        wrong = "NOT EXACT" if mode["claims"] == "exact" else "another law"
+        return f"{wrong}: {worst}, p = {p:.1g}"
+    if ratio is None:
+        return "the reference"
+    if mode["same"] == 1:
+        return "the very same images"
+    shown = "shown" if ratio["shown"] else "not shown with so few images"
+    return f"no difference found; equal likelihood {shown}"
+
+
+def sheet(images: np.ndarray, title: str, columns: int = 10) -> bytes:
+    """A contact sheet as PNG.
+
+    Args:
+        images: ``(n, H, W, 3)`` uint8.
+        title: Above it.
+        columns: Images in a row.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    from mmdecode.evaluation.report import plots
+
+    plots.drawable()
+    from matplotlib.figure import Figure
+
+    rows = -(-len(images) // columns)
+    padded = np.full((rows * columns, *images.shape[1:]), 255, dtype=np.uint8)
+    padded[: len(images)] = images
+    _, height, width, _ = images.shape
+    laid = padded.reshape(rows, columns, height, width, 3).swapaxes(1, 2)
+    figure = Figure(figsize=(8, 0.4 + 8 * rows * height / (columns * width)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(laid.reshape(rows * height, columns * width, 3), interpolation="nearest")
+    axes.set_title(title, parse_math=False, loc="left")
+    axes.axis("off")
+    return plots.png(figure)
+
+
+def _law_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
+    ratio = mode.get("equivalence")
+    return {
+        "mode": name,
+        "claims": mode["claims"],
+        "images": str(mode["images"]),
+        "failed": str(mode["failed"] or ""),
+        "passes": number(mode["passes"], ".1f"),
+        "tokens/pass": number(mode["tokens_per_pass"]),
+        "s/image": number(mode["seconds"], ".3f"),
+        "bits/token": _spread(mode["bits_per_token"], ".3f"),
+        "of plain [90 %]": _spread(ratio, ".4f", "ratio"),
+        "within margin": ("yes" if ratio["shown"] else "not shown") if ratio else "",
+        "outside %": percent(mode["outside"]) if mode["outside"] else "",
+        "same images %": percent(mode.get("same"), ".1f"),
+    }
+
+
+def _test_row(name: str, mode: Mapping[str, Any]) -> dict[str, str]:
+    found = {test: mode["tests"].get(test, {}).get("p_holm") for test in TESTS}
+    cells = {test: "" if p is None else f"{p:.2g}" for test, p in found.items()}
+    return {"mode": name, **cells, "verdict": verdict(mode)}
+
+
+def _picture_row(name: str, found: Mapping[str, Any]) -> dict[str, str]:
+    near = found.get("memory")
+    return {
+        "mode": name,
+        "class %": _spread(found.get("accuracy"), ".1f", scale=100),
+        "diversity bits": number(found.get("diversity")),
+        "doubt bits": number(found.get("doubt")),
+        "distance to plain": _spread(found.get("from_plain")),
+        "kernel distance": _spread(found.get("kernel_from_plain"), ".4f"),
+        "distance to real": _spread(found.get("from_real") or found.get("tokenizer")),
+        "copies %": percent(near and near["copies"], ".1f"),
+        "nearer than held-out, p": "" if near is None else f"{near['p']:.2g}",
+    }
+
+
+def _spread(
+    found: Mapping[str, float] | None, form: str = ".2f", name: str = "value", scale: float = 1
+) -> str:
+    if found is None:
+        return ""
+    value, low, high = (format(scale * found[key], form) for key in (name, "low", "high"))
+    return f"{value} [{low}, {high}]"

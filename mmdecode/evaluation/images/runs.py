@@ -1,0 +1,302 @@
+"""Draws images in several modes of one model, in turns, and reads them again token by token.
+
+Modes take turns batch by batch, A B B A, so that a machine that slows down slows all of them. The
+images of all modes are drawn of the same conditions under the same seed, but for a second plain run
+under another: what that differs by is what two samples of one law differ by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.journal import Journal
+from mmdecode.evaluation.stats.image_tables import code_groups
+from mmdecode.files import complete_lines
+from mmdecode.guide.guidance import Guidance
+from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
+from mmdecode.image_ar.loading import RasterModel
+from mmdecode.image_ar.modes import MODES, decoder_of
+from mmdecode.image_ar.painters import reread
+from mmdecode.runs.items import Watch
+
+ROWS = "images.jsonl"
+PLAIN, AGAIN = "plain", "plain again"
+"""The reference, and the same under another seed."""
+ALIASES = {PLAIN: "ar"}
+"""Names of `mmdecode.image_ar.modes.MODES` that a mode may also be given by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One way of drawing.
+
+    Attributes:
+        name: In tables and rows.
+        preset: One of `mmdecode.image_ar.modes.MODES`; ``None``: draft and rule are given.
+        draft, accept: As the registry reads them.
+        shift: Added to the seed.
+    """
+
+    name: str
+    preset: str | None = None
+    draft: str | None = None
+    accept: str = "auto"
+    shift: int = 0
+
+
+def modes_of(presets: Sequence[str], also: Sequence[str] = ()) -> list[Mode]:
+    """The modes of a run: plain decoding first, and again under another seed.
+
+    Args:
+        presets: Names of `mmdecode.image_ar.modes.MODES`, or `PLAIN`.
+        also: Others as ``DRAFT + RULE``, or ``DRAFT``.
+
+    Raises:
+        OptionError: There is no such preset, or one is given twice.
+    """
+    found = [Mode(name=PLAIN, preset="ar"), Mode(name=AGAIN, preset="ar", shift=1)]
+    for name in dict.fromkeys(presets):
+        preset = ALIASES.get(name, name)
+        if preset not in MODES:
+            known = ", ".join((PLAIN, *(m for m in MODES if m not in ALIASES.values())))
+            raise OptionError(f"there is no mode {name!r}; known are {known}")
+        if preset not in ALIASES.values():
+            found.append(Mode(name=name, preset=preset))
+    for spec in dict.fromkeys(also):
+        draft, _, accept = (part.strip() for part in spec.partition("+"))
+        found.append(Mode(name=spec, draft=draft, accept=accept or "auto"))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow:
+    """One image of one mode.
+
+    Attributes:
+        mode: Its name.
+        condition: Class or prompt.
+        ordinal: Among the images of that condition, from 0.
+        codes: In raster order; ``None``: it failed.
+        commits: The pass in which each was committed.
+        passes: Scoring passes after the prompt was read.
+        seconds: Of its batch, shared out evenly.
+        error: Why it failed.
+    """
+
+    mode: str
+    condition: int | str
+    ordinal: int
+    codes: list[int] | None = None
+    commits: list[int] | None = None
+    passes: int | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a row of the journal."""
+        return asdict(self)
+
+
+def journal_of(
+    folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool = False
+) -> Journal[ImageRow]:
+    """The images of a run, in a folder; see `Journal`."""
+    return Journal(folder / ROWS, read_images, _key, settings, resume, overwrite)
+
+
+def read_images(path: Path) -> list[ImageRow]:
+    """Rows of a file; of several for one image the last counts.
+
+    Raises:
+        InputError: A line is damaged.
+    """
+    found: dict[Any, ImageRow] = {}
+    for number, line in enumerate(complete_lines(path), 1):
+        try:
+            row = ImageRow(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number} is no image; remove the line, and --resume draws it again"
+            ) from error
+        found[_key(row)] = row
+    return list(found.values())
+
+
+def _key(row: ImageRow) -> tuple[str, int | str, int]:
+    return row.mode, row.condition, row.ordinal
+
+
+class Recorder:
+    """Draws images in several modes.
+
+    Args:
+        model: A model of image tokens in raster order.
+        modes: See `modes_of`.
+        conditions: Classes or prompts, one an image; they may repeat.
+        model_id: Its name, for drafts that belong to it.
+        seed: Of the keyed noise.
+        batch: Images drawn at once.
+        **how: Guidance and sampling, see `ImageGenerator`.
+
+    Attributes:
+        generators: By the name of their mode.
+        requests: What each mode draws.
+
+    Raises:
+        OptionError: A condition cannot be drawn of.
+        IncompatibleError: Draft and rule of a mode, or they and the model, do not fit.
+    """
+
+    def __init__(
+        self,
+        model: RasterModel,
+        modes: Sequence[Mode],
+        conditions: Sequence[int | str],
+        *,
+        model_id: str = "",
+        seed: int = 0,
+        batch: int = 16,
+        **how: Any,
+    ) -> None:
+        self.modes, self.batch = list(modes), batch
+        for condition in dict.fromkeys(conditions):
+            model.adapter.condition(**model.given([condition]))
+        self.generators = {
+            mode.name: ImageGenerator(
+                model,
+                decoder_of(
+                    mode.preset,
+                    mode.draft,
+                    mode.accept,
+                    adapter=model.adapter,
+                    target=model.adapter.model,
+                    model_id=model_id,
+                ),
+                seed=seed + mode.shift,
+                batch=batch,
+                **how,
+            )
+            for mode in modes
+        }
+        self._watches = {mode.name: Watch() for mode in modes}
+        self.requests = self.generators[self.modes[0].name].requests(conditions)
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return len(self.requests) * len(self.modes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Guidance and sampling of all modes."""
+        return self.generators[self.modes[0].name].settings
+
+    @property
+    def laws(self) -> dict[str, str]:
+        """What each mode claims to be, see `GeneratedImage`."""
+        return {name: generator.law for name, generator in self.generators.items()}
+
+    def run(
+        self,
+        journal: Journal[ImageRow] | None = None,
+        progress: Callable[[ImageRow], None] | None = None,
+    ) -> list[ImageRow]:
+        """Rows of all modes, images in order.
+
+        Args:
+            journal: Where rows go as they come; images that are there are left out, failed ones are
+                tried again.
+            progress: Called with each row.
+        """
+        found: dict[Any, ImageRow] = {}
+        if journal:
+            found = {key: row for key, row in journal.done.items() if row.error is None}
+        for number, start in enumerate(range(0, len(self.requests), self.batch)):
+            batch = self.requests[start : start + self.batch]
+            for mode in self.modes if number % 2 == 0 else self.modes[::-1]:
+                todo = [
+                    one for one in batch if (mode.name, one.condition, one.ordinal) not in found
+                ]
+                for image in self.generators[mode.name].images(
+                    todo, watch=self._watches[mode.name]
+                ):
+                    row = row_of(mode.name, image)
+                    found[_key(row)] = row
+                    if journal:
+                        journal.add(row)
+                    if progress:
+                        progress(row)
+        rows = [
+            found[mode.name, one.condition, one.ordinal]
+            for mode in self.modes
+            for one in self.requests
+        ]
+        if journal:
+            journal.finish(rows)
+        return rows
+
+
+def row_of(mode: str, image: GeneratedImage) -> ImageRow:
+    """An image as it is recorded."""
+    drawn = image.error is None
+    return ImageRow(
+        mode=mode,
+        condition=image.condition,
+        ordinal=image.ordinal,
+        codes=image.codes.flatten().tolist() if drawn else None,
+        commits=image.commits.flatten().tolist() if drawn else None,
+        passes=image.passes if drawn else None,
+        seconds=image.seconds if drawn else None,
+        error=image.error,
+    )
+
+
+def stacked(rows: Sequence[ImageRow], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes and passes of the images that were drawn, ``(n, rows, columns)`` each."""
+    drawn = [row for row in rows if row.error is None]
+    codes = torch.tensor([row.codes for row in drawn]).view(-1, *shape)
+    return codes, torch.tensor([row.commits for row in drawn]).view(-1, *shape)
+
+
+def groups_of(model: RasterModel) -> Tensor:
+    """Codes of like meaning, see `code_groups`; by their number where no codebook is at hand."""
+    book = model.adapter.codebook()
+    numbers = torch.arange(len(model.adapter.layout.ids))[:, None]
+    return code_groups(numbers if book is None else book)
+
+
+@torch.no_grad()
+def forced_logits(
+    model: RasterModel, conditions: Sequence[Any], codes: Tensor, guidance: float
+) -> Tensor:
+    """Guided logits of given images, over codes, each behind the codes before it.
+
+    Args:
+        model: With all that it takes to draw.
+        conditions: One an image.
+        codes: ``(B, rows, columns)``.
+        guidance: s of ``u + s (c - u)``.
+
+    Returns:
+        ``(B, rows * columns, C)`` float32.
+    """
+    adapter = model.adapter
+    layout, device = adapter.layout, adapter.model.device
+    ids, places = layout.ids.to(device), layout.places().flatten().to(device)
+    tokens = layout.forced(torch.arange(layout.length)).to(device).repeat(len(codes), 1)
+    tokens[:, places] = ids[codes.flatten(1).to(device)]
+    found = torch.empty((len(codes), layout.length + 1, len(ids)), device=device)
+
+    def note(scores: Tensor, index: Tensor) -> None:
+        found.scatter_(1, index[..., None].expand(-1, -1, len(ids)), scores[..., ids].float())
+
+    reread(adapter, Guidance(guidance), tokens, note, model.given(conditions))
+    return found[:, places]

@@ -1,0 +1,1 @@
+"""N-best lists: oracles, selection and correction."""

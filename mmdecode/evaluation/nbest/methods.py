@@ -1,0 +1,462 @@
+"""Ways to turn an N-best list into one text, and how far each is let go.
+
+A method says what it would hand on, and how sure it is. What it may change is fixed on a
+development part of the lists: the *copy threshold*, below which the first hypothesis is handed on
+as it is; the weight of a language model beside the recogniser's scores; the table of spellings. The
+parts are cut by the lists' ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that they
+are the same in every run. `METHODS` holds the methods by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.asr.correction.corrector import ADVICE, edits_of, words_of
+from mmdecode.asr.correction.n_best_lists import NBestList, split
+from mmdecode.asr.correction.selection import (
+    Choice,
+    TextScore,
+    Weights,
+    highest,
+    joined_scores,
+    least_risk,
+)
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
+from mmdecode.evaluation.nbest.substitutions import Rule, fitted
+from mmdecode.files import complete_lines
+from mmdecode.runs.items import Failed, Watch, each, tried
+
+if TYPE_CHECKING:
+    from mmdecode.asr.correction.corrector import Correction, Corrector
+    from mmdecode.asr.correction.selection import TextScorer
+
+FIRST = "1best"
+"""Name of the baseline, which copies the first hypothesis."""
+METHODS = {
+    FIRST: "the first hypothesis: always copy",
+    "mbr": "the hypothesis with the fewest expected word edits, each hypothesis one vote",
+    "mbr+scores": "the same, votes weighted by the softmax of the recogniser's scores",
+    "table": "the first hypothesis, spelt by a table learned from the development part",
+    "lm": "the hypothesis with the highest log-probability per token under a language model",
+    "lm-total": "the same by total log-probability",
+    "lm+scores": "the same by the recogniser's score plus a fitted weight times the mean",
+    "corrector": "what a generative corrector makes of the list",
+}
+WEIGHTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+ROWS = "rows.jsonl"
+_AT_ONCE = 256  # lists of which a language model's scores are written down together
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Lists by what they are for.
+
+    Attributes:
+        training: What a corrector was trained on; the table learns from it too.
+        development: Where thresholds and weights are fixed; the table learns from it too.
+        test: What is reported.
+    """
+
+    training: list[NBestList]
+    development: list[NBestList]
+    test: list[NBestList]
+
+    @property
+    def before(self) -> list[NBestList]:
+        """All that is not the test."""
+        return self.training + self.development
+
+
+def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -> Parts:
+    """Cuts lists by their ids.
+
+    Args:
+        lists: In order.
+        train_share: Of the lists, from 0 to 1.
+        dev_share: Of the lists; those behind both are the test.
+
+    Raises:
+        OptionError: The shares leave no test.
+    """
+    if min(train_share, dev_share) < 0 or train_share + dev_share >= 1:
+        raise OptionError(
+            f"a training share of {train_share} and a development share of {dev_share}; expected "
+            "two from 0 that leave a test"
+        )
+    before, test = split(lists, train_share + dev_share)
+    training, development = split(before, train_share)
+    if not test:
+        raise OptionError(f"none of {len(lists)} lists falls into the test; give smaller shares")
+    return Parts(training, development, test)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name of `METHODS`, with its model where it has one.
+
+    Attributes:
+        kind: The name.
+        model: Of the language model or corrector: a folder, a Hub id or ``zoo:NAME``.
+    """
+
+    kind: str
+    model: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Method:
+        """From ``mbr`` or ``lm:MODEL``.
+
+        Raises:
+            OptionError: A language model is asked for and none is named, or the other way round.
+            UnknownNameError: There is no such method.
+        """
+        kind, _, model = text.partition(":")
+        if kind not in METHODS:
+            raise UnknownNameError.of("method", kind, METHODS)
+        takes = kind in ("lm", "lm-total", "lm+scores", "corrector")
+        if takes != bool(model):
+            example = f"{kind}:MODEL" if takes else kind
+            raise OptionError(f"method {text!r}; expected {example}")
+        return cls(kind, model or None)
+
+    @property
+    def name(self) -> str:
+        """As it is given."""
+        return self.kind if self.model is None else f"{self.kind}:{self.model}"
+
+    @property
+    def source(self) -> str | None:
+        """What makes the rows that it needs; ``None``: it needs none."""
+        if self.model is None:
+            return None
+        return f"{'corrector' if self.kind == 'corrector' else 'lm'}:{self.model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """What a model made of one list.
+
+    Attributes:
+        data: Name of the set.
+        source: ``lm:MODEL`` or ``corrector:MODEL``.
+        id: Of the list.
+        totals, tokens: Of a language model: the `TextScore` of each hypothesis.
+        text: Of a corrector: what it hands on.
+        refused: Why its answer was not handed on; ``None``: it was.
+        preference: Of a corrector: how much it prefers its answer to the first hypothesis, in nats.
+        error: Why the list failed; ``None``: it did not.
+    """
+
+    data: str
+    source: str
+    id: str
+    totals: list[float] | None = None
+    tokens: list[int] | None = None
+    text: str | None = None
+    refused: str | None = None
+    preference: float | None = None
+    error: str | None = None
+
+    @property
+    def means(self) -> list[float]:
+        """Log-probability per token of each hypothesis."""
+        pairs = zip(self.totals or (), self.tokens or (), strict=True)
+        return [TextScore(total, count).mean for total, count in pairs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a row."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def read_model_rows(path: Path) -> Iterator[ModelRow]:
+    """Rows of an earlier run; a last line that was cut off is none.
+
+    Raises:
+        InputError: A line is damaged.
+    """
+    for number, line in enumerate(complete_lines(path), 1):
+        try:
+            yield ModelRow(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number} is no row of a run; remove the line, and --resume makes "
+                "it again"
+            ) from error
+
+
+def scored(
+    scorer: TextScorer,
+    lists: Sequence[NBestList],
+    data: str,
+    source: str,
+    watch: Watch | None = None,
+) -> Iterator[ModelRow]:
+    """Rows of a language model; a list that raises has an error, whatever it is.
+
+    Args:
+        scorer: The model.
+        lists: What is scored.
+        data: Name of the set.
+        source: See `ModelRow`.
+        watch: Of the job, where it scores several sets.
+
+    Raises:
+        MMDecodeError: An error of the configuration: all lists fail by it.
+    """
+    watch = Watch() if watch is None else watch
+
+    def outcomes() -> Iterator[tuple[ModelRow, Failed | None]]:
+        for start in range(0, len(lists), _AT_ONCE):
+            some = lists[start : start + _AT_ONCE]
+            for one, scores in each(
+                some, scorer.of_lists, advice=ADVICE, name=lambda one: one.id, watch=watch
+            ):
+                row = ModelRow(data=data, source=source, id=one.id)
+                if isinstance(scores, Failed):
+                    yield replace(row, error=scores.error), scores
+                    continue
+                totals = [score.total for score in scores]
+                tokens = [score.tokens for score in scores]
+                yield replace(row, totals=totals, tokens=tokens), None
+
+    yield from watch.released(outcomes())
+
+
+def corrected(
+    corrector: Corrector,
+    lists: Sequence[NBestList],
+    data: str,
+    source: str,
+    watch: Watch | None = None,
+) -> Iterator[ModelRow]:
+    """Rows of a corrector, as its batches end; see `scored`."""
+    found: Iterable[Correction] = corrector.corrections(lists, watch=watch)
+    for one in found:
+        yield ModelRow(
+            data=data,
+            source=source,
+            id=one.id,
+            text=one.text,
+            refused=one.refused,
+            preference=one.preference,
+            error=one.error,
+        )
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a method would hand on.
+
+    Attributes:
+        text: It.
+        gain: How sure it is, in a unit of the method's own; thresholds are laid on it.
+    """
+
+    text: str
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a method hands on for the test part.
+
+    Attributes:
+        texts: Of each list, as the method would have them.
+        held: The same, with the first hypothesis where the method is less sure than the copy
+            threshold; ``None``: there is no development part to fix one on, or nothing to hold.
+        threshold: Least gain of what is handed on; infinity: all is copied.
+        weight: Of the language model beside the recogniser's scores.
+        minimum: Errors that a rule of the table must have saved; ``None``: no rule was learned.
+        rules: Of the table; ``None``: the method has none.
+        refused: Answers of a corrector that were not handed on.
+        failed: Why lists failed, by id; of them the first hypothesis is handed on.
+    """
+
+    texts: list[str]
+    held: list[str] | None = None
+    threshold: float | None = None
+    weight: float | None = None
+    minimum: int | None = None
+    rules: Sequence[Rule] | None = field(default=None, repr=False)
+    refused: int | None = None
+    failed: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What was fixed before the test, by name; no texts."""
+        found = {"threshold": self.threshold, "weight": self.weight, "minimum": self.minimum}
+        known: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+        if self.threshold is not None and math.isinf(self.threshold):
+            known["threshold"] = "copy all"
+        if self.rules is not None:
+            known["rules"] = len(self.rules)
+        if self.refused is not None:
+            known["refused"] = self.refused
+        return known
+
+
+def outputs(method: Method, parts: Parts, aligner: Aligner, rows: Mapping[str, ModelRow]) -> Output:
+    """Fixes a method on the development part and applies it to the test.
+
+    Args:
+        method: Which.
+        parts: Of one set.
+        aligner: What counts as an error.
+        rows: What its model made of the development and test lists, by id.
+
+    Raises:
+        InputError: It needs scores that none of the lists has.
+        OptionError: It must be fixed and there is no development part.
+    """
+    if method.kind == FIRST:
+        return Output(texts=[one.best for one in parts.test])
+    if method.kind == "table":
+        _needs(parts.before, method)
+        table, minimum = fitted(parts.before, aligner)
+        return Output(
+            texts=[table(one.best) for one in parts.test], minimum=minimum, rules=table.rules
+        )
+    weight = None
+    if method.kind == "lm+scores":
+        _needs(parts.development, method)
+        weight = _weight(parts.development, aligner, rows)
+    edit = _EDITS[method.kind]
+    if weight is not None:
+        edit = partial(edit, weight=weight)
+    failed: dict[str, str] = {}
+    proposed = _edited(edit, parts.test, rows, failed)
+    found: dict[str, Any] = {
+        "texts": [one.text for one in proposed],
+        "weight": weight,
+        "failed": failed,
+    }
+    if method.kind == "corrector":
+        found["refused"] = sum(rows[one.id].refused is not None for one in parts.test)
+    if parts.development:
+        edits = _edited(edit, parts.development, rows, failed)
+        threshold = copy_threshold(parts.development, edits, aligner)
+        found["threshold"] = threshold
+        found["held"] = [
+            edited.text if edited.gain >= threshold else one.best
+            for one, edited in zip(parts.test, proposed, strict=True)
+        ]
+    return Output(**found)
+
+
+def _edited(
+    edit: Callable[..., Edit],
+    lists: Sequence[NBestList],
+    rows: Mapping[str, ModelRow],
+    failed: dict[str, str],
+) -> list[Edit]:
+    """Edits of lists; one that raises keeps its first hypothesis, and the error goes to ``failed``.
+
+    Raises:
+        Exception: Every list failed without its model: what the first one raised.
+    """
+    found: list[Edit] = []
+    problems: list[Exception] = []
+    for one in lists:
+        row = rows.get(one.id)
+        if row is not None and row.error is not None:
+            failed[one.id] = row.error
+            found.append(Edit(one.best, 0.0))
+            continue
+        made = tried(partial(edit, one, row), ADVICE)
+        if isinstance(made, Failed):
+            failed[one.id] = made.error
+            problems.append(made.problem)
+            made = Edit(one.best, 0.0)
+        found.append(made)
+    if problems and len(problems) == len(lists):
+        raise problems[0]
+    return found
+
+
+def copy_threshold(lists: Sequence[NBestList], edits: Sequence[Edit], aligner: Aligner) -> float:
+    """The gain from which on edits remove the most errors; of equally good ones the highest.
+
+    Args:
+        lists: With references.
+        edits: Of each.
+        aligner: What counts as an error.
+
+    Returns:
+        Infinity where every threshold adds errors or saves none.
+    """
+    saved: dict[float, int] = {}
+    for one, edit in zip(lists, edits, strict=True):
+        said = reference_of(one)
+        fewer = aligner.errors(said, one.best) - aligner.errors(said, edit.text)
+        saved[edit.gain] = saved.get(edit.gain, 0) + fewer
+    best, threshold, total = 0, math.inf, 0
+    for gain in sorted(saved, reverse=True):
+        total += saved[gain]
+        if total > best:
+            best, threshold = total, gain
+    return threshold
+
+
+def _needs(lists: Sequence[NBestList], method: Method) -> None:
+    if not lists:
+        raise OptionError(
+            f"{method.name!r} is fixed on a development part, and there is none; give a "
+            "development share above 0"
+        )
+
+
+def _weight(lists: Sequence[NBestList], aligner: Aligner, rows: Mapping[str, ModelRow]) -> float:
+    """Of `WEIGHTS` the one with the fewest errors, of equals the smallest."""
+
+    def errors(weight: float) -> int:
+        edits = _edited(partial(_joined, weight=weight), lists, rows, {})
+        return sum(
+            aligner.errors(reference_of(one), edited.text)
+            for one, edited in zip(lists, edits, strict=True)
+        )
+
+    return min(WEIGHTS, key=errors)
+
+
+def _voted(one: NBestList, row: ModelRow | None, weights: Weights = "uniform") -> Edit:
+    return _taken(one, least_risk(one, weights))
+
+
+def _ranked(one: NBestList, row: ModelRow, total: bool = False) -> Edit:
+    return _taken(one, highest((row.totals or []) if total else row.means))
+
+
+def _joined(one: NBestList, row: ModelRow, weight: float) -> Edit:
+    return _taken(one, highest(joined_scores(one, row.means, weight)))
+
+
+def _rewritten(one: NBestList, row: ModelRow) -> Edit:
+    """A correction is as sure as the corrector prefers it to the first hypothesis.
+
+    Where that is not known, it is the surer, the fewer of the words it changes.
+    """
+    text, words = row.text or "", words_of(one.best)
+    if row.preference is not None:
+        return Edit(text, row.preference)
+    return Edit(text, -edits_of(words, words_of(text)) / max(len(words), 1))
+
+
+def _taken(one: NBestList, choice: Choice) -> Edit:
+    return Edit(one.hypotheses[choice.place], choice.gain)
+
+
+_EDITS: Mapping[str, Callable[..., Edit]] = {
+    "mbr": _voted,
+    "mbr+scores": partial(_voted, weights="scores"),
+    "lm": _ranked,
+    "lm-total": partial(_ranked, total=True),
+    "lm+scores": _joined,
+    "corrector": _rewritten,
+}

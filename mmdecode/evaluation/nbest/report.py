@@ -1,0 +1,369 @@
+"""`NBestReport`: what methods make of N-best lists, beside the oracles and the first hypotheses."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.demo.speech.clips_page import marked
+from mmdecode.evaluation.nbest.methods import FIRST, Output, Parts
+from mmdecode.evaluation.nbest.n_best import Aligner, changes, count_lists, reference_of
+from mmdecode.evaluation.report.layout import (
+    Rows,
+    csv_text,
+    document,
+    html_table,
+    markdown,
+    markdown_page,
+    without_empty,
+)
+from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared
+from mmdecode.evaluation.speech.normalisers import ORIGINS
+from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.wer import WER, align_as_written, count_steps, summed
+from mmdecode.evaluation.stats.intervals import RESAMPLES, holm, interval, resampled_sums
+from mmdecode.files import marked_json, write_files
+from mmdecode.tables import rows_text
+
+HELD = " (threshold)"
+"""Ends the name of a method under its copy threshold."""
+MARGIN = 0.001  # of `Comparison`
+SHOWN = 5  # lists of a method that a page shows, of those made better and of those made worse
+RULES = 20  # rules of a table that a page shows
+
+
+class NBestReport:
+    """Scores of one set of lists: the test part, with what was fixed on the others.
+
+    Every list counts, those without words in the reference too, as in published counts of such
+    sets.
+
+    Args:
+        data: Name of the set.
+        parts: Of its lists; those of the test have references.
+        found: Outputs of the methods for the test, by name; the first hypotheses are added.
+        aligner: What counts as an error.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+        conditions: What the texts depend on, by name; kept and shown.
+
+    Attributes:
+        texts: What each method hands on, in order; the first hypotheses first.
+        counts: Of the lists.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        parts: Parts,
+        found: Mapping[str, Output],
+        aligner: Aligner,
+        *,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.data, self.parts, self.outputs, self.aligner = data, parts, dict(found), aligner
+        self.conditions = dict(conditions or {})
+        texts = {FIRST: [one.best for one in parts.test]}
+        for name, output in found.items():
+            texts[name] = output.texts
+            if output.held is not None:
+                texts[name + HELD] = output.held
+        self.texts = texts
+        self.counts = count_lists(parts.test, aligner)
+        self.resamples, self.seed = resamples, seed
+
+    @cached_property
+    def scored(self) -> dict[str, Scored]:
+        """Texts, alignments and counts of each method."""
+        found = {}
+        for mode, texts in self.texts.items():
+            samples = [
+                Sample(id=one.id, mode=mode, text=reference_of(one), pred_text=text)
+                for one, text in zip(self.parts.test, texts, strict=True)
+            ]
+            steps = [self.aligner.steps(sample.text, sample.pred_text) for sample in samples]
+            found[mode] = Scored(
+                mode=mode, samples=samples, alignments=steps, counts=count_steps(steps)
+            )
+        return found
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Each method against the first hypotheses, corrected for their number."""
+        first, *others = self.scored.values()
+        found = [
+            compared(
+                first, one, groups=None, margin=MARGIN, resamples=self.resamples, seed=self.seed
+            )
+            for one in others
+        ]
+        corrected = holm([one.mapsswe.p for one in found])
+        return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on; no texts."""
+        said = {self.aligner.normal(one.reference or "") for one in self.parts.before}
+        test = [self.aligner.normal(reference_of(one)) for one in self.parts.test]
+        return {
+            "data": self.data,
+            "normaliser": self.aligner.normaliser,
+            "normaliser_origin": ORIGINS[self.aligner.normaliser],
+            "scorer": self.aligner.scorer,
+            "training": len(self.parts.training),
+            "development": len(self.parts.development),
+            "test": len(test),
+            "references_seen_before": sum(text in said for text in test) / len(test),
+            "hypotheses": float(self.counts.hypotheses.mean()),
+            "distinct": float(self.counts.distinct.mean()),
+            "interval": {"unit": "list", "resamples": self.resamples, "seed": self.seed},
+            "oracles": self._oracles(),
+            "methods": {mode: self._method(mode) for mode in self.texts},
+            "fixed": {name: one.fixed for name, one in self.outputs.items() if one.fixed},
+            "failed": {name: len(one.failed) for name, one in self.outputs.items() if one.failed},
+            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+            "conditions": self.conditions,
+        }
+
+    def _method(self, mode: str) -> dict[str, Any]:
+        one, score = self.scored[mode], self._summed(self.scored[mode].counts)
+        made = changes(self.parts.test, self.counts, self.texts[mode], one.alignments, self.aligner)
+        names = "words heard_words substitutions deletions insertions errors".split()
+        return {
+            "wer": score.value,
+            "wer_low": score.low,
+            "wer_high": score.high,
+            **{name: getattr(score, name) for name in names},
+            **dataclasses.asdict(made),
+        }
+
+    def _summed(self, counts: np.ndarray) -> WER:
+        named = self.aligner.normaliser, self.aligner.scorer
+        return summed(counts, *named, resamples=self.resamples, seed=self.seed)
+
+    def _oracles(self) -> dict[str, dict[str, float]]:
+        """Errors and rates of o_nb and o_cp, with intervals."""
+        best = self._summed(self.counts.best)
+        table = np.stack([self.counts.missing, self.counts.first[:, 0]], 1)
+        drawn = resampled_sums(table, self.resamples, self.seed)
+        low, high = interval(drawn[:, 0] / np.maximum(drawn[:, 1], 1))
+        missing, words = (int(total) for total in table.sum(0))
+        return {
+            "o_nb": {"errors": best.errors, "rate": best.value, "low": best.low, "high": best.high},
+            "o_cp": {"errors": missing, "rate": missing / max(words, 1), "low": low, "high": high},
+        }
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row of text per method, and one for each oracle."""
+        of = len(self.parts.test)
+        tests = {found.second: found for found in self.comparisons}
+        rows = []
+        for mode, found in self.summary["methods"].items():
+            words = max(found["words"], 1)
+            rates = [found[name] / words for name in ("substitutions", "deletions", "insertions")]
+            compared = tests.get(mode)
+            rows.append(
+                _row(mode, found["wer"], found["wer_low"], found["wer_high"])
+                | dict(zip(("S %", "D %", "I %"), (f"{100 * r:.2f}" for r in rates), strict=True))
+                | {name: str(found[name]) for name in ("improved", "unchanged", "worse")}
+                | {
+                    "edited %": f"{100 * found['edited'] / of:.1f}",
+                    "new words": str(found["new_words"]),
+                    "right": str(found["new_words_right"]),
+                    "difference, 95 %": _difference(compared) if compared else "",
+                    "p, matched pairs": _p(compared.p_holm) if compared else "",
+                }
+            )
+        names = list(rows[0])
+        for mode, found in self.summary["oracles"].items():
+            row = _row(mode, found["rate"], found["low"], found["high"])
+            rows.append({name: row.get(name, "") for name in names})
+        return without_empty(rows)
+
+    def table(self) -> str:
+        """The scores as Markdown, with what they mean below."""
+        return f"{markdown(self.rows())}\n{self.about()}\n"
+
+    def about(self) -> str:
+        """What the numbers mean, in a sentence or two."""
+        found = self.summary
+        parts = [
+            f"{self.data}: {found['test']} lists of the test part, "
+            f"{found['methods'][FIRST]['words']} words; {found['development']} lists to fix "
+            f"thresholds on, {found['training']} more to train on",
+            f"{found['distinct']:.2f} different hypotheses of {found['hypotheses']:.2f}",
+            f"{100 * found['references_seen_before']:.1f} % of the references stand in the other "
+            "parts too",
+            f"normaliser {found['normaliser']} ({found['normaliser_origin']}), scorer "
+            f"{found['scorer']}; 95 % intervals by bootstrap over lists; p by matched pairs "
+            "(MAPSSWE), corrected by Holm",
+            "new words stand in no hypothesis of their list",
+        ]
+        fixed = [
+            f"{name} {', '.join(f'{key} {_short(value)}' for key, value in one.items())}"
+            for name, one in found["fixed"].items()
+        ]
+        if fixed:
+            parts.append(f"fixed before the test: {'; '.join(fixed)}")
+        parts += [
+            f"{count} lists failed under {name}: their first hypotheses count"
+            for name, count in found["failed"].items()
+        ]
+        if self.conditions.get("limit"):
+            parts.append("only a part of the set was scored: not a result to report")
+        return "; ".join(parts)
+
+    def shown(self, mode: str, count: int = SHOWN) -> str:
+        """Lists that a method made better or worse, most first, aligned, as HTML."""
+        before = self.counts.first[:, 2:5].sum(1)
+        after = self.scored[mode].counts[:, 2:5].sum(1)
+        order = np.argsort(after - before, kind="stable")
+        better = [int(p) for p in order[:count] if after[p] < before[p]]
+        worse = [int(p) for p in order[::-1][:count] if after[p] > before[p]]
+        return "".join(
+            f"<h3>{len(places)} that it made {what}</h3>"
+            + "".join(self._article(mode, p, int(before[p]), int(after[p])) for p in places)
+            for what, places in (("better", better), ("worse", worse))
+            if places
+        )
+
+    def _article(self, mode: str, place: int, before: int, after: int) -> str:
+        one, text = self.parts.test[place], self.texts[mode][place]
+
+        def aligned(heard: str) -> str:
+            scorer = self.aligner.scorer
+            steps = align_as_written(reference_of(one), heard, self.aligner.normaliser, scorer)
+            return marked(steps)
+
+        lines = [("said", html.escape(reference_of(one))), ("heard", aligned(one.best))]
+        lines.append((html.escape(mode), aligned(text)))
+        others = [other for other in dict.fromkeys(one.hypotheses[1:]) if other != one.best]
+        lines += [("also", aligned(other)) for other in others]
+        rows = "".join(f"<dt>{name}</dt><dd>{shown}</dd>" for name, shown in lines)
+        return (
+            f'<article class="clip"><h3>{html.escape(one.id)}</h3>'
+            f"<p>{before} word error{'s' * (before != 1)} before, {after} after</p>"
+            f"<dl>{rows}</dl></article>"
+        )
+
+    def section(self) -> str:
+        """Table, notes, comparisons and examples of the set, as HTML."""
+        compared = "".join(f"<li>{html.escape(str(found))}</li>" for found in self.comparisons)
+        examples = "".join(
+            f"<h2>{html.escape(self.data)}: {html.escape(mode)}</h2>{shown}"
+            for mode in self.texts
+            if (shown := self.shown(mode))
+        )
+        return (
+            f"<h2>{html.escape(self.data)}</h2>{html_table(self.rows())}"
+            f"<p>{html.escape(self.about())}</p><ul>{compared}</ul>{self._rules()}{examples}"
+        )
+
+    def _rules(self) -> str:
+        rules = [rule for output in self.outputs.values() for rule in output.rules or ()]
+        if not rules:
+            return ""
+        strongest = sorted(rules, key=lambda rule: -rule.gain)[:RULES]
+        return "<h3>Rules of the table, the strongest first</h3>" + html_table(
+            [
+                {
+                    "heard": " ".join(rule.heard),
+                    "said": " ".join(rule.said),
+                    "errors saved": str(rule.gain),
+                    "seen": str(rule.seen),
+                }
+                for rule in strongest
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows()) + f"<p>{html.escape(self.about())}</p>"
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+def joined_rows(reports: Sequence[NBestReport]) -> Rows:
+    """The rows of several sets, each with the name of its set."""
+    rows = [{"data": report.data} | row for report in reports for row in report.rows()]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [{name: row.get(name, "") for name in names} for row in rows]
+
+
+def save_reports(
+    reports: Sequence[NBestReport], folder: str | os.PathLike[str], overwrite: bool = False
+) -> list[Path]:
+    """Writes summary, tables, a page and the texts of several sets; returns the files.
+
+    The summary and the tables hold numbers alone; references and texts are in ``texts.jsonl`` and
+    on the page.
+
+    Args:
+        reports: One for each set.
+        folder: Created where it does not exist.
+        overwrite: Replace files that are not ours.
+    """
+    summary = {"task": "nbest", "sets": [report.summary for report in reports]}
+    tables = "\n".join(
+        report.table() + "".join(f"\n- {found}" for found in report.comparisons) + "\n"
+        for report in reports
+    )
+    page = document(
+        "N-best lists",
+        "".join(report.section() for report in reports),
+        {},
+        "",
+        reports[0].conditions,
+    )
+    files = {
+        "summary.json": marked_json(summary, indent=1),
+        "table.md": markdown_page(tables),
+        "table.csv": csv_text(joined_rows(reports)),
+        "report.html": page,
+        "texts.jsonl": rows_text(row for report in reports for row in _texts(report)),
+    }
+    return write_files(Path(folder), files, overwrite)
+
+
+def _texts(report: NBestReport) -> list[dict[str, Any]]:
+    lists: Sequence[NBestList] = report.parts.test
+    return [
+        {"data": report.data, "id": one.id, "reference": one.reference}
+        | {"texts": {mode: texts[place] for mode, texts in report.texts.items()}}
+        for place, one in enumerate(lists)
+    ]
+
+
+def _row(mode: str, rate: float, low: float, high: float) -> dict[str, str]:
+    return {
+        "method": mode,
+        "WER %": f"{100 * rate:.2f}",
+        "95 %": f"{100 * low:.2f} to {100 * high:.2f}",
+    }
+
+
+def _difference(found: Comparison) -> str:
+    """In points; negative: fewer errors than the first hypotheses."""
+    test = found.bootstrap
+    change, low, high = (-100 * v + 0.0 for v in (test.difference, test.high, test.low))
+    return f"{change:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

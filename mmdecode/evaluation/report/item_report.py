@@ -1,0 +1,278 @@
+"""What reports on questions about images have in common: modes, seeds, tables, files and page."""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+import numpy as np
+
+from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
+from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.item_comparison import ItemComparison
+from mmdecode.evaluation.report.item_page import ImageSource, Shown, overview, page_of
+from mmdecode.evaluation.report.item_verdict import verdict_of
+from mmdecode.evaluation.report.layout import Rows, csv_text, markdown, markdown_page
+from mmdecode.evaluation.stats.intervals import RESAMPLES
+from mmdecode.evaluation.vision.items import ITEMS, Some
+from mmdecode.files import marked_json, write_files
+from mmdecode.tables import rows_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUMMARY = "summary.json"
+
+
+class ItemReport(abc.ABC, Generic[Some]):
+    """Scores of saved rows, one kind of report for each kind of row.
+
+    Args:
+        items: Answered questions of one or more modes, the baseline first; each mode has the same
+            questions, and each of its seeds has all of them.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+        conditions: What the answers depend on, by name; kept and shown.
+        against: Names of the modes that a mode is compared with, by its own; the first of them is
+            what its computed controls are made of. ``None``, or a mode that is missing: the
+            baseline.
+        controls: Modes that are controls themselves: no verdict is given on them.
+        images: Folder of the images, or a function from an image's name to its bytes, for
+            `worst`; ``None``: images are not shown.
+
+    Attributes:
+        modes: Names, the baseline first; controls that are computed stand among them.
+        ids: Of the questions.
+
+    Raises:
+        OptionError: There are no answers, or modes have different questions.
+    """
+
+    title = "Answers"
+    unit = "image"
+    """What intervals draw."""
+    gain = 1
+    """Sign of a difference that is a gain, of the number that is compared first."""
+
+    def __init__(
+        self,
+        items: Sequence[Some],
+        *,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+        conditions: Mapping[str, Any] | None = None,
+        against: Mapping[str, Sequence[str]] | None = None,
+        controls: Collection[str] = (),
+        images: ImageSource = None,
+    ) -> None:
+        self.resamples, self.seed, self.images = resamples, seed, images
+        self.conditions = dict(conditions or {})
+        self._against = dict(against or {})
+        self.controls = frozenset(controls)
+        self.recorded = list(items)
+        self._of: dict[str, dict[int | None, dict[str, Some]]] = {}
+        if not items:
+            raise OptionError("there are no answers to score; expected at least one")
+        self.ids = list(dict.fromkeys(item.id for item in items))
+        self.add(items)
+        self._recorded_modes = list(self.modes)
+
+    def add(self, items: Sequence[Some], beside: str | None = None) -> None:
+        """Takes in further modes.
+
+        Args:
+            items: Their answers.
+            beside: The mode after which they stand; ``None``: at the end.
+
+        Raises:
+            OptionError: They have other questions, or two answers to one.
+        """
+        for item in items:
+            found = self._of.setdefault(item.mode, {}).setdefault(item.seed, {})
+            if item.id in found:
+                raise OptionError(f"{item.mode!r} has two answers to {item.id!r}; expected one")
+            found[item.id] = item
+        for mode, seeds in self._of.items():
+            for seed, answers in seeds.items():
+                other = set(answers).symmetric_difference(self.ids)
+                if other:
+                    raise OptionError(
+                        f"{mode!r}{f', seed {seed},' * (seed is not None)} lacks answers that "
+                        f"others have ({min(other)!r}); finish the run with --resume"
+                    )
+        if beside is not None:
+            added = dict.fromkeys(item.mode for item in items)
+            order = [mode for mode in self._of if mode not in added]
+            place = order.index(beside) + 1
+            self._of = {mode: self._of[mode] for mode in (*order[:place], *added, *order[place:])}
+
+    @property
+    def modes(self) -> list[str]:
+        """Names, the baseline first."""
+        return list(self._of)
+
+    def against(self, mode: str) -> list[str]:
+        """What a mode is compared with; the baseline itself with nothing."""
+        first = self._recorded_modes[0]
+        named = [one for one in self._against.get(mode, ()) if one in self._recorded_modes]
+        return [] if mode == first else named or [first]
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Modes that are compared, as first and second."""
+        return [(one, mode) for mode in self._recorded_modes for one in self.against(mode)]
+
+    def answers(self, mode: str) -> list[list[Some]]:
+        """Of a mode, one list per seed, questions in order.
+
+        Raises:
+            UnknownNameError: There is no such mode.
+        """
+        if mode not in self._of:
+            raise UnknownNameError.of("mode", mode, self.modes)
+        return [[answers[name] for name in self.ids] for answers in self._of[mode].values()]
+
+    @cached_property
+    def questions(self) -> list[Some]:
+        """One row for each question, whoever answered it."""
+        return self.answers(self.modes[0])[0]
+
+    @cached_property
+    def image_names(self) -> list[str]:
+        """The image of each question; questions without one count as an image of their own."""
+        return [item.image or item.id for item in self.questions]
+
+    def cost(self, mode: str) -> dict[str, Any]:
+        """Failures, length, time, rows and forward passes of a mode; ``None``: nothing is known."""
+        items = [item for answers in self.answers(mode) for item in answers]
+        tokens = [item.tokens for item in items if item.tokens is not None]
+        times = [item.seconds for item in items if item.seconds is not None]
+        counted = [i for i in items if i.passes is not None and i.tokens]
+        made = sum(item.tokens or 0 for item in counted)
+        # reading the prompt decides the first token
+        later = sum((i.tokens or 1) - 1 for i in items if i.forwards is not None)
+        traced = [i for i in items if i.changed is not None and i.tokens]
+        guided = sum(item.tokens or 0 for item in traced)
+        return {
+            "seeds": [seed for seed in self._of[mode] if seed is not None],
+            "failed": sum(item.error is not None for item in items),
+            "mean_tokens": float(np.mean(tokens)) if tokens else None,
+            "mean_seconds": float(np.mean(times)) if times else None,
+            "rows_per_token": sum(i.passes or 0 for i in counted) / made if made else None,
+            "forwards_per_token": sum(i.forwards or 0 for i in items) / later if later else None,
+            "changed": sum(i.changed or 0 for i in traced) / guided if guided else None,
+        }
+
+    def _basis(self) -> dict[str, Any]:
+        """What every summary tells about the questions and the intervals."""
+        return {
+            "questions": len(self.ids),
+            "images": len(set(self.image_names)),
+            "interval": {"unit": self.unit, "resamples": self.resamples, "seed": self.seed},
+            "conditions": self.conditions,
+        }
+
+    @property
+    @abc.abstractmethod
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+
+    @property
+    @abc.abstractmethod
+    def comparisons(self) -> list[ItemComparison]:
+        """Methods against the baseline and against their controls, corrected for their number."""
+
+    @abc.abstractmethod
+    def rows(self) -> list[dict[str, str]]:
+        """The scores as rows of text."""
+
+    @abc.abstractmethod
+    def about(self) -> str:
+        """What the numbers mean, in a sentence or two."""
+
+    @abc.abstractmethod
+    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+        """The answers that are most wrong, to look at."""
+
+    @abc.abstractmethod
+    def figures(self) -> dict[str, Figure]:
+        """Figures by name, those left out for which nothing is known."""
+
+    def tables(self) -> list[Rows]:
+        """All tables, the main one first."""
+        return [self.rows()]
+
+    def brief(self) -> Rows:
+        """The table that people read first: a row for each mode, and what matters most."""
+        return self.rows()
+
+    @abc.abstractmethod
+    def told(self, mode: str, within: str) -> str:
+        """The scores of a mode in a set that decide, in a few words."""
+
+    @abc.abstractmethod
+    def level(self, mode: str, within: str) -> float:
+        """The number that is compared first, the more the better."""
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Comparisons by which a gain of a mode is held against controls, first and second."""
+        return [(control, mode) for control in self.against(mode)[1:]]
+
+    def verdict(self) -> list[str]:
+        """What the comparisons show, in a sentence on all methods and one or two on each."""
+        judged = [one for one in self._recorded_modes[1:] if one not in self.controls]
+        return verdict_of(self, judged)
+
+    def table(self) -> str:
+        """The verdict and the scores as Markdown, with what they mean below."""
+        verdict = "".join(f"- {line}\n" for line in self.verdict())
+        return "\n".join([verdict, *map(markdown, self.tables()), f"{self.about()}\n"])
+
+    def to_pandas(self) -> Any:
+        """Every answer, as a pandas frame.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("a frame of answers needs pandas", extra="eval") from error
+        found = [item for m in self.modes for answers in self.answers(m) for item in answers]
+        return pandas.DataFrame([item.as_dict() for item in found])
+
+    @cached_property
+    def drawings(self) -> dict[str, bytes]:
+        """The figures as files of type PNG, by name."""
+        return {name: plots.png(figure) for name, figure in self.figures().items()}
+
+    def page(self) -> str:
+        """One HTML file that holds everything: tables, figures, and the worst answers."""
+        return page_of(self)
+
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
+        """Writes rows, summary, tables, figures and a page; returns the files without the rows.
+
+        Args:
+            folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
+        """
+        lines = "".join(f"- {found}\n" for found in self.comparisons)
+        files: dict[str, str | bytes] = {
+            ITEMS: rows_text(item.as_dict() for item in self.recorded),
+            SUMMARY: marked_json(self.summary, indent=1),
+            "table.md": markdown_page(f"{self.table()}\n{lines}"),
+            "table.csv": csv_text(self.rows()),
+            "report.html": self.page(),
+        }
+        files |= {f"{name}.png": data for name, data in self.drawings.items()}
+        return write_files(Path(folder), files, overwrite)[1:]
+
+    def _repr_html_(self) -> str:
+        return overview(self)
+
+    def __repr__(self) -> str:
+        return self.table()

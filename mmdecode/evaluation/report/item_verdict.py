@@ -1,0 +1,121 @@
+"""What a report on questions about images comes to, in sentences: which methods help, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.report.item_comparison import ItemComparison
+    from mmdecode.evaluation.report.item_report import ItemReport
+
+LEVEL = 0.05
+"""P-values below it, corrected for all comparisons of the report, show a difference."""
+_LISTED = 3  # names of methods in the first sentence
+
+
+def verdict_of(report: ItemReport[Any], judged: Sequence[str]) -> list[str]:
+    """A sentence on all methods, one on the baseline, and one or two on each method.
+
+    A method helps where it is better than its baseline and than every control, in one set or more.
+
+    Args:
+        report: With the comparisons.
+        judged: Names of the methods.
+    """
+    baseline = report.modes[0]
+    known = {(one.first, one.second, one.within): one for one in report.comparisons}
+    sets = list(dict.fromkeys(one.within for one in report.comparisons)) or _sets(report)
+    hardest = min(sets, key=lambda name: report.level(baseline, name))
+    where = f" in {hardest}, where it scores lowest" if len(sets) > 1 else ""
+    plain = f"{baseline}{where}: {report.told(baseline, hardest)}."
+    if not judged:
+        return [plain]
+    found = {mode: _judged(report, mode, known, sets, hardest) for mode in judged}
+    helping = [mode for mode, (helps, _) in found.items() if helps]
+    more = f" and {len(helping) - _LISTED} more" if len(helping) > _LISTED else ""
+    if helping:
+        first = (
+            f"{len(helping)} of {len(judged)} methods help: {'; '.join(helping[:_LISTED])}{more}"
+        )
+    elif len(judged) == 1:
+        first = f"{judged[0]} is not shown to help"
+    else:
+        first = f"None of the {len(judged)} methods is shown to help"
+    tests = len(report.comparisons)
+    basis = f" (p below {LEVEL} after Holm's correction for {tests} comparisons)"
+    return [f"{first}{basis}.", plain, *(line for _, line in found.values())]
+
+
+def _judged(
+    report: ItemReport[Any],
+    mode: str,
+    known: dict[tuple[str, str, str], ItemComparison],
+    sets: Sequence[str],
+    hardest: str,
+) -> tuple[bool, str]:
+    """Whether a method helps, and what is to be said of it."""
+    baseline = report.against(mode)[0]
+    rivals = report.rivals(mode)
+    beats = {name: _sign(report, known[baseline, mode, name]) for name in sets}
+    better = [name for name in sets if beats[name] > 0]
+    worse = [name for name in sets if beats[name] < 0]
+    unbeaten = {
+        name: [pair for pair in rivals if _sign(report, known[*pair, name]) <= 0] for name in sets
+    }
+    helps = [name for name in better if not unbeaten[name]]
+    if helps:
+        controls = " and than every control" if rivals else ""
+        said = f"better than {baseline}{controls}{_within(helps, sets)}"
+    elif better:
+        names = sorted({_rival(pair, mode) for name in better for pair in unbeaten[name]})
+        said = f"better than {baseline}{_within(better, sets)}, but not than {'; '.join(names)}"
+    elif not worse:
+        said = f"no difference from {baseline} shown"
+    else:
+        said = ""
+    if worse:
+        said += f"{', ' * bool(said)}worse than {baseline}{_within(worse, sets)}"
+    held = [f"against {_rival(pair, mode)} {_difference(known[*pair, hardest])}" for pair in rivals]
+    control = f"; {', '.join(held)}" if held else ""
+    where = f"{hardest}: " if len(sets) > 1 else ""
+    return bool(helps), (
+        f"{mode}: {said}. {where}{report.told(mode, hardest)}; against {baseline} "
+        f"{_difference(known[baseline, mode, hardest], p=True)}{control}."
+    )
+
+
+def _sets(report: ItemReport[Any]) -> list[str]:
+    """Names of the sets where nothing is compared."""
+    return list(getattr(report, "sets", None) or ["all"])
+
+
+def _sign(report: ItemReport[Any], found: ItemComparison) -> int:
+    """1: a gain is shown, -1: a loss, 0: neither."""
+    value = report.gain * next(iter(found.differences.values())).value
+    p = found.p if found.p_holm is None else found.p_holm
+    return 0 if p >= LEVEL or not value else 1 if value > 0 else -1
+
+
+def _rival(pair: tuple[str, str], mode: str) -> str:
+    """The control of a pair; the mode may be the cut one of the two."""
+    return pair[0] if pair[1] == mode else f"{pair[0]} (as {pair[1]})"
+
+
+def _within(names: Sequence[str], sets: Sequence[str]) -> str:
+    return (
+        ""
+        if len(sets) == 1
+        else " in all sets"
+        if len(names) == len(sets)
+        else (f" in {', '.join(names)}")
+    )
+
+
+def _difference(found: ItemComparison, p: bool = False) -> str:
+    name, one = next(iter(found.differences.items()))
+    shown = f"{100 * one.value:+.1f} points [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+    if not p:
+        return shown
+    corrected = found.p if found.p_holm is None else found.p_holm
+    return f"{name} {shown}, p = {corrected:.3f}"

@@ -1,0 +1,304 @@
+"""Figures of reports on word errors, silence, yes/no answers and captions."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.errors import MissingExtraError
+from mmdecode.files import MAKER
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from mmdecode.evaluation.report.item_comparison import ItemComparison
+
+EDGES = (0, 2, 5, 10, 20, 30, np.inf)
+"""Seconds that separate the bars of `by_duration`."""
+
+
+def wer_against_speed(modes: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+    """WER to the right, RTFx up on a logarithmic axis; ``None``: nothing was timed."""
+    timed = {name: mode for name, mode in modes.items() if mode["rtfx"]}
+    if not timed:
+        return None
+    figure, axes = _figure("Word errors against speed")
+    for name, mode in timed.items():
+        rate = 100 * mode["wer"]
+        spread = [[max(rate - 100 * mode["wer_low"], 0)], [max(100 * mode["wer_high"] - rate, 0)]]
+        axes.errorbar(rate, mode["rtfx"], xerr=spread, fmt="o", capsize=3)
+        axes.annotate(
+            name, (rate, mode["rtfx"]), xytext=(5, 6), textcoords="offset points", parse_math=False
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel("WER in %, with its 95 % interval")
+    axes.set_ylabel("RTFx: seconds of audio per second")
+    axes.margins(0.25)
+    axes.set_xlim(left=max(0, axes.get_xlim()[0]))
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which("{x:g}")
+    return figure
+
+
+def error_kinds(modes: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Substitutions, deletions and insertions per reference word, as stacked bars."""
+    figure, axes = _figure("Kinds of word errors")
+    places = np.arange(len(modes))
+    bottom = np.zeros(len(modes))
+    for kind in ("substitutions", "deletions", "insertions"):
+        rates = np.array([100 * m[kind] / max(m["words"], 1) for m in modes.values()])
+        axes.bar(places, rates, bottom=bottom, label=kind, width=0.6)
+        bottom += rates
+    axes.set_xticks(places, [name[:24] for name in modes], parse_math=False)
+    axes.set_ylabel("% of reference words")
+    axes.legend()
+    return figure
+
+
+def by_duration(
+    durations: Sequence[float | None], counts: Mapping[str, np.ndarray]
+) -> Figure | None:
+    """WER of recordings of like length, with their number; ``None``: no length is known.
+
+    Args:
+        durations: Seconds of each recording.
+        counts: Of `mmdecode.evaluation.speech.wer.count_errors`, by mode.
+    """
+    known = np.array([np.nan if d is None else d for d in durations])
+    if np.isnan(known).all():
+        return None
+    buckets = np.digitize(known, EDGES[1:-1])
+    used = [b for b in range(len(EDGES) - 1) if ((buckets == b) & ~np.isnan(known)).any()]
+    figure, axes = _figure("Word errors by length of the recording")
+    width = 0.8 / len(counts)
+    for index, (name, table) in enumerate(counts.items()):
+        sums = [table[(buckets == bucket) & ~np.isnan(known)].sum(0) for bucket in used]
+        rates = [100 * s[2:5].sum() / max(s[0], 1) for s in sums]
+        places = np.arange(len(used)) + (index - (len(counts) - 1) / 2) * width
+        axes.bar(places, rates, width=width, label=name.lstrip("_") or name)
+    labels = []
+    for bucket in used:
+        low, high = EDGES[bucket : bucket + 2]
+        span = f"{low:g}-{high:g} s" if np.isfinite(high) else f"over {low:g} s"
+        count = int(((buckets == bucket) & ~np.isnan(known)).sum())
+        labels.append(f"{span}\n{count} recording{'s' * (count != 1)}")
+    axes.set_xticks(range(len(used)), labels)
+    axes.set_ylabel("WER in %")
+    axes.legend()
+    return figure
+
+
+def words_per_minute(heard: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Words made up in each kind of non-speech, a bar for each mode with its 95 % interval.
+
+    Args:
+        heard: Scores (`mmdecode.evaluation.speech.silence.Heard`) by class and mode.
+    """
+    figure, axes = _figure("Words where nobody speaks")
+    modes = list(next(iter(heard.values())))
+    figure.set_size_inches(10, 4)
+    width = 0.8 / len(modes)
+    for index, mode in enumerate(modes):
+        scores = [found[mode] for found in heard.values()]
+        places = np.arange(len(heard)) + (index - (len(modes) - 1) / 2) * width
+        spread = [
+            [max(one.rate - one.low, 0) for one in scores],
+            [max(one.high - one.rate, 0) for one in scores],
+        ]
+        axes.bar(
+            places,
+            [one.rate for one in scores],
+            width=width,
+            yerr=spread,
+            error_kw={"linewidth": 0.7},
+            label=mode.lstrip("_") or mode,
+        )
+    axes.set_xticks(range(len(heard)), [name.replace(" ", "\n", 1) for name in heard])
+    axes.set_ylabel("words per minute")
+    _legend(figure, axes, columns=2)
+    return figure
+
+
+def accuracy_against_yes(
+    modes: Mapping[str, Mapping[str, Mapping[str, Any]]], controls: Mapping[str, str]
+) -> Figure:
+    """Accuracy up and the share of yes to the right, a panel for each set.
+
+    Args:
+        modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
+            set.
+        controls: Modes that are drawn hollow beside another, by the other's name.
+    """
+    sets = list(next(iter(modes.values())))
+    figure, panels = _panels("Accuracy against the share of yes", sets)
+    for name, axes in zip(sets, panels, strict=True):
+        scores = {mode: found[name] for mode, found in modes.items()}
+        _points(axes, scores, controls, ("yes_ratio", 100), "accuracy")
+        axes.set_xlabel("answers yes in %")
+    panels[0].set_ylabel("accuracy in %, with its 95 % interval")
+    _legend(figure, panels[0])
+    return figure
+
+
+def margin_roc(margins: Mapping[str, np.ndarray], positive: np.ndarray, title: str) -> Figure:
+    """ROC of the margin of yes over no, with the point at which each mode answers.
+
+    Args:
+        margins: ``(questions,)`` by mode.
+        positive: ``(questions,)``, whether the right answer is yes.
+        title: Name of the set.
+    """
+    from mmdecode.evaluation.stats.margins import auroc, roc
+
+    figure, axes = _figure(f"Margin of yes over no, {title}")
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, linestyle="--")
+    for mode, values in margins.items():
+        label = f"{mode} ({float(auroc(values, positive)):.3f})"
+        (line,) = axes.plot(*roc(values, positive), label=label.lstrip("_"))
+        said = values > 0
+        point = (
+            (said & ~positive).sum() / (~positive).sum(),
+            (said & positive).sum() / positive.sum(),
+        )
+        axes.plot(*point, "o", color=line.get_color())
+    axes.set_xlabel("no-questions answered yes")
+    axes.set_ylabel("yes-questions answered yes")
+    axes.legend(title="AUROC; the dot answers at margin 0")
+    return figure
+
+
+def chair_against_recall(
+    modes: Mapping[str, Mapping[str, Any]], controls: Mapping[str, str]
+) -> Figure:
+    """CHAIR_i up, recall and length to the right: less is told, less is made up.
+
+    Args:
+        modes: Scores (`mmdecode.evaluation.vision.tasks.chair.ChairScore`, as a mapping) by mode.
+        controls: See `accuracy_against_yes`.
+    """
+    figure, panels = _panels("Hallucinated mentions", ["against recall", "against length"])
+    scales = (("recall", 100), "objects mentioned in %"), (("length", 1), "words per caption")
+    for axes, (scale, label) in zip(panels, scales, strict=True):
+        _points(axes, modes, controls, scale, "chair_i")
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("CHAIR_i in %, with its 95 % interval")
+    _legend(figure, panels[0])
+    return figure
+
+
+def forest(comparisons: Sequence[ItemComparison], name: str) -> Figure | None:
+    """A difference of each comparison with its interval; ``None``: there is none.
+
+    Args:
+        comparisons: Of any number of pairs and sets.
+        name: Which of their differences.
+    """
+    shown = [found for found in comparisons if name in found.differences]
+    if not shown:
+        return None
+    figure, axes = _figure(f"Difference of {name}")
+    figure.set_size_inches(8, max(3, 0.3 * len(shown) + 1))
+    places = -np.arange(len(shown))
+    for place, found in zip(places, shown, strict=True):
+        one = found.differences[name]
+        spread = [[max(one.value - one.low, 0) * 100], [max(one.high - one.value, 0) * 100]]
+        axes.errorbar(100 * one.value, place, xerr=spread, fmt="o", capsize=3, color="C0")
+    axes.axvline(0, color="gray", linewidth=0.8)
+    labels = [f"{f.second} against {f.first}, {f.within}" for f in shown]
+    axes.set_yticks(places, labels, parse_math=False)
+    axes.set_xlabel("points, second minus first, with the 95 % interval")
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a file of type PNG."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120, metadata={"Software": MAKER})
+    return data.getvalue()
+
+
+def drawable() -> None:
+    """Whether figures can be drawn at all; to be asked before long work.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("drawing figures needs matplotlib", extra="eval") from error
+
+
+def _figure(title: str) -> tuple[Figure, Any]:
+    drawable()
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        """Drawn by a notebook without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Shown(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _points(
+    axes: Any,
+    modes: Mapping[str, Mapping[str, Any]],
+    controls: Mapping[str, str],
+    right: tuple[str, float],
+    up: str,
+) -> None:
+    """A point with its interval for each mode; its control is hollow, and a line joins them."""
+    across, scale = right
+    for place, mode in enumerate(mode for mode in modes if mode not in controls.values()):
+        color, score = f"C{place % 10}", modes[mode]
+        x, y = scale * score[across], 100 * score[up]
+        low, high = (100 * end for end in score["intervals"][up])
+        spread = [[max(y - low, 0)], [max(high - y, 0)]]
+        marker = "osD^v"[place // 10 % 5]
+        axes.errorbar(
+            x, y, yerr=spread, fmt=marker, capsize=3, color=color, label=mode.lstrip("_") or mode
+        )
+        if mode in controls:
+            beside = modes[controls[mode]]
+            end = scale * beside[across], 100 * beside[up]
+            axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=0.8)
+            axes.plot(*end, marker, color=color, markerfacecolor="white")
+    axes.margins(0.15)
+
+
+def _legend(figure: Figure, axes: Any, columns: int = 4) -> None:
+    """Names of the points below all panels, which keep their height and the figure its width.
+
+    Args:
+        figure: It.
+        axes: With what is named.
+        columns: Of the legend, at most; fewer where names are long.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    widest = 0.5 + 0.075 * max(map(len, names), default=0)  # inches, of a name of that size
+    columns = max(1, min(columns, int(figure.get_figwidth() / widest)))
+    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
+
+
+def _panels(title: str, names: Sequence[str]) -> tuple[Figure, list[Any]]:
+    """Axes side by side with one scale upwards, each under its name."""
+    figure, first = _figure(names[0])
+    first.remove()
+    figure.set_size_inches(max(6, 4 * len(names)), 4)
+    panels = list(figure.subplots(1, len(names), sharey=True, squeeze=False)[0])
+    figure.suptitle(title)
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_title(name)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels

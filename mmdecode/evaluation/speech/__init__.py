@@ -1,0 +1,1 @@
+"""Word errors, hallucinated words, and how they are reported."""

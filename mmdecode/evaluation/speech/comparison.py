@@ -1,0 +1,167 @@
+"""Two modes of decoding over the same recordings, compared pair by pair."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.wer import Step
+from mmdecode.evaluation.stats.intervals import (
+    PairedBootstrap,
+    PairedTest,
+    interval,
+    mapsswe,
+    paired_bootstrap,
+    paired_test,
+    resampled_sums,
+    sums_by,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One mode, scored.
+
+    Attributes:
+        mode: Its name.
+        samples: Of the recordings, in order.
+        alignments: Of each.
+        counts: ``(recordings, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`.
+    """
+
+    mode: str
+    samples: Sequence[Sample]
+    alignments: Sequence[Sequence[Step]]
+    counts: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two modes on the same recordings; differences are first minus second.
+
+    Attributes:
+        first, second: Their names.
+        same: Recordings whose normalised texts are equal.
+        of: Recordings compared.
+        bootstrap: Of the difference of the word error rates.
+        mapsswe: Matched-pairs sentence-segment word error test.
+        utterances: The same test with whole recordings.
+        p_holm: P-value of ``mapsswe``, corrected for the comparisons made together; ``None``: it
+            was made alone.
+        margin: Loss of word error rate that would still do.
+        within_margin: Whether the interval shows that the second loses less than that.
+        speedup: Time of the first over time of the second; ``None``: not timed.
+        speedup_low, speedup_high: Its 95 % interval, by bootstrap over batches; ``None``: there
+            was one batch.
+    """
+
+    first: str
+    second: str
+    same: int
+    of: int
+    bootstrap: PairedBootstrap
+    mapsswe: PairedTest
+    utterances: PairedTest
+    p_holm: float | None
+    margin: float
+    within_margin: bool
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+
+    def __str__(self) -> str:
+        found = self.bootstrap
+        corrected = "" if self.p_holm is None else f", {self.p_holm:.4f} by Holm"
+        lines = [
+            f"{self.second} against {self.first}: {self.same} of {self.of} texts are the same",
+            f"WER {_signed(-100 * found.difference)} points "
+            f"[{_signed(-100 * found.high)}, {_signed(-100 * found.low)}]; "
+            f"better in {100 * found.p_second_better:.1f} % of the draws",
+            f"matched pairs: z = {self.mapsswe.z:.3f} over {self.mapsswe.count} segments, "
+            f"p = {self.mapsswe.p:.4f}{corrected}",
+            f"a loss under {100 * self.margin:g} points is "
+            f"{'shown' if self.within_margin else 'not shown'}",
+        ]
+        if self.speedup is not None:
+            spread = ""
+            if self.speedup_low is not None:
+                spread = f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
+            lines.append(f"{self.speedup:.2f} times as fast{spread}")
+        return "; ".join(lines)
+
+
+def compared(
+    first: Scored,
+    second: Scored,
+    *,
+    groups: Sequence[str] | None,
+    margin: float,
+    resamples: int,
+    seed: int,
+) -> Comparison:
+    """Compares two modes alone, so that nothing is corrected for other comparisons.
+
+    Args:
+        first: The baseline.
+        second: The other mode.
+        groups: Unit of the bootstrap of each recording; ``None``: the recording.
+        margin: See `Comparison`.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+
+    Raises:
+        OptionError: They have different recordings or references.
+    """
+    mine, theirs = ([(s.id, s.text) for s in one.samples] for one in (first, second))
+    if mine != theirs:
+        raise OptionError(
+            "the reports have different recordings or references; compare what was said alike"
+        )
+    errors = first.counts[:, 2:5].sum(1), second.counts[:, 2:5].sum(1)
+    words = np.stack([first.counts[:, 0], second.counts[:, 0]], 1)
+    bootstrap = paired_bootstrap(*errors, words, groups, resamples, seed)
+    matched = mapsswe(first.alignments, second.alignments)
+    heard = [
+        [[step.heard for step in steps if step.heard] for steps in one.alignments]
+        for one in (first, second)
+    ]
+    speedup, low, high = _speedup(first.samples, second.samples, resamples, seed)
+    return Comparison(
+        first=first.mode,
+        second=second.mode,
+        same=sum(a == b for a, b in zip(*heard, strict=True)),
+        of=len(first.samples),
+        bootstrap=bootstrap,
+        mapsswe=matched,
+        utterances=paired_test(errors[0] - errors[1]),
+        p_holm=None,
+        margin=margin,
+        within_margin=-bootstrap.low < margin,
+        speedup=speedup,
+        speedup_low=low,
+        speedup_high=high,
+    )
+
+
+def _speedup(
+    first: Sequence[Sample], second: Sequence[Sample], resamples: int, seed: int
+) -> tuple[float | None, float | None, float | None]:
+    """Time of the first over time of the second, with its interval over batches."""
+    timed = [(a, b) for a, b in zip(first, second, strict=True) if a.time and b.time]
+    if not timed:
+        return None, None, None
+    table = np.array([(a.time, b.time) for a, b in timed], dtype=float)
+    batches = [str(a.batch["number"]) if a.batch else a.id for a, _ in timed]
+    before, after = table.sum(0)
+    if len(set(batches)) == 1:
+        return float(before / after), None, None
+    drawn = resampled_sums(sums_by(table, batches), resamples, seed)
+    return (float(before / after), *interval(drawn[:, 0] / drawn[:, 1]))
+
+
+def _signed(value: float) -> str:
+    return f"{value + 0.0:+.2f}"

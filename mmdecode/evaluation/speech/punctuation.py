@@ -1,0 +1,169 @@
+"""Punctuation and casing of a transcript, where its words are aligned to those of the reference.
+
+Words are aligned without marks and case, minimal edit distance. A place is what follows a word that
+both sides have, equal or substituted: there each of `MARKS` is right, missed or false. Marks behind
+words that were deleted or inserted stand at no such place; they are counted apart. Case is compared
+where both sides have the same word. Full-width and ideographic marks count as the plain ones; what
+a normaliser would do is not done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.speech.scripts import units
+from mmdecode.evaluation.speech.wer import align_units
+
+MARKS = ",.?!"
+_PLAIN = str.maketrans("\uff0c\u3001\u060c\u3002\uff0e\u0964\uff1f\u061f\uff01", ",,,...??!")
+_WORD = re.compile(r"\w+(?:(?:['\u2019\-](?=\w)|(?<=\d)[.,](?=\d))\w+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Of one mark, or of capitals.
+
+    Attributes:
+        right: In both texts.
+        missed: In the reference only.
+        false: In the hypothesis only.
+    """
+
+    right: int
+    missed: int
+    false: int
+
+    @property
+    def precision(self) -> float | None:
+        """Right ones among those of the hypothesis; ``None``: it has none."""
+        given = self.right + self.false
+        return self.right / given if given else None
+
+    @property
+    def recall(self) -> float | None:
+        """Right ones among those of the reference; ``None``: it has none."""
+        wanted = self.right + self.missed
+        return self.right / wanted if wanted else None
+
+    @property
+    def f1(self) -> float | None:
+        """Their harmonic mean; ``None``: neither text has any."""
+        total = 2 * self.right + self.missed + self.false
+        return 2 * self.right / total if total else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Punctuation:
+    """One corpus score.
+
+    Attributes:
+        marks: By mark of `MARKS`.
+        capitals: Words with a capital letter, where both sides have the word; right where they are
+            written alike.
+        same_words: Words that both sides have.
+        same_case: Of these, the ones that are written alike.
+        places: Words aligned to words.
+        unplaced: Marks of the reference behind words that were deleted.
+        unplaced_heard: Marks of the hypothesis behind words that were inserted.
+    """
+
+    marks: dict[str, Agreement]
+    capitals: Agreement
+    same_words: int
+    same_case: int
+    places: int
+    unplaced: int
+    unplaced_heard: int
+
+    @property
+    def overall(self) -> Agreement:
+        """All marks together."""
+        return Agreement(
+            right=sum(one.right for one in self.marks.values()),
+            missed=sum(one.missed for one in self.marks.values()),
+            false=sum(one.false for one in self.marks.values()),
+        )
+
+    @property
+    def case(self) -> float | None:
+        """Share of the words of both sides that are written alike; ``None``: there is none."""
+        return self.same_case / self.same_words if self.same_words else None
+
+
+def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctuation:
+    """Scores a corpus of texts as they were written.
+
+    Args:
+        references: What was said.
+        hypotheses: What was recognised, in the same order.
+
+    Raises:
+        OptionError: The sides differ in length.
+    """
+    if len(references) != len(hypotheses):
+        raise OptionError(
+            f"{len(references)} references and {len(hypotheses)} hypotheses; expected pairs"
+        )
+    found: list[tuple[str, bool, bool]] = []  # mark, whether said, whether heard
+    cased: list[tuple[str, str]] = []  # a word of both sides, as each writes it
+    places = unplaced = unplaced_heard = 0
+    for reference, hypothesis in zip(references, hypotheses, strict=True):
+        left, right = list(marked_words(reference)), list(marked_words(hypothesis))
+        steps = align_units([w.casefold() for w, _ in left], [w.casefold() for w, _ in right])
+        said, heard = iter(left), iter(right)
+        for step in steps:
+            word, marks = next(said) if step.said else ("", "")
+            other, other_marks = next(heard) if step.heard else ("", "")
+            if not word or not other:
+                unplaced += len(marks)
+                unplaced_heard += len(other_marks)
+                continue
+            places += 1
+            found += [(m, m in marks, m in other_marks) for m in {*marks, *other_marks}]
+            if step.kind == "equal":
+                cased.append((word, other))
+    return Punctuation(
+        marks={
+            mark: _agreement((said, heard) for one, said, heard in found if one == mark)
+            for mark in MARKS
+        },
+        capitals=_capitals(cased),
+        same_words=len(cased),
+        same_case=sum(word == other for word, other in cased),
+        places=places,
+        unplaced=unplaced,
+        unplaced_heard=unplaced_heard,
+    )
+
+
+def marked_words(text: str) -> Iterable[tuple[str, str]]:
+    """Words with the marks behind each, in order; marks before the first word are left out."""
+    text = text.translate(_PLAIN)
+    spans = [*_WORD.finditer(text)]
+    for number, span in enumerate(spans):
+        end = spans[number + 1].start() if number + 1 < len(spans) else len(text)
+        marks = "".join(mark for mark in MARKS if mark in text[span.end() : end])
+        *first, last = units(span[0])
+        yield from ((unit, "") for unit in first)
+        yield last, marks
+
+
+def _agreement(pairs: Iterable[tuple[bool, bool]]) -> Agreement:
+    counts = {(True, True): 0, (True, False): 0, (False, True): 0}
+    for pair in pairs:
+        counts[pair] += 1
+    return Agreement(
+        right=counts[True, True], missed=counts[True, False], false=counts[False, True]
+    )
+
+
+def _capitals(cased: Sequence[tuple[str, str]]) -> Agreement:
+    """A word with a capital that the other side writes otherwise is missed, false, or both."""
+    return Agreement(
+        right=sum(word == other and word != word.lower() for word, other in cased),
+        missed=sum(word != other and word != word.lower() for word, other in cased),
+        false=sum(word != other and other != other.lower() for word, other in cased),
+    )

@@ -1,0 +1,226 @@
+"""Runs modes of decoding over the same recordings, timed as the Open ASR leaderboard times them.
+
+The clock runs over features, encoder, decoding and text; it is stopped while files are read and
+resampled. A batch's time is shared out evenly among its recordings. Modes take turns batch by
+batch, A B B A, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.asr.audio.reading import Source, blocks, source_of
+from mmdecode.asr.decoding.long_form import ADVICE
+from mmdecode.asr.output.manifest import Entry, opened
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.conditions import now
+from mmdecode.evaluation.journal import Journal
+from mmdecode.evaluation.speech.samples import Sample, sample_of
+from mmdecode.files import complete_lines
+from mmdecode.runs.items import Failed, tried
+
+if TYPE_CHECKING:
+    from mmdecode.asr.transcriber import Transcriber
+
+SAMPLES = "samples.jsonl"
+
+
+def journal_of(
+    folder: Path,
+    settings: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool = False,
+    entries: Sequence[Entry] = (),
+) -> Journal[Sample]:
+    """The samples of a run, in a folder; see `Journal`."""
+    audio = {entry.id: entry.audio for entry in entries}
+    return Journal(
+        folder / SAMPLES,
+        lambda path: read_samples(path.parent),
+        lambda sample: (sample.mode, sample.id),
+        settings,
+        resume,
+        overwrite,
+        lambda sample: audio.get(sample.id),
+    )
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """What a run has recorded so far; of several lines for one recording the last counts.
+
+    Raises:
+        InputError: The folder holds no samples, or a line of them is damaged.
+    """
+    path = folder / SAMPLES
+    try:
+        lines = [*complete_lines(path)]
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}; expected the folder of an earlier run"
+        ) from error
+    found: dict[tuple[str, str], Sample] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            sample = Sample(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number} is no sample; remove the line, and --resume records it "
+                "again"
+            ) from error
+        found[sample.mode, sample.id] = sample
+    return list(found.values())
+
+
+def record(
+    transcribers: Mapping[str, Transcriber],
+    entries: Sequence[Entry],
+    journal: Journal[Sample] | None = None,
+    *,
+    group: str | None = None,
+    batch_size: int | None = None,
+    warmup: int = 1,
+    progress: Callable[[Sample], None] | None = None,
+) -> list[Sample]:
+    """Transcribes recordings in each mode and times it.
+
+    Args:
+        transcribers: By the name of their mode.
+        entries: Recordings with texts.
+        journal: Where samples go as they come; recordings that have a transcript there are left
+            out, failed ones are tried again.
+        group: See `mmdecode.evaluation.speech.samples.sample_of`.
+        batch_size: Recordings at once; ``None``: as many as the first transcriber decodes at once.
+        warmup: Untimed runs of the first batch in each mode; the leaderboard makes ten.
+        progress: Called with each sample.
+
+    Returns:
+        One sample per mode and recording; modes in order, recordings in order.
+
+    Raises:
+        OptionError: There is no mode.
+    """
+    if not transcribers:
+        raise OptionError("no transcriber to evaluate; expected at least one")
+    done = journal.done if journal else {}
+    size = batch_size or next(iter(transcribers.values())).options.batch_size
+    found: dict[tuple[str, str], Sample] = {}
+    warm: set[str] = set()
+    modes = list(transcribers)
+    for number, start in enumerate(range(0, len(entries), size)):
+        batch = entries[start : start + size]
+        for mode in modes if number % 2 == 0 else modes[::-1]:
+            transcriber = transcribers[mode]
+            todo = []
+            for entry in batch:
+                before = done.get((mode, entry.id))
+                if before is not None and before.error is None:
+                    found[mode, entry.id] = before
+                else:
+                    todo.append(entry)
+            if journal:
+                for entry in todo:
+                    journal.reading(entry.audio)
+            heard, failed = _read(todo, transcriber, mode, group)
+            if heard and mode not in warm:
+                for _ in range(warmup):
+                    transcriber([one.source for one in heard])
+                warm.add(mode)
+            for sample in (*failed, *_timed(transcriber, heard, mode, group, number)):
+                found[mode, sample.id] = sample
+                if journal:
+                    journal.add(sample)
+                if progress:
+                    progress(sample)
+    samples = [found[mode, entry.id] for mode in modes for entry in entries]
+    if journal:
+        journal.finish(samples)
+    return samples
+
+
+def data_hash(entries: Sequence[Entry]) -> str:
+    """Of what is to be recognised, in order: names and texts, parts and languages."""
+    asked = [(e.id, e.text, e.offset_s, e.duration_s, e.language) for e in entries]
+    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A recording in memory at the model's rate, and how long it is."""
+
+    entry: Entry
+    source: Source
+    duration_s: float
+
+
+def _read(
+    entries: Sequence[Entry], transcriber: Transcriber, mode: str, group: str | None
+) -> tuple[list[_Heard], list[Sample]]:
+    """Recordings that can be read, and samples of those that cannot."""
+    rate = transcriber.sampling_rate
+    heard, failed = [], []
+    for entry in entries:
+        source = opened(entry, transcriber.options.language)
+        wave = tried(partial(_wave, source, rate), ADVICE)
+        if isinstance(wave, Failed):
+            failed.append(sample_of(entry, mode, group, error=wave.error))
+            continue
+        held = replace(source_of((wave, rate), rate), name=entry.id, language=source.language)
+        heard.append(_Heard(entry, held, len(wave) / rate))
+    return heard, failed
+
+
+def _wave(source: Source, rate: int) -> np.ndarray:
+    return np.concatenate(list(blocks(source, rate)))
+
+
+def _timed(
+    transcriber: Transcriber,
+    heard: Sequence[_Heard],
+    mode: str,
+    group: str | None,
+    number: int,
+) -> Iterator[Sample]:
+    from mmdecode.asr.transcriber import Failure
+
+    if not heard:
+        return
+    passes, tokens = _scored(transcriber)
+    began = now(transcriber.model.device)
+    results = transcriber([one.source for one in heard])
+    seconds = now(transcriber.model.device) - began
+    passes_now, tokens_now = _scored(transcriber)
+    counters = {
+        "number": number,
+        "size": len(heard),
+        "seconds": seconds,
+        "row_passes": passes_now - passes,
+        "scored_tokens": tokens_now - tokens,
+    }
+    for one, result in zip(heard, results, strict=True):
+        known: dict[str, Any] = {"duration": one.duration_s}
+        if isinstance(result, Failure):
+            known["error"] = result.error
+        else:
+            known |= {
+                "pred_text": result.text,
+                "time": seconds / len(heard),
+                "token_ids": list(result.tokens),
+                "batch": counters,
+                "windows": result.stats["windows"],
+                "looped": result.stats["looped"],
+            }
+        yield sample_of(one.entry, mode, group, **known)
+
+
+def _scored(transcriber: Transcriber) -> tuple[int, int]:
+    """Passes of all rows after the prompt was read, and the tokens they committed."""
+    stats = transcriber.stats
+    return stats.rounds, round(stats.acceptance_length * stats.rounds)

@@ -1,0 +1,356 @@
+"""`SilenceReport`: words made up where nobody speaks, loops, and what their cure costs on speech.
+
+Each mode of decoding hears the same clips without speech and the same speech. Of non-speech it is
+counted how many words come out per minute, and how many windows end in a loop; of speech the word
+error rate, paired with the first mode's.
+
+The bar, for each kind and level of non-speech: words down by 80 % at least, or at most one a minute
+where the first mode has fewer than five. On each set of speech: word errors not worse beyond their
+intervals, which says both that the rate is inside the first mode's interval or below, and that the
+interval of the paired difference reaches zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.layout import (
+    csv_text,
+    document,
+    html_table,
+    markdown,
+    markdown_page,
+    percent,
+)
+from mmdecode.evaluation.speech.normalisers import normaliser_of
+from mmdecode.evaluation.speech.samples import Sample
+from mmdecode.evaluation.speech.scripts import units
+from mmdecode.evaluation.speech.word_page import Worst
+from mmdecode.evaluation.speech.word_report import WERReport
+from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_sums
+from mmdecode.files import marked_json, write_files
+
+NON_SPEECH, SPEECH = "non-speech", "speech"
+"""What the id of a sample begins with: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""
+DOWN, FEW, MOST = 0.8, 5.0, 1.0
+"""The bar: share of words that must be gone; rate below which instead at most ``MOST`` are left."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What one mode heard in one class of non-speech.
+
+    Attributes:
+        clips: That it could read.
+        with_words: Of these, the ones in which it heard words.
+        minutes: Of all clips.
+        words: Made up.
+        low, high: 95 % interval of the words per minute, bootstrap over clips.
+        windows: Decoded.
+        loops: Of these, the ones that ended in a loop.
+        down: Share of the first mode's words that are gone; ``None``: that has none.
+        passes: Whether it is above the bar; of the first mode always false.
+    """
+
+    clips: int
+    with_words: int
+    minutes: float
+    words: int
+    low: float
+    high: float
+    windows: int
+    loops: int
+    down: float | None = None
+    passes: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Words per minute."""
+        return self.words / self.minutes
+
+    @property
+    def loop_rate(self) -> float | None:
+        """Windows that ended in a loop, of all; ``None``: not known."""
+        return self.loops / self.windows if self.windows else None
+
+
+class SilenceReport:
+    """Scores of saved samples.
+
+    Args:
+        samples: Of each mode, of the same recordings; ids tell what they are, see `NON_SPEECH`.
+        normaliser: Of `mmdecode.evaluation.speech.normalisers.NORMALISERS`.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+        conditions: What the samples depend on, by name; kept and shown.
+
+    Attributes:
+        modes: Names, the baseline first.
+        classes: Of non-speech, in order.
+        left_out: Classes of which some mode could read no recording: nothing is said of them.
+        speech: Word error reports by set.
+
+    Raises:
+        OptionError: There is no sample of non-speech that every mode could read.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        normaliser: str = "whisper",
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.samples, self.normaliser = list(samples), normaliser
+        self.resamples, self.seed = resamples, seed
+        self.conditions = dict(conditions or {})
+        self.modes = list(dict.fromkeys(sample.mode for sample in samples))
+        self._of: dict[tuple[str, str], list[Sample]] = {}
+        spoken: dict[str, list[Sample]] = {}
+        for sample in samples:
+            what, name, _ = sample.id.split("/", 2)
+            if what == SPEECH:
+                spoken.setdefault(name, []).append(sample)
+            else:
+                self._of.setdefault((name, sample.mode), []).append(sample)
+        names = list(dict.fromkeys(name for name, _ in self._of))
+        if not names:
+            raise OptionError("there is no recording without speech; expected at least one")
+        self.left_out = [name for name in names if not all(map(self._known(name), self.modes))]
+        self.classes = [name for name in names if name not in self.left_out]
+        if not self.classes:
+            raise OptionError(
+                f"no recording without speech could be read in every mode, of {', '.join(names)}; "
+                "see the errors of the samples"
+            )
+        self.speech = {
+            name: WERReport(
+                found, normaliser=normaliser, only_scored=True, resamples=resamples, seed=seed
+            )
+            for name, found in spoken.items()
+        }
+
+    @cached_property
+    def heard(self) -> dict[str, dict[str, Heard]]:
+        """By class and mode."""
+        return {name: self._class(name) for name in self.classes}
+
+    def _class(self, name: str) -> dict[str, Heard]:
+        found: dict[str, Heard] = {}
+        first = self.modes[0]
+        for mode in self.modes:
+            one = self._heard(name, mode)
+            if mode != first:
+                before = found[first]
+                down = 1 - one.rate / before.rate if before.words else None
+                passes = (down is not None and down >= DOWN) or (
+                    before.rate < FEW and one.rate <= MOST
+                )
+                one = dataclasses.replace(one, down=down, passes=passes)
+            found[mode] = one
+        return found
+
+    def _known(self, name: str) -> Callable[[str], list[Sample]]:
+        """From a mode to its samples of a class that did not fail."""
+        return lambda mode: [s for s in self._of.get((name, mode), ()) if s.error is None]
+
+    def _heard(self, name: str, mode: str) -> Heard:
+        normalise = normaliser_of(self.normaliser)
+        known = self._known(name)(mode)
+        words = [len(units(normalise(sample.pred_text))) for sample in known]
+        minutes = [(sample.duration or 0.0) / 60 for sample in known]
+        drawn = resampled_sums(np.array([words, minutes]).T, self.resamples, self.seed)
+        low, high = interval(drawn[:, 0] / drawn[:, 1])
+        return Heard(
+            clips=len(known),
+            with_words=sum(map(bool, words)),
+            minutes=sum(minutes),
+            words=sum(words),
+            low=low,
+            high=high,
+            windows=sum(sample.windows or 0 for sample in known),
+            loops=sum(sample.looped or 0 for sample in known),
+        )
+
+    def speech_holds(self, mode: str, name: str) -> bool:
+        """Whether a mode's word errors on a set are not worse beyond their intervals."""
+        report = self.speech[name]
+        found, first = (report.summary["modes"][m] for m in (mode, self.modes[0]))
+        difference = report.compare(mode).bootstrap  # first minus second
+        return found["wer"] <= first["wer_high"] and difference.high >= 0
+
+    @cached_property
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        """By mode but the first: classes that miss the bar, sets that got worse, and all in all."""
+        found = {}
+        for mode in self.modes[1:]:
+            missed = [name for name in self.classes if not self.heard[name][mode].passes]
+            worse = [name for name in self.speech if not self.speech_holds(mode, name)]
+            found[mode] = {
+                "missed": missed,
+                "worse_speech": worse,
+                "passes": not missed and not worse,
+            }
+        return found
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+        return {
+            "task": "silence",
+            "normaliser": self.normaliser,
+            "resamples": self.resamples,
+            "seed": self.seed,
+            "bar": {"down": DOWN, "few_per_minute": FEW, "most_per_minute": MOST},
+            "modes": self.modes,
+            "non_speech": {
+                name: {
+                    mode: dataclasses.asdict(one) | {"rate": one.rate, "loop_rate": one.loop_rate}
+                    for mode, one in found.items()
+                }
+                for name, found in self.heard.items()
+            },
+            "speech": {
+                name: {
+                    "modes": report.summary["modes"],
+                    "comparisons": report.summary["comparisons"],
+                }
+                for name, report in self.speech.items()
+            },
+            "verdicts": self.verdicts,
+            "left_out": self.left_out,
+            "conditions": self.conditions,
+        }
+
+    def rows(self) -> list[dict[str, str]]:
+        """Words per minute, a row of text per class and a column per mode."""
+        return [
+            {"words per minute": name} | {mode: _cell(one) for mode, one in found.items()}
+            for name, found in self.heard.items()
+        ]
+
+    def speech_rows(self) -> list[dict[str, str]]:
+        """Word error rates, a row of text per set and mode."""
+        rows = []
+        for name, report in self.speech.items():
+            for mode, found in report.summary["modes"].items():
+                row = {"speech": name, "mode": mode, "WER %": percent(found["wer"])}
+                row["95 %"] = f"{percent(found['wer_low'])} to {percent(found['wer_high'])}"
+                row |= {"change": "", "looped %": percent(found["loop_rate"]), "bar": ""}
+                if mode != self.modes[0]:
+                    change = report.compare(mode).bootstrap  # first minus second
+                    points = (-100 * v + 0.0 for v in (change.difference, change.high, change.low))
+                    row["change"] = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*points)
+                    row["bar"] = "holds" if self.speech_holds(mode, name) else "worse"
+                rows.append(row)
+        return rows
+
+    def all_rows(self) -> list[dict[str, str]]:
+        """Everything of non-speech, a row of text per class and mode."""
+        return [
+            {
+                "non-speech": name,
+                "mode": mode,
+                "words/min": f"{one.rate:.2f}",
+                "95 %": f"{one.low:.2f} to {one.high:.2f}",
+                "down %": percent(one.down, ".1f"),
+                "clips with words": f"{one.with_words} of {one.clips}",
+                "looped %": percent(one.loop_rate),
+                "bar": "" if mode == self.modes[0] else "above" if one.passes else "missed",
+            }
+            for name, found in self.heard.items()
+            for mode, one in found.items()
+        ]
+
+    def about(self) -> str:
+        """What the numbers mean, and the verdicts, in a few sentences."""
+        first = next(iter(self.heard.values()))[self.modes[0]]
+        parts = [
+            f"{first.minutes:.1f} minutes of each kind and level; 95 % intervals by bootstrap over "
+            f"clips and recordings; bar: words down by {100 * DOWN:.0f} % against "
+            f"{self.modes[0]!r} (+), or at most {MOST:g} a minute where it has fewer than {FEW:g}, "
+            "and word errors on speech not worse beyond their interval"
+        ]
+        if self.conditions.get("rows_left_out"):
+            rows = self.conditions["rows_left_out"]
+            parts.append(f"{rows} rows of the data could not be used and were left out")
+        if self.left_out:
+            parts.append(f"left out, since no recording could be read: {', '.join(self.left_out)}")
+        for mode, found in self.verdicts.items():
+            missed = ", ".join(found["missed"]) or "nothing"
+            worse = f"; worse on {', '.join(found['worse_speech'])}" * bool(found["worse_speech"])
+            parts.append(f"{mode}: misses {missed}{worse}")
+        return ".\n".join(parts) + "."
+
+    def table(self) -> str:
+        """Both tables as Markdown, with what they mean below."""
+        tables = [self.rows(), self.speech_rows()]
+        return "\n".join(markdown(rows) for rows in tables if rows) + f"\n{self.about()}\n"
+
+    def worst(self, mode: str, count: int = 5) -> Worst:
+        """Clips in which a mode made up most words, to listen to."""
+        found = [s for name in self.classes for s in self._of[name, mode] if s.pred_text]
+        found.sort(key=lambda sample: -len(sample.pred_text.split()))
+        errors = [len(sample.pred_text.split()) for sample in found[:count]]
+        return Worst(found[:count], errors, self.normaliser, "plain")
+
+    def page(self) -> str:
+        """One HTML file that holds everything: tables, verdicts, a figure, and the worst clips.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        tables = [self.rows(), self.speech_rows(), self.all_rows()]
+        shown = "".join(html_table(rows) for rows in tables if rows)
+        about = html.escape(self.about()).replace("\n", "<br>")
+        worst = "".join(
+            f"<h2>Most words, {html.escape(mode)}</h2>{self.worst(mode).as_html()}"
+            for mode in self.modes
+        )
+        return document(
+            "Words where nobody speaks",
+            f"<p>{about}</p>{shown}",
+            {"words per minute": plots.png(plots.words_per_minute(self.heard))},
+            worst,
+            self.conditions,
+        )
+
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
+        """Writes summary, tables and a page; returns them.
+
+        Args:
+            folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        files = {
+            "summary.json": marked_json(self.summary, indent=1),
+            "table.md": markdown_page(self.table()),
+            "table.csv": csv_text(self.all_rows()),
+            "report.html": self.page(),
+        }
+        return write_files(Path(folder), files, overwrite)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows()) + "".join(html_table(r) for r in [self.speech_rows()] if r)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+def _cell(one: Heard) -> str:
+    return f"{one.rate:.2f}{' +' * one.passes}"

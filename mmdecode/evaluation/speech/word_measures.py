@@ -1,0 +1,161 @@
+"""What `WERReport` scores beside error rates, where it is asked to: PIER, inventions, marks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.report.layout import percent
+from mmdecode.evaluation.speech.hallucinated import RUN, made_up
+from mmdecode.evaluation.speech.pier import TAGS, pier
+from mmdecode.evaluation.speech.punctuation import Agreement, punctuation
+from mmdecode.evaluation.speech.wer import Step
+
+COLUMNS = {
+    "pier": "PIER %",
+    "pier_interval": "PIER 95 %",
+    "pier_rest": "PIER rest %",
+    "made_up": "made up %",
+    "runs": "runs %",
+    "loops": "loops %",
+    "marks": "marks F1 %",
+    "case": "case %",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What to score.
+
+    Attributes:
+        points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`; ``None``: no
+            PIER.
+        split_hyphens: Whether hyphens separate words, for PIER.
+        made_up: Whether to count what was made up, see `mmdecode.evaluation.speech.hallucinated`.
+        punctuation: Whether to score marks and case, see `mmdecode.evaluation.speech.punctuation`.
+
+    Raises:
+        OptionError: Hyphens are to be split, and there are no points of interest.
+    """
+
+    points: str | None = None
+    split_hyphens: bool = False
+    made_up: bool = False
+    punctuation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.split_hyphens and self.points is None:
+            raise OptionError(
+                "split_hyphens is about points of interest, and there are none: say which with "
+                "points, or leave it out"
+            )
+
+    def scores(
+        self,
+        references: Sequence[str],
+        hypotheses: Sequence[str],
+        alignments: Sequence[Sequence[Step]],
+        untagged: Sequence[str],
+        **scoring: Any,
+    ) -> dict[str, Any]:
+        """Every number of one mode, by measure.
+
+        Args:
+            references: What was said, tags included.
+            hypotheses: What was recognised.
+            alignments: Of each pair.
+            untagged: The references without tags.
+            **scoring: Options of `mmdecode.evaluation.speech.pier.pier`.
+        """
+        found: dict[str, Any] = {}
+        if self.points is not None:
+            score = pier(
+                references,
+                hypotheses,
+                points=self.points,
+                split_hyphens=self.split_hyphens,
+                **scoring,
+            )
+            rates = {"value": score.value, "rest_value": score.rest.value}
+            found["pier"] = rates | dataclasses.asdict(score)
+        if self.made_up:
+            counted = made_up(alignments)
+            names = ("rate", "run_rate", "loop_rate")
+            rates = {name: getattr(counted, name) for name in names}
+            found["made_up"] = rates | dataclasses.asdict(counted)
+        if self.punctuation:
+            marked = punctuation(untagged, hypotheses)
+            found["punctuation"] = dataclasses.asdict(marked) | {
+                "f1": marked.overall.f1,
+                "case": marked.case,
+                "marks": {mark: _rates(one) for mark, one in marked.marks.items()},
+                "overall": _rates(marked.overall),
+                "capitals": _rates(marked.capitals),
+            }
+        return found
+
+    def about(self, scores: Mapping[str, Any]) -> list[str]:
+        """What the columns mean, for one mode's `scores`."""
+        parts = []
+        if self.points is not None:
+            found = scores["pier"]["interest"]
+            count = found["hits"] + found["substitutions"] + found["deletions"]
+            named = "tagged spans" if self.points == TAGS else f"words in {self.points} letters"
+            parts.append(f"PIER over {count} points of interest ({named}), rest: all other words")
+        if self.made_up:
+            parts.append(
+                f"made up: of {scores['made_up']['empty']} references without words, those in "
+                f"which words were recognised; runs: recordings with {RUN} or more insertions in "
+                "a row; loops: texts that end in a loop"
+            )
+        if self.punctuation:
+            parts.append(
+                "marks: F1 of , . ? ! behind aligned words, as written; case: words of both sides "
+                "that are written alike"
+            )
+        return parts
+
+
+def cells(scores: Mapping[str, Any]) -> dict[str, str]:
+    """Cells of a mode's row, under `COLUMNS`."""
+    found = {}
+    if (points := scores.get("pier")) is not None:
+        found["pier"], found["pier_rest"] = (
+            percent(points["value"]),
+            percent(points["rest_value"]),
+        )
+        if points["low"] is not None:
+            found["pier_interval"] = f"{percent(points['low'])} to {percent(points['high'])}"
+    if (counted := scores.get("made_up")) is not None:
+        names = {"made_up": "rate", "runs": "run_rate", "loops": "loop_rate"}
+        found |= {name: percent(counted[rate]) for name, rate in names.items()}
+    if (marked := scores.get("punctuation")) is not None:
+        found |= {"marks": percent(marked["f1"]), "case": percent(marked["case"])}
+    return found
+
+
+def mark_rows(modes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """One row of text per mode and mark; none where marks are not scored.
+
+    Args:
+        modes: Scores by mode.
+    """
+    rows = []
+    for mode, scores in modes.items():
+        marked = scores.get("punctuation")
+        if marked is None:
+            continue
+        named = marked["marks"] | {"all marks": marked["overall"], "capitals": marked["capitals"]}
+        for name, one in named.items():
+            rates = {f"{n} %": percent(one[n]) for n in ("precision", "recall", "f1")}
+            counts = {n: str(one[n]) for n in ("right", "missed", "false")}
+            rows.append({"mode": mode, "mark": name, **rates, **counts})
+    return rows
+
+
+def _rates(one: Agreement) -> dict[str, float | int | None]:
+    rates = {name: getattr(one, name) for name in ("precision", "recall", "f1")}
+    return dataclasses.asdict(one) | rates

@@ -1,0 +1,580 @@
+"""`WERReport`: word errors, speed and paired comparisons of modes over the same recordings."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.asr.output.manifest import Entry, read_manifest
+from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
+from mmdecode.evaluation.conditions import conditions_of
+from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.layout import csv_text, markdown, markdown_page, number
+from mmdecode.evaluation.report.layout import percent as percent_of
+from mmdecode.evaluation.speech import word_measures
+from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared
+from mmdecode.evaluation.speech.normalisers import ORIGINS, is_scored, normaliser_of
+from mmdecode.evaluation.speech.pier import TAGS, is_tagged, refuse_points, untagged
+from mmdecode.evaluation.speech.runs import data_hash, record
+from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, sample_of
+from mmdecode.evaluation.speech.scripts import is_spaceless
+from mmdecode.evaluation.speech.wer import (
+    Step,
+    align,
+    count_steps,
+    default_scorer,
+    summed,
+)
+from mmdecode.evaluation.speech.word_measures import Measures
+from mmdecode.evaluation.speech.word_page import Worst, overview, page_of
+from mmdecode.evaluation.stats.intervals import (
+    RESAMPLES,
+    holm,
+)
+from mmdecode.files import marked_json, write_files
+
+if TYPE_CHECKING:
+    from mmdecode.asr.transcriber import Transcriber
+
+COLUMNS = {
+    "mode": "mode",
+    "wer": "WER %",
+    "interval": "95 %",
+    "cer": "CER %",
+    "mer": "MER %",
+    "wil": "WIL %",
+    "sub": "S %",
+    "del": "D %",
+    "ins": "I %",
+    "failed": "failed",
+    "looped": "looped %",
+    **word_measures.COLUMNS,
+    "rtfx": "RTFx",
+    "p50": "p50 s",
+    "p95": "p95 s",
+    "tokens_per_pass": "tokens/pass",
+}
+MARGIN = 0.001
+
+
+class WERReport:
+    """Scores of saved samples; made by `wer_report`, or from `mmdecode.evaluation.speech.runs`.
+
+    Args:
+        samples: Of one or more modes, each with the same recordings.
+        normaliser: Of `NORMALISERS`.
+        scorer: See `mmdecode.evaluation.speech.wer.wer`.
+        only_scored: Leave out recordings that the leaderboard leaves out, those without words in
+            the reference; ``None``: with its normaliser.
+        margin: See `Comparison`.
+        resamples: Draws of every bootstrap.
+        seed: Of every bootstrap.
+        conditions: What the samples depend on, by name; kept and shown.
+        points: Points of interest of PIER, see `mmdecode.evaluation.speech.pier`: ``tags``, or the
+            name of a script; ``None``: ``tags`` where a reference has some. Tags are never words.
+        segmented: See `mmdecode.evaluation.speech.wer.wer`.
+        **measures: Further fields of `mmdecode.evaluation.speech.word_measures.Measures`.
+
+    Attributes:
+        modes: Names, the baseline first.
+        left_out: Recordings left out by ``only_scored``.
+
+    Raises:
+        OptionError: There are no samples, or modes have different recordings.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        normaliser: str = "whisper",
+        scorer: str | None = None,
+        only_scored: bool | None = None,
+        margin: float = MARGIN,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+        conditions: Mapping[str, Any] | None = None,
+        points: str | None = None,
+        segmented: bool = False,
+        **measures: bool,
+    ) -> None:
+        self.normaliser, self.scorer = normaliser, scorer or default_scorer(normaliser)
+        self.margin, self.resamples, self.seed = margin, resamples, seed
+        self.segmented = segmented
+        self.conditions = dict(conditions or {})
+        if points is None and any(is_tagged(sample.text) for sample in samples):
+            points = TAGS
+        if points is not None:
+            refuse_points(points, self.scorer)
+        self.measures = Measures(points=points, **measures)
+        self._tagged: dict[str, str] = {}  # references with their tags
+        normalise = normaliser_of(normaliser)
+        self.only_scored = normaliser == "leaderboard" if only_scored is None else only_scored
+        self._of: dict[str, dict[str, Sample]] = {}
+        left_out = set()
+        for given in samples:
+            sample = given
+            if points is not None and is_tagged(given.text):
+                self._tagged[given.id] = given.text
+                sample = dataclasses.replace(given, text=untagged(given.text))
+            if self.only_scored and not is_scored(sample.text, normalise):
+                left_out.add(sample.id)
+                continue
+            found = self._of.setdefault(sample.mode, {})
+            if sample.id in found:
+                raise OptionError(
+                    f"{sample.mode!r} has two samples called {sample.id!r}; give each recording a "
+                    "name of its own"
+                )
+            found[sample.id] = sample
+        self.left_out = len(left_out)
+        if not self._of:
+            raise OptionError("no recording has words to score; expected at least one")
+        self.modes = list(self._of)
+        self.ids = list(self._of[self.modes[0]])
+        for mode, found in self._of.items():
+            other = set(found).symmetric_difference(self.ids)
+            if other:
+                raise OptionError(
+                    f"{mode!r} and {self.modes[0]!r} have different recordings ({min(other)!r} is "
+                    "in one only); finish the run with --resume, or score them apart"
+                )
+        known = [self._of[self.modes[0]][name].group for name in self.ids]
+        self._groups = [str(group) for group in known] if None not in known else None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Everything scored, mode by mode."""
+        return [sample for mode in self.modes for sample in self._samples(mode)]
+
+    def _samples(self, mode: str) -> list[Sample]:
+        """Of one mode, in order."""
+        return [self._of[mode][name] for name in self.ids]
+
+    @cached_property
+    def alignments(self) -> dict[str, list[list[Step]]]:
+        """Of each recording, by mode."""
+        return {
+            mode: [
+                align(
+                    found[name].text,
+                    found[name].pred_text,
+                    self.normaliser,
+                    self.scorer,
+                    self.segmented,
+                )
+                for name in self.ids
+            ]
+            for mode, found in self._of.items()
+        }
+
+    @cached_property
+    def counts(self) -> dict[str, np.ndarray]:
+        """``(recordings, 7)`` of `mmdecode.evaluation.speech.wer.count_errors`, by mode."""
+        return {mode: count_steps(steps) for mode, steps in self.alignments.items()}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+        first = self._of[self.modes[0]]
+        durations = [d for d in (first[name].duration for name in self.ids) if d is not None]
+        return {
+            "task": "wer",
+            "normaliser": self.normaliser,
+            "normaliser_origin": ORIGINS[self.normaliser],
+            "scorer": self.scorer,
+            "versions": {name: _version(name) for name in ("jiwer", "kaldialign")},
+            "only_scored": self.only_scored,
+            "recordings": len(self.ids),
+            "left_out": self.left_out,
+            "by_characters": self.by_characters,
+            "segmented": self.segmented,
+            "points": self.measures.points,
+            "interval": {
+                "unit": "recording" if self._groups is None else "group",
+                "units": len(set(self._groups or self.ids)),
+                "resamples": self.resamples,
+                "seed": self.seed,
+            },
+            "duration_s": _spread(durations),
+            "modes": {mode: self._mode(mode) for mode in self.modes},
+            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+            "conditions": self.conditions,
+        }
+
+    @cached_property
+    def by_characters(self) -> int:
+        """References of scripts without spaces, which are scored by their characters."""
+        if self.segmented:
+            return 0
+        return sum(is_spaceless(sample.text) for sample in self._samples(self.modes[0]))
+
+    def _mode(self, mode: str) -> dict[str, Any]:
+        score = summed(
+            self.counts[mode],
+            self.normaliser,
+            self.scorer,
+            self._groups,
+            self.resamples,
+            self.seed,
+        )
+        samples = self._samples(mode)
+        timed = [(s.duration, s.time) for s in samples if s.duration and s.time]
+        audio, spent = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0)
+        tokens = [len(s.token_ids) for s in samples if s.token_ids is not None]
+        batches = {tuple(sorted(s.batch.items())): s.batch for s in samples if s.batch}.values()
+        passes = sum(batch["row_passes"] for batch in batches)
+        windows = sum(sample.windows or 0 for sample in samples)
+        more = ("words", "heard_words", "substitutions", "deletions", "insertions")
+        return {
+            "wer": score.value,
+            "wer_low": score.low,
+            "wer_high": score.high,
+            "cer": score.cer,
+            "mer": score.mer,
+            "wil": score.wil,
+            **{name: getattr(score, name) for name in more},
+            "characters": score.characters,
+            "character_errors": score.character_errors,
+            "failed": sum(sample.error is not None for sample in samples),
+            "empty": sum(not s.pred_text.strip() and bool(s.text.strip()) for s in samples),
+            "windows": windows or None,
+            "loop_rate": sum(s.looped or 0 for s in samples) / windows if windows else None,
+            "timed": len(timed),
+            "audio_s": audio,
+            "time_s": spent,
+            "rtfx": audio / spent if spent else None,
+            "latency_s": _spread([seconds for _, seconds in timed]),
+            "tokens": sum(tokens) if tokens else None,
+            "mean_tokens": sum(tokens) / len(tokens) if tokens else None,
+            "tokens_per_pass": sum(b["scored_tokens"] for b in batches) / passes
+            if passes
+            else None,
+        } | self._measured(samples, self.alignments[mode])
+
+    def _measured(
+        self, samples: Sequence[Sample], alignments: Sequence[Sequence[Step]]
+    ) -> dict[str, Any]:
+        return self.measures.scores(
+            [self._tagged.get(sample.id, sample.text) for sample in samples],
+            [sample.pred_text for sample in samples],
+            alignments,
+            [sample.text for sample in samples],
+            normaliser=self.normaliser,
+            scorer=self.scorer,
+            segmented=self.segmented,
+            groups=self._groups,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Each further mode against the first, corrected for their number."""
+        found = [self.compare(mode) for mode in self.modes[1:]]
+        corrected = holm([one.mapsswe.p for one in found])
+        return [dataclasses.replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
+
+    def compare(
+        self, other: WERReport | str, *, mode: str | None = None, other_mode: str | None = None
+    ) -> Comparison:
+        """Compares a mode with another, here or in another report of the same recordings.
+
+        Args:
+            other: The second: a mode of this report, or another report.
+            mode: The first; ``None``: the first mode of this report.
+            other_mode: Of another report; ``None``: its first.
+
+        Raises:
+            OptionError: The reports have other recordings, another normaliser or other references.
+            UnknownNameError: There is no such mode.
+        """
+        first = self._scored(mode or self.modes[0])
+        if isinstance(other, str):
+            second = self._scored(other)
+        elif other._scoring != self._scoring:
+            raise OptionError(
+                f"one report is scored with {self._scoring} and the other with {other._scoring}; "
+                "score both alike"
+            )
+        else:
+            second = other._scored(other_mode or other.modes[0])
+        return compared(
+            first,
+            second,
+            groups=self._groups,
+            margin=self.margin,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+
+    @property
+    def _scoring(self) -> str:
+        """How words are counted."""
+        return f"{self.normaliser}, {self.scorer}{', segmented' * self.segmented}"
+
+    def _scored(self, mode: str) -> Scored:
+        self._known(mode)
+        return Scored(
+            mode=mode,
+            samples=self._samples(mode),
+            alignments=self.alignments[mode],
+            counts=self.counts[mode],
+        )
+
+    def _known(self, mode: str) -> str:
+        if mode not in self._of:
+            raise UnknownNameError.of("mode", mode, self.modes)
+        return mode
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row of text per mode under `COLUMNS`; columns without a value are left out."""
+        rows = []
+        units = self.summary["interval"]["units"]
+        for mode, found in self.summary["modes"].items():
+            words, spread = max(found["words"], 1), found["latency_s"] or {}
+            percent = {name: 100 * found[name] for name in ("wer", "cer", "mer", "wil")}
+            percent["sub"] = 100 * found["substitutions"] / words
+            percent["del"] = 100 * found["deletions"] / words
+            percent["ins"] = 100 * found["insertions"] / words
+            low, high = 100 * found["wer_low"], 100 * found["wer_high"]
+            row = {name: f"{value:.2f}" for name, value in percent.items()}
+            row |= {"mode": mode, "interval": f"{low:.2f} to {high:.2f}" * (units > 1)}
+            row["failed"] = str(found["failed"])
+            looped = found["loop_rate"]
+            row["looped"] = percent_of(looped)
+            row["rtfx"] = number(found["rtfx"])
+            row["p50"], row["p95"] = (number(spread.get(k), ".3f") for k in ("p50", "p95"))
+            row["tokens_per_pass"] = number(found["tokens_per_pass"])
+            row |= word_measures.cells(found)
+            rows.append(row)
+        used = [name for name in COLUMNS if any(row.get(name) for row in rows)]
+        return [{COLUMNS[name]: row.get(name, "") for name in used} for row in rows]
+
+    def mark_rows(self) -> list[dict[str, str]]:
+        """One row of text per mode and mark of punctuation; none where they are not scored."""
+        return word_measures.mark_rows(self.summary["modes"])
+
+    def table(self) -> str:
+        """The scores as Markdown, with what they mean below."""
+        marks = self.mark_rows()
+        more = f"\n{markdown(marks)}" if marks else ""
+        return f"{markdown(self.rows())}\n{self.about()}\n{more}"
+
+    def about(self) -> str:
+        """What the numbers mean, in a sentence or two."""
+        found = self.summary
+        unit = found["interval"]
+        parts = [
+            f"{found['recordings']} recordings, {found['modes'][self.modes[0]]['words']} words; "
+            f"normaliser {self.normaliser} ({ORIGINS[self.normaliser]}), scorer {self.scorer}; "
+            f"95 % interval by bootstrap over {unit['units']} {unit['unit']}s"
+        ]
+        if self.left_out:
+            parts.append(f"{self.left_out} recordings without words to score were left out")
+        if self.conditions.get("rows_left_out"):
+            rows = self.conditions["rows_left_out"]
+            parts.append(f"{rows} rows of the data could not be used and were left out")
+        if self.by_characters:
+            parts.append(
+                f"{self.by_characters} references of scripts without spaces are scored by "
+                "characters: their rate is the CER"
+            )
+        if self.segmented:
+            parts.append("words are what stands between spaces, in every script")
+        parts += self.measures.about(found["modes"][self.modes[0]])
+        size = max((int(s.batch["size"]) for s in self.samples if s.batch), default=1)
+        if size > 1:
+            parts.append(
+                f"p50 and p95 are a batch's time over its recordings, up to {size}; for latency "
+                "use batch size 1"
+            )
+        if self.conditions.get("limit"):
+            parts.append("only a part of the set was scored: not a result to report")
+        return "; ".join(parts)
+
+    def to_pandas(self) -> Any:
+        """Every sample with its counts, as a pandas frame.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("a frame of samples needs pandas", extra="eval") from error
+        from mmdecode.evaluation.speech.wer import COLUMNS as COUNTED
+
+        counts = np.concatenate([self.counts[mode] for mode in self.modes])
+        rows = [
+            sample.as_dict() | dict(zip(COUNTED, row, strict=True))
+            for sample, row in zip(self.samples, counts.tolist(), strict=True)
+        ]
+        return pandas.DataFrame(rows)
+
+    def worst(self, count: int = 5, mode: str | None = None) -> Worst:
+        """The recordings with the most errors, to listen to.
+
+        Args:
+            count: How many at most; those without an error are left out.
+            mode: ``None``: the first.
+        """
+        name = self._known(mode or self.modes[0])
+        errors = self.counts[name][:, 2:5].sum(1)
+        places = [int(p) for p in np.argsort(-errors, kind="stable")[:count] if errors[p]]
+        samples = [self._of[name][self.ids[place]] for place in places]
+        counted = [int(errors[p]) for p in places]
+        return Worst(samples, counted, self.normaliser, self.scorer, self.segmented)
+
+    def figures(self) -> dict[str, Any]:
+        """Figures by name, those left out for which nothing is known."""
+        modes = self.summary["modes"]
+        durations = [self._of[self.modes[0]][name].duration for name in self.ids]
+        found = {
+            "wer_against_speed": plots.wer_against_speed(modes),
+            "wer_by_duration": plots.by_duration(durations, self.counts),
+            "error_kinds": plots.error_kinds(modes),
+        }
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def save(self, folder: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
+        """Writes summary, tables, figures, a page and the leaderboard's files; returns them.
+
+        Args:
+            folder: Created where it does not exist.
+            overwrite: Replace files that are not ours.
+        """
+        folder = Path(folder)
+        compared = "".join(f"\n- {found}" for found in self.comparisons)
+        files: dict[str, str | bytes] = {
+            "summary.json": marked_json(self.summary, indent=1),
+            "table.md": markdown_page(f"{self.table()}{compared}\n"),
+            "table.csv": csv_text(self.rows()),
+            "report.html": self.page(),
+        }
+        files |= {f"{name}.png": plots.png(figure) for name, figure in self.figures().items()}
+        model = str(self.conditions.get("model", "unknown"))
+        data = Path(str(self.conditions.get("data") or "unknown")).stem
+        results = leaderboard_files(model, data, self.samples)
+        written = write_files(folder, files, overwrite)
+        return written + write_files(folder / "leaderboard", results, overwrite)
+
+    def page(self) -> str:
+        """One HTML file that holds everything: tables, figures, and the worst recordings."""
+        return page_of(self)
+
+    def _repr_html_(self) -> str:
+        return overview(self)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+def wer_report(
+    systems: Transcriber | Mapping[str, Transcriber | Sequence[str]],
+    data: str | os.PathLike[str] | Sequence[tuple[Any, str]],
+    *,
+    limit: int | None = None,
+    group: str | None = None,
+    batch_size: int | None = None,
+    warmup: int = 1,
+    progress: Callable[[Sample], None] | None = None,
+    **scoring: Any,
+) -> WERReport:
+    """Transcribes recordings with loaded transcribers and scores them.
+
+    For example::
+
+        report = wer_report({"plain": plain, "medusa": drafted}, "test.jsonl", limit=20)
+        report.table(), report.worst(3), report.compare("medusa")
+
+    Args:
+        systems: A transcriber, or transcribers and lists of transcripts by name; the first is the
+            baseline.
+        data: A manifest with texts, or pairs of a path and a text.
+        limit: Only the first so many recordings.
+        group: Column of the manifest to draw intervals by; ``None``: its speakers, if any.
+        batch_size: Recordings at once; ``None``: as the first transcriber's options say.
+        warmup: Untimed runs before the first batch.
+        progress: Called with each sample.
+        **scoring: Options of `WERReport`: ``normaliser``, ``scorer``, ``margin``, ``seed``, ...
+
+    Raises:
+        OptionError: A list of transcripts is not as long as the data.
+        InputError: The manifest cannot be read.
+    """
+    if isinstance(data, (str, os.PathLike)):
+        entries = read_manifest(data, limit, text=True)
+    else:
+        entries = _named(list(data)[:limit])
+    named = systems if isinstance(systems, Mapping) else {"plain": systems}
+    models = {name: s for name, s in named.items() if not isinstance(s, Sequence)}
+    conditions: dict[str, Any] = {
+        "data": str(data) if isinstance(data, (str, os.PathLike)) else None
+    }
+    if models:
+        first = next(iter(models.values()))
+        conditions |= conditions_of(models)
+        conditions |= {"batch_size": batch_size or first.options.batch_size, "warmup": warmup}
+    conditions |= {"data_hash": data_hash(entries), "limit": limit}
+    samples = []
+    if models:
+        samples = record(
+            models, entries, group=group, batch_size=batch_size, warmup=warmup, progress=progress
+        )
+    for name, texts in named.items():
+        if not isinstance(texts, Sequence):
+            continue
+        if len(texts) != len(entries):
+            raise OptionError(
+                f"{name!r} has {len(texts)} transcripts for {len(entries)} recordings; expected "
+                "one for each, in order"
+            )
+        pairs = zip(entries, texts, strict=True)
+        samples += [sample_of(entry, name, group, pred_text=text) for entry, text in pairs]
+    order = list(named)
+    samples.sort(key=lambda sample: order.index(sample.mode))
+    return WERReport(samples, **{"conditions": conditions} | scoring)
+
+
+def _named(pairs: Sequence[tuple[Any, str]]) -> list[Entry]:
+    """Entries of paths and texts, called by their files' names where these are all different.
+
+    Raises:
+        InputError: What should be a path is none.
+    """
+    for path, _ in pairs:
+        if not isinstance(path, (str, os.PathLike)):
+            raise InputError(
+                f"a recording is given as {type(path).__name__}; expected pairs of a path and a "
+                "text: write arrays to files first, with soundfile for instance"
+            )
+    paths = [os.fspath(path) for path, _ in pairs]
+    names = [os.path.basename(path) for path in paths]
+    if len(set(names)) < len(names):
+        names = paths
+    return [
+        Entry(id=name, audio=path, text=text)
+        for name, path, (_, text) in zip(names, paths, pairs, strict=True)
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p95 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.95])
+    return {"p50": float(p50), "p95": float(p95), "max": float(max(values))}

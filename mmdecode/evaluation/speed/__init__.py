@@ -1,0 +1,1 @@
+"""Time, latency and memory, measured."""

@@ -1,0 +1,411 @@
+"""How much drafts save on a model of one's own: passes, seconds, and whether the tokens are equal.
+
+All ways see the same prompts in the same process, interleaved batch by batch, and the undrafted
+loop is measured twice: what its second run differs by is what the clock is worth. A pass scores a
+batch once after the prompts were read; what a prompt decides by itself counts in neither tokens nor
+passes. Each way is timed to its end and again to its first token; the difference is decoding.
+Intervals are paired bootstraps over batches, see `mmdecode.evaluation.speed.stopwatch.Cost.over`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.special import entr
+
+from mmdecode.decoder import Decoder
+from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
+from mmdecode.engine.proposal import Proposal
+from mmdecode.engine.request import token_ids, up_to_end
+from mmdecode.errors import OptionError
+from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, timed
+from mmdecode.frontdoor import generate
+
+Inputs = Mapping[str, Any]
+"""Of a model, for a batch of prompts that are padded on the left."""
+PLAIN, AGAIN = "undrafted", "undrafted, again"
+PEERS: Mapping[str, Mapping[str, Any]] = {
+    "generate": {},
+    "generate, lookup": {"prompt_lookup_num_tokens": 4},
+}
+"""Transformers' own loop, and with its own draft."""
+REASONS = {
+    "Image features and image tokens do not match": "transformers' assisted generation shows the "
+    "image again in each pass, which this model refuses",
+    "only supported for batch_size": "transformers' assisted generation decodes one prompt at a "
+    "time; it is timed with --batch-size 1",
+    "is not supported with stateful models": "transformers' assisted generation needs a cache that "
+    "can be cut, and this model's cannot",
+}
+"""Why transformers' own draft does not run, by a part of what it raises."""
+_CLOCKED = 4  # batches on which a draft's own time is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is decoded, whatever drafts.
+
+    Attributes:
+        max_new_tokens: Most tokens of an answer.
+        temperature: Of the law that answers are drawn from, with noise of their own; 0: greedy.
+        seed: Of that noise.
+        repeats: How often everything is timed; medians count.
+
+    Raises:
+        OptionError: A value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2 or self.repeats < 1 or not 0 <= self.temperature < math.inf:
+            raise OptionError(
+                f"max_new_tokens={self.max_new_tokens}, repeats={self.repeats}, "
+                f"temperature={self.temperature}; expected at least 2, 1 and 0"
+            )
+
+    def generation(self) -> dict[str, Any]:
+        """As arguments of ``generate``."""
+        drawn = self.temperature > 0
+        return {
+            "do_sample": drawn,
+            "temperature": self.temperature if drawn else None,
+            "top_p": 1.0 if drawn else None,
+            "top_k": 0 if drawn else None,
+            "num_beams": 1,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What one way of decoding came to.
+
+    Attributes:
+        way: Its name.
+        identical: Share of the answers that are the undrafted loop's, token by token; ``None``:
+            nobody promises that they are.
+        tokens_per_pass: Committed per row and pass, the bonus or correction token included;
+            ``None`` where passes were not counted.
+        accepted_per_pass: Drafted tokens among them.
+        by_depth: Share of the passes that accepted at least 1, 2, ... drafted tokens.
+        draft_share: Share of decoding time spent in the draft.
+        first_token_ms: From the prompt to its first token, a batch.
+        ms_per_token: Of decoding behind it, over all tokens of the batch.
+        decode: How many times as fast as the undrafted loop, per token, with its interval.
+        end_to_end: The same from prompts to answers.
+        tokens: Mean length of an answer.
+        seconds: Of each repeat and batch, whole.
+    """
+
+    way: str
+    identical: float | None
+    tokens_per_pass: float | None
+    accepted_per_pass: float | None
+    by_depth: list[float] | None
+    draft_share: float | None
+    first_token_ms: float
+    ms_per_token: float
+    decode: tuple[float, float, float]
+    end_to_end: tuple[float, float, float]
+    tokens: float
+    seconds: list[list[float]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return asdict(self)
+
+
+def measure(
+    model: Any,
+    batches: Sequence[Inputs],
+    drafts: Mapping[str, Drafter],
+    setting: Setting,
+    *,
+    guide: Guide | None = None,
+    peers: Mapping[str, Mapping[str, Any]] | None = None,
+    compile: bool = False,
+    done: Callable[[], object] = lambda: None,
+) -> list[Speed]:
+    """Times every draft, the undrafted loop and transformers' own ways on the same prompts.
+
+    Args:
+        model: Of transformers.
+        batches: Prompts.
+        drafts: By name.
+        setting: What is decoded.
+        guide: The law's; ``None``: the model's own.
+        peers: By name, what ``model.generate`` is given beside the inputs: its own assisted
+            generation, for example. They know no guide.
+        compile: As of `Decoder`, for all but the peers; a captured draft's share is not clocked.
+        done: Called after each timed call, of which there are `calls` in all.
+
+    Returns:
+        The undrafted loop, itself once more, the drafts and the peers.
+
+    Raises:
+        OptionError: Peers beside a guide, or nothing to decode.
+    """
+    if not batches:
+        raise OptionError("no batch of prompts; give more requests, or a smaller batch size")
+    if peers and guide is not None:
+        raise OptionError("transformers' generate knows no guide; leave peers or the guide out")
+    decoders = {
+        name: Decoder(draft, guide, seed=setting.seed, compile=compile)
+        for name, draft in {PLAIN: None, AGAIN: None, **drafts}.items()
+    }
+    runs: dict[str, Callable[[int, int, int], Tensor]] = {}
+    for name, decoder in decoders.items():
+        runs[name] = partial(_ours, model, decoder, batches, setting)
+    for name, options in (peers or {}).items():
+        runs[name] = partial(_theirs, model, options, batches, setting)
+    ways = {
+        f"{name}/{length}": partial(run, length)
+        for name, run in runs.items()
+        for length in (1, setting.max_new_tokens)
+    }
+    device = model.device
+    interleaved(ways, 1, 1, device, done)  # what is made at first use
+    for decoder in decoders.values():
+        decoder.stats.reset()
+    seconds, results = interleaved(ways, len(batches), setting.repeats, device, done)
+    ends = token_ids(model.generation_config.eos_token_id)
+    seen: dict[str, _Seen] = {}
+    for name in runs:
+        whole, first = f"{name}/{setting.max_new_tokens}", f"{name}/1"
+        kept = results[whole][: len(batches)]  # of the first repeat
+        seen[name] = _Seen(
+            answers=[
+                [up_to_end(row[batch["input_ids"].shape[1] :], ends) for row in rows.tolist()]
+                for rows, batch in zip(kept, batches, strict=True)
+            ],
+            whole=np.array(seconds[whole]),
+            first=np.median(seconds[first], 0),
+        )
+    return [
+        _speed(name, seen[name], seen[PLAIN], decoders.get(name), runs[name], setting, device)
+        for name in runs
+    ]
+
+
+def working(
+    model: Any, inputs: Inputs, peers: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+    """Those of transformers' ways that get through a few tokens, and why the others do not."""
+    found: dict[str, Mapping[str, Any]] = {}
+    failed = {}
+    for name, options in peers.items():
+        try:
+            model.generate(**inputs, **options, do_sample=False, max_new_tokens=4)
+        except Exception as problem:  # whatever it is, it is not ours
+            failed[name] = _why(problem)
+        else:
+            found[name] = options
+    return found, failed
+
+
+def _why(problem: Exception) -> str:
+    """Why transformers' own generate cannot decode something, in words."""
+    text = f"{type(problem).__name__}: {problem}".partition("\n")[0][:200]
+    known = (reason for part, reason in REASONS.items() if part in text)
+    return next(known, f"transformers' generate fails on this model: {text}")
+
+
+def calls(batches: int, drafts: int, peers: int, setting: Setting) -> int:
+    """How many timed calls `measure` makes."""
+    return 2 * (2 + drafts + peers) * (1 + batches * setting.repeats)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was seen of one way.
+
+    Attributes:
+        answers: By batch and row, ids up to the end.
+        whole: Seconds by repeat and batch.
+        first: The same to the first token, medians by batch.
+    """
+
+    answers: list[list[list[int]]]
+    whole: np.ndarray
+    first: np.ndarray
+
+    def cost(self, decoding: bool) -> Cost:
+        """Of whole answers, or of what is behind their first tokens."""
+        skipped = 1 if decoding else 0
+        counts = [sum(len(row) - skipped for row in rows) for rows in self.answers]
+        spent = np.median(self.whole, 0) - (self.first if decoding else 0)
+        return Cost(np.maximum(spent, 1e-9), np.maximum(counts, 1))
+
+
+def _speed(
+    name: str,
+    seen: _Seen,
+    plain: _Seen,
+    decoder: Decoder | None,
+    run: Callable[[int, int, int], Tensor],
+    setting: Setting,
+    device: torch.device,
+) -> Speed:
+    """The row of one way."""
+    rows = [row for batch in seen.answers for row in batch]
+    undrafted = [row for batch in plain.answers for row in batch]
+    same = [mine == theirs for mine, theirs in zip(rows, undrafted, strict=True)]
+    decoding = seen.cost(decoding=True)
+    length = accepted = depths = share = None
+    if decoder is not None:
+        stats = decoder.stats
+        length = round(stats.acceptance_length, 3)
+        accepted = round(stats.accepted / max(stats.rounds, 1), 3)
+        depths = [round(share, 3) for share in stats.by_depth]
+        if stats.drafted and not decoder.compile:
+            share = _draft_share(decoder.draft, run, seen, setting, device)
+    return Speed(
+        way=name,
+        # transformers draws with other noise
+        identical=None if decoder is None and setting.temperature else sum(same) / len(same),
+        tokens_per_pass=length,
+        accepted_per_pass=accepted,
+        by_depth=depths,
+        draft_share=share,
+        first_token_ms=round(1e3 * float(seen.first.mean()), 2),
+        ms_per_token=round(1e3 * float(decoding.amount.sum() / decoding.tokens.sum()), 3),
+        decode=decoding.over(plain.cost(decoding=True)),
+        end_to_end=seen.cost(decoding=False).over(plain.cost(decoding=False)),
+        tokens=round(sum(map(len, rows)) / len(rows), 1),
+        seconds=[[round(one, 5) for one in repeat] for repeat in seen.whole.tolist()],
+    )
+
+
+def _draft_share(
+    draft: Drafter,
+    run: Callable[[int, int, int], Tensor],
+    seen: _Seen,
+    setting: Setting,
+    device: torch.device,
+) -> float:
+    """Share of the time behind the first token that the draft takes, on the first batches.
+
+    Timed apart from everything else, since a device has to be waited for to be asked.
+    """
+    items = range(min(_CLOCKED, seen.whole.shape[1]))
+    with _clocked(draft) as spent:
+        whole = sum(
+            timed(device, partial(run, setting.max_new_tokens, item, 0))[0] for item in items
+        )
+    return round(spent[0] / max(whole - float(seen.first[: len(items)].sum()), 1e-9), 3)
+
+
+@contextmanager
+def _clocked(draft: Drafter) -> Iterator[list[float]]:
+    """Sums up the seconds of a draft's steps, those on a device included."""
+    spent, begin = [0.0], draft.begin
+    wrapped: Any = draft
+    try:
+        wrapped.begin = lambda call, prefill: _Clocked(begin(call, prefill), spent)
+        yield spent
+    finally:
+        del wrapped.begin
+
+
+class _Clocked(DraftSession):
+    """A session whose steps are timed; their seconds are added to ``spent[0]``."""
+
+    def __init__(self, inner: DraftSession, spent: list[float]) -> None:
+        super().__init__(inner.call)
+        self.inner, self.spent = inner, spent
+        self.close = inner.close  # type: ignore[method-assign]
+
+    def propose(self, budget: int) -> Proposal:
+        return self._timed(partial(self.inner.propose, budget))
+
+    def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
+        self._timed(partial(self.inner.observe, proposal, output, block))
+
+    def _timed(self, step: Callable[[], Any]) -> Any:
+        seconds, result = timed(self.call.device, step)
+        self.spent[0] += seconds
+        return result
+
+
+def _ours(
+    model: Any,
+    decoder: Decoder,
+    batches: Sequence[Inputs],
+    setting: Setting,
+    length: int,
+    item: int,
+    repeat: int,
+) -> Tensor:
+    rows = range(len(batches[item]["input_ids"]))
+    request = [(item, row) for row in rows] if setting.temperature else None
+    given = setting.generation() | {"max_new_tokens": length, "request": request}
+    return generate(model, decoder=decoder, **batches[item], **given)
+
+
+def _theirs(
+    model: Any,
+    options: Mapping[str, Any],
+    batches: Sequence[Inputs],
+    setting: Setting,
+    length: int,
+    item: int,
+    repeat: int,
+) -> Tensor:
+    given = setting.generation() | {"max_new_tokens": length} | dict(options)
+    return model.generate(**batches[item], **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sureness:
+    """How sure the decoded law is of its own answers.
+
+    Attributes:
+        entropy_bits: Its mean entropy, in bits a token.
+        close: Share of tokens at which the two likeliest are less than 0.05 apart: a draft of the
+            likeliest token is right there by chance, however well it has learnt the law.
+    """
+
+    entropy_bits: float
+    close: float
+
+
+@torch.no_grad()
+def sureness(
+    model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
+) -> Sureness:
+    """Of the law along the undrafted loop's own answers, greedy ones or drawn."""
+    laws, ends = [], token_ids(model.generation_config.eos_token_id)
+    decoder = Decoder(guide=guide, seed=setting.seed)
+    for item, batch in enumerate(batches):
+        rows = range(len(batch["input_ids"]))
+        output = generate(
+            model,
+            decoder=decoder,
+            request=[(item, row) for row in rows] if setting.temperature else None,
+            output_scores=True,
+            return_dict_in_generate=True,
+            max_new_tokens=setting.max_new_tokens,
+            **batch,
+            **setting.generation(),
+        )
+        law = torch.stack(output.scores, 1).float().softmax(-1)
+        prompt = batch["input_ids"].shape[1]
+        for row, own in zip(output.sequences.tolist(), law, strict=True):
+            laws.append(own[: len(up_to_end(row[prompt:], ends))])
+    whole = torch.cat(laws)
+    first, second = whole.topk(2).values.unbind(-1)
+    return Sureness(
+        entropy_bits=round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),
+        close=round(float((first - second < 0.05).float().mean()), 3),
+    )

@@ -1,0 +1,132 @@
+"""What speed is measured with: seconds on the wall, bytes per second, and the machine's name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+
+from mmdecode.evaluation.stats.intervals import interval, resampled_sums
+
+T = TypeVar("T")
+
+
+def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
+    """Seconds on the wall, work on the device included, and the result."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, result
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[int, int], T]],
+    items: int,
+    repeats: int,
+    device: torch.device,
+    done: Callable[[], object] = lambda: None,
+) -> tuple[dict[str, list[list[float]]], dict[str, list[T]]]:
+    """Every call on every item, one item at a time, so that a drifting clock meets all alike.
+
+    Args:
+        calls: By name; each is given the item and the repeat.
+        items: How many items there are.
+        repeats: How often the whole is repeated.
+        device: Where the work runs.
+        done: Called after each.
+
+    Returns:
+        Seconds by name, repeat and item, and the results of all repeats in the same order.
+    """
+    names, order = list(calls), random.Random(0)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in names:
+            seconds[name].append([])
+        for item in range(items):
+            # who follows whom must not matter
+            for name in order.sample(names, len(names)):
+                spent, result = timed(device, partial(calls[name], item, repeat))
+                seconds[name][-1].append(spent)
+                results[name].append(result)
+                done()
+    return seconds, results
+
+
+def ratio(over: np.ndarray, under: np.ndarray) -> tuple[float, list[float]]:
+    """Of two sums over the same items, with the interval of a paired bootstrap, three digits."""
+    sums = resampled_sums(np.stack([over, under], 1))
+    low, high = interval(sums[:, 0] / sums[:, 1])
+    return round(float(over.sum() / under.sum()), 3), [round(float(low), 3), round(float(high), 3)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each unit cost in one way, a unit being an item or a batch of items.
+
+    Attributes:
+        amount: Seconds, or passes, ``(units,)``.
+        tokens: Tokens, their end included, ``(units,)``.
+    """
+
+    amount: np.ndarray
+    tokens: np.ndarray
+
+    def over(self, other: Cost) -> tuple[float, float, float]:
+        """How many times cheaper this is per token, with its interval.
+
+        A paired bootstrap over units, 95 %; with fewer than eight of them, smallest and largest.
+        """
+        table = np.column_stack([self.amount, self.tokens, other.amount, other.tokens])
+
+        def ratio(sums: np.ndarray) -> np.ndarray:
+            mine, my_tokens, theirs, their_tokens = sums.T
+            return (theirs / their_tokens) / (mine / my_tokens)
+
+        if len(table) < 8:
+            low, high = ratio(table).min(), ratio(table).max()
+        else:
+            low, high = interval(ratio(resampled_sums(table)))
+        return round(float(ratio(table.sum(0))), 3), round(float(low), 3), round(float(high), 3)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    best = min(timed(device, lambda: target.copy_(source))[0] for _ in range(5))
+    return 2 * source.numel() * source.element_size() / best
+
+
+def load() -> float:
+    """Processes that wanted a core, on average over the last minute; NaN where nobody counts."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else float("nan")
+
+
+def machine(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Where and when something was measured."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor()
+    return {
+        "device": name or platform.machine(),
+        "dtype": dtype,
+        "cores": os.cpu_count(),
+        "load_at_start": load(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "bandwidth_gb_per_s": round(bandwidth(device) / 1e9, 1),
+    }

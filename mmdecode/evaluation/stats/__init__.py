@@ -1,0 +1,1 @@
+"""Intervals, paired tests and tests of distributions."""

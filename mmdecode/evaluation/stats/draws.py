@@ -1,0 +1,74 @@
+"""Were these tokens drawn from those laws? A test that can reject, but never prove.
+
+Source: uniform ranks as in Rosenblatt 1952 (probability integral transform); the test of the total
+surprise is this project's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.noise import Noise, Role, request_key
+from mmdecode.evaluation.audit.plain import Replay
+
+LEVEL = 1e-4
+"""A sampled law is rejected below this p-value."""
+FEWEST = 200
+"""Tokens that a statistical verdict needs."""
+_BINS = 20
+
+
+def surprise(law: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
+    """What `p_of_draws` asks about tokens ``(T,)`` and the laws they came from, ``(T, V)``.
+
+    Returns:
+        Ranks ``(T,)``, surprise beyond the entropy, and the variance of that.
+    """
+    log_p = law.double().log_softmax(-1)
+    p, order = log_p.exp(), torch.arange(law.shape[1], device=law.device)
+    chosen = p.gather(1, tokens[:, None])
+    above = (p > chosen) | ((p == chosen) & (order < tokens[:, None]))
+    key = Noise.of(0, [request_key(*tokens.tolist())], law.device)
+    spread = key.uniform(torch.arange(len(tokens), device=law.device)[None], Role.ACCEPT)[0]
+    ranks = (p * above).sum(-1) + spread * chosen[:, 0]
+    nats = torch.where(p > 0, -log_p, 0.0)
+    entropy = (p * nats).sum(-1)
+    excess = nats.gather(1, tokens[:, None])[:, 0] - entropy
+    variance = (p * nats**2).sum(-1) - entropy**2
+    return ranks.cpu(), float(excess.sum()), float(variance.sum())
+
+
+def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
+    """How likely tokens this unusual are under the laws they should have been drawn from.
+
+    Two statistics, with Bonferroni's correction: the ranks in 20 bins (chi-square), and the total
+    surprise beyond the entropy (normal, by the central limit theorem for martingales).
+
+    Args:
+        ranks: Each token's place in its law ordered by falling probability, as the mass before it
+            and a uniform share of its own, 0..1, ``(T,)``.
+        excess: Sum over tokens of ``-log p`` minus the entropy of the law.
+        variance: Of that sum.
+    """
+    cells = (ranks * _BINS).long().clamp(0, _BINS - 1)
+    counts = torch.bincount(cells, minlength=_BINS).double()
+    expected = len(ranks) / _BINS
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((_BINS - 1) / 2, dtype=torch.float64)
+    by_rank = float(torch.special.gammaincc(freedom, statistic / 2))
+    by_surprise = math.erfc(abs(excess) / math.sqrt(2 * max(variance, 1e-12)))
+    return min(1.0, 2 * min(by_rank, by_surprise))
+
+
+def on_the_edge(replay: Replay, place: int, noise: float) -> bool:
+    """Whether rounding may let a token in that top-k, top-p and the like cut off.
+
+    The logits are moved by ``noise`` as it suits the token best: down above it, up from it on.
+    """
+    assert replay.process is not None, "asked of sampled tokens alone"
+    raw, token = replay.logits[place], replay.tokens[place]
+    moved = raw + torch.where(raw > raw[token], -noise, noise)
+    return bool(replay.process(replay.tokens[:place], moved)[token].isfinite())

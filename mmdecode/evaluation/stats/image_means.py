@@ -1,0 +1,194 @@
+"""Means over images, tests of their difference, and of there being none to speak of.
+
+Conditions of images are chosen and not drawn, so that an interval holds for those conditions.
+
+Source: Welch 1947; Schuirmann 1987 for two one-sided tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmdecode.errors import MissingExtraError, OptionError, ShapeError
+from mmdecode.evaluation.stats.intervals import LEVEL
+
+MARGIN = 0.01
+"""Relative difference of likelihoods that is no difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A mean over images whose conditions were chosen, not drawn.
+
+    Attributes:
+        value, low, high: With the 95 % interval.
+        error: Standard error; of images with one condition each other's spread alone.
+        freedom: Its degrees of freedom.
+        count: Images.
+    """
+
+    value: float
+    low: float
+    high: float
+    error: float
+    freedom: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welch:
+    """Welch's test of two means.
+
+    Attributes:
+        difference: Second minus first.
+        low, high: 95 % interval.
+        t, freedom, p: The statistic, its degrees of freedom and two-sided p-value.
+    """
+
+    difference: float
+    low: float
+    high: float
+    t: float
+    freedom: float
+    p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivalence:
+    """Two one-sided tests at 5 %: is a ratio of means within the margin?
+
+    Attributes:
+        ratio: Second over first.
+        low, high: 90 % interval.
+        margin: Distance from 1 that is no difference.
+        shown: Whether the whole interval lies within it.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    margin: float
+    shown: bool
+
+
+def mean_of(values: np.ndarray, strata: Sequence[Any] | None = None) -> Mean:
+    """The mean of one value per image, with its interval.
+
+    Args:
+        values: ``(n,)``.
+        strata: Condition of each image, where those were chosen beforehand: how conditions differ
+            is then no uncertainty of the mean. Left out of account where images hardly repeat one.
+
+    Raises:
+        OptionError: There are fewer than two images.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) < 2:
+        raise OptionError(f"{len(values)} images; an interval needs two")
+    places = strata_of(len(values), strata)
+    sizes = np.bincount(places)
+    if 2 * len(sizes) > len(values):
+        places, sizes = np.zeros_like(places), np.array([len(values)])
+    centres = np.bincount(places, values) / sizes
+    freedom = len(values) - len(sizes)
+    spread = float(((values - centres[places]) ** 2).sum() / freedom)
+    error, value = math.sqrt(spread / len(values)), float(values.mean())
+    half = _quantile(LEVEL, freedom) * error
+    return Mean(
+        value=value,
+        low=value - half,
+        high=value + half,
+        error=error,
+        freedom=freedom,
+        count=len(values),
+    )
+
+
+def welch(first: Mean, second: Mean) -> Welch:
+    """Whether two means differ."""
+    errors = first.error**2, second.error**2
+    error, difference = math.sqrt(sum(errors)), second.value - first.value
+    if not error:
+        p = float(difference == 0)
+        return Welch(difference=difference, low=difference, high=difference, t=0, freedom=1, p=p)
+    freedom = _shared_freedom(first, second, errors)
+    t, half = difference / error, _quantile(LEVEL, freedom) * error
+    return Welch(
+        difference=difference,
+        low=difference - half,
+        high=difference + half,
+        t=t,
+        freedom=freedom,
+        p=float(2 * scipy_parts().special.stdtr(freedom, -abs(t))),
+    )
+
+
+def equivalence(first: Mean, second: Mean, margin: float = MARGIN) -> Equivalence:
+    """Whether two means of one sign are as good as the same.
+
+    The interval is that of the logarithm of their ratio, by the delta method.
+
+    Args:
+        first: The baseline.
+        second: The other mode.
+        margin: See `Equivalence`.
+
+    Raises:
+        OptionError: A mean is 0, or they have different signs.
+    """
+    if not first.value * second.value > 0:
+        raise OptionError(f"no ratio of {first.value} and {second.value} is of use")
+    ratio = second.value / first.value
+    errors = (first.error / first.value) ** 2, (second.error / second.value) ** 2
+    if not sum(errors):
+        return Equivalence(
+            ratio=ratio, low=ratio, high=ratio, margin=margin, shown=abs(ratio - 1) <= margin
+        )
+    half = _quantile(0.9, _shared_freedom(first, second, errors)) * math.sqrt(sum(errors))
+    low, high = ratio * math.exp(-half), ratio * math.exp(half)
+    shown = 1 - margin <= low and high <= 1 + margin
+    return Equivalence(ratio=ratio, low=low, high=high, margin=margin, shown=shown)
+
+
+def _shared_freedom(first: Mean, second: Mean, errors: tuple[float, float]) -> float:
+    """Degrees of freedom of a sum of two variances (Welch and Satterthwaite)."""
+    return sum(errors) ** 2 / (errors[0] ** 2 / first.freedom + errors[1] ** 2 / second.freedom)
+
+
+def _quantile(level: float, freedom: float) -> float:
+    """Of Student's t, two-sided."""
+    return float(scipy_parts().special.stdtrit(freedom, (1 + level) / 2))
+
+
+def strata_of(count: int, strata: Sequence[Any] | None) -> np.ndarray:
+    """Number of each image's stratum, ``(count,)``; one for all without strata.
+
+    Raises:
+        ShapeError: There are not as many conditions as images.
+    """
+    if strata is None:
+        return np.zeros(count, dtype=np.int64)
+    if len(strata) != count:
+        raise ShapeError(f"{len(strata)} conditions for {count} images; give one for each")
+    return np.unique(np.asarray(strata, dtype=str), return_inverse=True)[1]
+
+
+def scipy_parts() -> Any:
+    """The library, with the parts that are used here.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        import scipy.cluster.vq
+        import scipy.sparse
+        import scipy.special
+        import scipy.stats
+    except ImportError as error:
+        raise MissingExtraError("tests of samples need scipy", extra="eval") from error
+    return scipy

@@ -1,0 +1,213 @@
+"""Histograms of two samples of images: tables of tokens and of neighbours, tested by permutation.
+
+Nothing here knows more of codes than that they are small integers on a grid.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdecode.errors import ShapeError
+from mmdecode.evaluation.stats.image_means import scipy_parts, strata_of
+
+LEAST = 5
+"""Expected count below which a cell of a table is pooled with others."""
+PERMUTATIONS = 999
+_TAIL = 20  # permutations beyond the observed value that are enough to count
+_AT_ONCE = 1 << 22  # counts held in memory together
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoSample:
+    """Whether two samples of images have the same histograms.
+
+    Attributes:
+        g: G-statistic over all cells of all tables.
+        expected: Its mean where images are dealt out to the samples at random.
+        p: By permutation of images, of the sum over tables and of the table that stands out most,
+            together (Bonferroni).
+        worst: Number of that table.
+        cells: Cells of all tables after pooling.
+        pooled: Share of counts in pooled cells.
+    """
+
+    g: float
+    expected: float
+    p: float
+    worst: int
+    cells: int
+    pooled: float
+
+
+def two_sample(
+    first: np.ndarray,
+    second: np.ndarray,
+    strata: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    permutations: int = PERMUTATIONS,
+    seed: int = 0,
+) -> TwoSample:
+    """Compares histograms by a G-test whose law under equality is found by permuting images.
+
+    Counts of one image depend on one another, so tables of a chi-square law would raise alarms over
+    equal samples; whole images can be exchanged. Cells that expect fewer than `LEAST` in either
+    sample are pooled, table by table.
+
+    Args:
+        first: What each image shows in each table, ``(n, tables, entries)`` of small ints; see
+            `marginals` and `neighbours`.
+        second: ``(m, tables, entries)``.
+        strata: Conditions of both samples' images, where they were chosen: images are then
+            exchanged within a condition.
+        permutations: Draws.
+        seed: Of the draws.
+
+    Raises:
+        ShapeError: The samples have other tables.
+        MissingExtraError: scipy is not installed.
+    """
+    if first.shape[1:] != second.shape[1:]:
+        raise ShapeError(f"tables of {first.shape[1:]} and {second.shape[1:]} are not comparable")
+    both = np.concatenate([first, second]).astype(np.int64)
+    table, blocks, pooled = _cells(both, len(first), len(second))
+    places = strata_of(len(both), None if strata is None else [*strata[0], *strata[1]])
+    random = np.random.default_rng(seed)
+    step = max(1, _AT_ONCE // table.shape[1])
+    own = np.zeros((1, len(both)), dtype=np.float32)
+    own[0, : len(first)] = 1
+    observed = _g(own, table, blocks)[0]
+    drawn = []
+    for start in range(0, permutations, step):
+        dealt = _dealt(own[0], places, min(step, permutations - start), random)
+        drawn.append(_g(dealt, table, blocks))
+    null = np.concatenate(drawn)
+    centre, spread = null.mean(0), np.maximum(null.std(0), 1e-9)
+    heights = (observed - centre) / spread
+    sums, highest = null.sum(1), ((null - centre) / spread).max(1)
+    by_sum = min(_share(float(observed.sum()), sums), _gamma_tail(float(observed.sum()), sums))
+    by_table = _share(float(heights.max()), highest)
+    return TwoSample(
+        g=float(observed.sum()),
+        expected=float(null.sum(1).mean()),
+        p=by_sum if len(observed) == 1 else min(1.0, 2 * min(by_sum, by_table)),
+        worst=int(heights.argmax()),
+        cells=table.shape[1],
+        pooled=pooled,
+    )
+
+
+def marginals(codes: np.ndarray) -> np.ndarray:
+    """A table per place: the code there; ``codes (n, rows, columns)`` to ``(n, places, 1)``."""
+    return codes.reshape(len(codes), -1, 1)
+
+
+def neighbours(codes: np.ndarray, groups: np.ndarray, down: int = 0) -> np.ndarray:
+    """Pairs of neighbouring groups: a table per column, or per row where pairs stand above another.
+
+    Args:
+        codes: ``(n, rows, columns)``.
+        groups: Of every code, ``(V,)``.
+        down: 0: a code and the one to its right; 1: a code and the one below.
+
+    Returns:
+        ``(n, columns - 1, rows)`` or ``(n, rows - 1, columns)``.
+    """
+    kinds = groups[codes]
+    if down:
+        return kinds[:, :-1] * (groups.max() + 1) + kinds[:, 1:]
+    pairs = kinds[:, :, :-1] * (groups.max() + 1) + kinds[:, :, 1:]
+    return pairs.transpose(0, 2, 1)
+
+
+def _cells(both: np.ndarray, first: int, second: int) -> tuple[Any, np.ndarray, float]:
+    """Counts by image and cell, where each table begins, and the share that was pooled."""
+    count, tables, entries = both.shape
+    width = int(both.max()) + 1
+    keys = both + width * np.arange(tables)[:, None]
+    used, cell = np.unique(keys, return_inverse=True)
+    cell = cell.reshape(both.shape)
+    totals = np.bincount(cell.ravel())
+    rare = totals * min(first, second) / (first + second) < LEAST
+    table_of = used // width
+    # kept cells stay apart, rare ones become one per table, which comes first in it
+    label = np.where(rare, table_of * (width + 1), used + table_of + 1)
+    _, merged = np.unique(label, return_inverse=True)
+    cell = merged[cell]
+    image = np.repeat(np.arange(count), tables * entries)
+    shape = (count, int(merged.max()) + 1)
+    data = np.ones(cell.size, dtype=np.float32)
+    counts = scipy_parts().sparse.csr_matrix((data, (image, cell.ravel())), shape=shape)
+    owner = np.zeros(shape[1], dtype=np.int64)
+    owner[merged] = table_of
+    starts = np.searchsorted(owner, np.arange(tables))
+    return counts, starts, float(totals[rare].sum() / totals.sum())
+
+
+def _dealt(
+    labels: np.ndarray, places: np.ndarray, count: int, random: np.random.Generator
+) -> np.ndarray:
+    """Labels permuted within strata, ``(count, images)``."""
+    order = np.argsort(places, kind="stable")
+    drawn = random.random((count, len(labels)), dtype=np.float32)
+    # sorting by stratum first and noise second shuffles within strata
+    shuffled = np.argsort(places[None] + drawn.astype(np.float64), axis=1, kind="stable")
+    dealt = np.empty((count, len(labels)), dtype=np.float32)
+    np.put_along_axis(dealt, shuffled, np.broadcast_to(labels[order], dealt.shape), 1)
+    return dealt
+
+
+def _g(labels: np.ndarray, table: Any, starts: np.ndarray) -> np.ndarray:
+    """G of each table, ``(draws, tables)``, for images with label 1 against those with label 0."""
+    first = np.asarray(labels @ table, dtype=np.float64)
+    total = np.asarray(table.sum(0), dtype=np.float64)
+    cells = _xlogx(first) + _xlogx(total - first) - _xlogx(total)
+    sums = np.add.reduceat(np.stack([first, np.broadcast_to(total, first.shape)]), starts, axis=2)
+    margins = _xlogx(sums[0]) + _xlogx(sums[1] - sums[0]) - _xlogx(sums[1])
+    return 2 * (np.add.reduceat(cells, starts, axis=1) - margins)
+
+
+def _xlogx(values: np.ndarray) -> np.ndarray:
+    return values * np.log(np.maximum(values, 1e-300))
+
+
+def _share(observed: float, null: np.ndarray) -> float:
+    """P-value by counting permutations that are as large."""
+    beyond = int((null >= observed - 1e-9 * abs(observed)).sum())
+    return (beyond + 1) / (len(null) + 1)
+
+
+def _gamma_tail(observed: float, null: np.ndarray) -> float:
+    """Tail of a gamma law with the permutations' mean and spread, where few of them are beyond.
+
+    Sums of G-statistics are about such, and many comparisons are corrected together, which needs
+    p-values below one over the number of permutations.
+    """
+    mean, variance = float(null.mean()), float(null.var())
+    if not variance or (null >= observed).sum() >= _TAIL:
+        return 1.0
+    return float(scipy_parts().special.gammaincc(mean**2 / variance, observed * mean / variance))
+
+
+def code_groups(codebook: Tensor, count: int = 16) -> Tensor:
+    """Sorts codes into groups of like meaning, so that tables of pairs have cells with counts.
+
+    Args:
+        codebook: What each code stands for, ``(V, d)``.
+        count: Groups; a codebook of no more codes is left as it is.
+
+    Returns:
+        ``(V,)``, from 0 without a gap.
+    """
+    if len(codebook) <= count:
+        return torch.arange(len(codebook))
+    points = codebook.detach().cpu().double().numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of groups that nothing is in
+        _, labels = scipy_parts().cluster.vq.kmeans2(points, count, minit="++", seed=0)
+    return torch.from_numpy(np.unique(labels, return_inverse=True)[1])

@@ -1,0 +1,319 @@
+"""Intervals and paired tests of error counts.
+
+The unit that was sampled is resampled: utterances, or speakers and recordings where they are known
+(Bisani and Ney, 2004). Two systems are compared on the same items: by a bootstrap that draws both
+together, and by the matched-pairs sentence-segment word error test of NIST (Gillick and Cox, 1989).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmdecode.errors import OptionError
+
+if TYPE_CHECKING:
+    from mmdecode.evaluation.speech.wer import Step
+
+LEVEL = 0.95
+RESAMPLES = 10_000
+_TAIL = 20  # draws beyond zero that are enough to count
+_AT_ONCE = 1 << 22  # drawn units held in memory together
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedTest:
+    """A test of differences that should be 0 on average.
+
+    Attributes:
+        count: Differences: segments or utterances.
+        mean: Of the differences, first minus second; positive: the second makes fewer errors.
+        sd: Their standard deviation.
+        z: Mean over its standard error; 0 where the differences are all equal.
+        p: Two-sided, by the normal distribution.
+    """
+
+    count: int
+    mean: float
+    sd: float
+    z: float
+    p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedBootstrap:
+    """Difference of two error rates on the same items.
+
+    Attributes:
+        difference: First minus second; positive: the second makes fewer errors.
+        low, high: 95 % interval.
+        p_second_better: Share of draws in which the second has the lower rate.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p_second_better: float
+
+
+def paired_test(differences: Sequence[int] | np.ndarray) -> PairedTest:
+    """Tests whether differences are 0 on average, as sclite computes it.
+
+    Differences that are all the same have no variance to divide by; sclite's formula says nothing
+    of them. They are tested by their signs:
+    that ``n`` of them agree has probability ``2 ** (1 - n)``, and z is what has that p-value.
+
+    Args:
+        differences: Errors of the first minus errors of the second, item by item.
+    """
+    values = np.asarray(differences, dtype=float)
+    count = len(values)
+    mean = float(values.mean()) if count else 0.0
+    spread = float(((values - mean) ** 2).sum())
+    if spread == 0:
+        p = 0.5 ** (count - 1) if mean else 1.0
+        z = math.copysign(NormalDist().inv_cdf(1 - p / 2), mean) if 0 < p < 1 else 0.0
+        return PairedTest(count=count, mean=mean, sd=0.0, z=z, p=p)
+    sd = math.sqrt(spread / (count - 1))
+    z = mean / (sd / math.sqrt(count))
+    return PairedTest(count=count, mean=mean, sd=sd, z=z, p=math.erfc(abs(z) / math.sqrt(2)))
+
+
+def segments(
+    first: Sequence[Step], second: Sequence[Step], between: int = 2
+) -> list[tuple[int, int, int]]:
+    """Cuts one utterance where both systems are right for a while, as sclite's ``mtchprs.c``.
+
+    A segment starts at the first error of either system and ends after ``between`` words in a row
+    that both have right, without an insertion among them. Where the two were aligned to different
+    readings of the reference, the utterance is one segment.
+
+    Args:
+        first: Alignment of the first system.
+        second: Of the second, to the same reference.
+        between: Correct words that separate two segments.
+
+    Returns:
+        (reference words, errors of the first, errors of the second) of each segment; the words
+        are counted from the correct ones before it.
+    """
+    right_1, inserted_1 = _by_word(first)
+    right_2, inserted_2 = _by_word(second)
+    if len(right_1) != len(right_2):
+        wrong_1, wrong_2 = (sum(s.kind != "equal" for s in steps) for steps in (first, second))
+        whole = (len(right_1) + len(right_2)) // 2, wrong_1, wrong_2
+        return [whole] if wrong_1 or wrong_2 else []
+    found = []
+    begin = good = wrong_1 = wrong_2 = 0
+    for place in range(len(right_1) + 1):
+        wrong_1 += inserted_1[place]
+        wrong_2 += inserted_2[place]
+        if inserted_1[place] or inserted_2[place]:
+            good = 0
+        if place == len(right_1):
+            break
+        wrong_1 += not right_1[place]
+        wrong_2 += not right_2[place]
+        good = good + 1 if right_1[place] and right_2[place] else 0
+        if good >= between:
+            if wrong_1 or wrong_2:
+                found.append((place + 1 - begin, wrong_1, wrong_2))
+                wrong_1 = wrong_2 = 0
+            begin = place + 1 - between
+    if wrong_1 or wrong_2:
+        found.append((len(right_1) - begin, wrong_1, wrong_2))
+    return found
+
+
+def _by_word(steps: Sequence[Step]) -> tuple[list[bool], list[int]]:
+    """Whether each reference word is right, and the insertions before each and at the end."""
+    right: list[bool] = []
+    inserted = [0]
+    for step in steps:
+        if step.kind == "insert":
+            inserted[-1] += 1
+            continue
+        for _ in step.said.split():
+            right.append(step.kind == "equal")
+            inserted.append(0)
+    return right, inserted
+
+
+def mapsswe(
+    first: Sequence[Sequence[Step]], second: Sequence[Sequence[Step]], between: int = 2
+) -> PairedTest:
+    """The matched-pairs sentence-segment word error test.
+
+    Args:
+        first: Alignments of the first system, utterance by utterance.
+        second: Of the second, to the same references in the same order.
+        between: Correct words that separate two segments.
+
+    Raises:
+        OptionError: The two have different numbers of utterances.
+    """
+    if len(first) != len(second):
+        raise OptionError(f"{len(first)} and {len(second)} utterances; expected the same ones")
+    found = [cut for a, b in zip(first, second, strict=True) for cut in segments(a, b, between)]
+    return paired_test([mine - other for _, mine, other in found])
+
+
+def paired_bootstrap(
+    first: np.ndarray,
+    second: np.ndarray,
+    words: np.ndarray,
+    groups: Sequence[str] | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> PairedBootstrap:
+    """Draws the same units for both systems, and looks at the difference of the error rates.
+
+    Args:
+        first: ``(items,)`` errors of the first system.
+        second: ``(items,)`` errors of the second.
+        words: ``(items,)`` reference words, or ``(items, 2)`` where the systems' differ.
+        groups: Speaker or recording of each item; ``None``: items are drawn.
+        resamples: Draws.
+        seed: Of the draws.
+    """
+    both = np.broadcast_to(words.reshape(len(first), -1), (len(first), 2))
+    table = np.column_stack([first, second, both])
+    drawn = resampled_sums(sums_by(table, groups), resamples, seed)
+    totals = table.sum(0)[None]
+    rates, total = (s[:, :2] / np.maximum(s[:, 2:], 1) for s in (drawn, totals))
+    differences = rates[:, 0] - rates[:, 1]
+    low, high = interval(differences)
+    return PairedBootstrap(
+        difference=float(total[0, 0] - total[0, 1]),
+        low=low,
+        high=high,
+        p_second_better=float((differences > 0).mean()),
+    )
+
+
+def sums_by(table: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+    """Rows of ``table`` added up by group; ``None``: as they are."""
+    if groups is None:
+        return table
+    _, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    sums = np.zeros((places.max() + 1, table.shape[1]), dtype=table.dtype)
+    np.add.at(sums, places, table)
+    return sums
+
+
+def resampled_sums(table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """Sums over units drawn with replacement, as many as there are.
+
+    Args:
+        table: ``(units, columns)``.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, columns)``.
+    """
+    random = np.random.default_rng(seed)
+    units = len(table)
+    step = max(1, _AT_ONCE // units)
+    chunks = [min(step, resamples - start) for start in range(0, resamples, step)]
+    return np.concatenate([table[random.integers(units, size=(n, units))].sum(1) for n in chunks])
+
+
+def interval(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """Percentile interval of draws."""
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number (Holm, 1979), in the order given."""
+    adjusted, worst = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(np.argsort(p_values, kind="stable")):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = worst
+    return adjusted
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Exact two-sided p-value of paired flips (McNemar, 1947): is either kind more likely?
+
+    It takes items as independent; beside it belongs an interval that draws what was sampled.
+
+    Args:
+        gained: Items that only the second has right.
+        lost: Items that only the first has right.
+    """
+    flips = gained + lost
+    tail = sum(math.comb(flips, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**flips)
+
+
+def bootstrap_p(draws: np.ndarray) -> float:
+    """Two-sided p-value of a difference from its draws.
+
+    The share of draws beyond zero; where those are too few to tell how small it is, which matters
+    once many comparisons are corrected together, the normal tail at the draws' mean and spread.
+    """
+    beyond = min((draws <= 0).sum(), (draws >= 0).sum())
+    counted = min(1.0, 2 * (float(beyond) + 1) / (len(draws) + 1))
+    spread = float(draws.std())
+    if beyond >= _TAIL or not spread:
+        return counted
+    return min(counted, 2 * NormalDist().cdf(-abs(float(draws.mean())) / spread))
+
+
+@lru_cache(maxsize=4)
+def draw_units(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each unit comes in each draw with replacement; the same array for the same call.
+
+    Args:
+        units: Their number.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, units)``, not to be written to.
+    """
+    random = np.random.default_rng(seed)
+    drawn = random.multinomial(units, np.full(units, 1 / units), resamples).astype(np.float64)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def drawn_sums(
+    table: np.ndarray, groups: Sequence[str] | None, resamples: int = RESAMPLES, seed: int = 0
+) -> np.ndarray:
+    """Sums over groups drawn with replacement; tables of the same groups share their draws.
+
+    Args:
+        table: ``(items, columns)``.
+        groups: Unit of each item; ``None``: items are drawn.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, columns)``.
+    """
+    units = sums_by(table, groups)
+    return draw_units(len(units), resamples, seed) @ units
+
+
+def item_weights(groups: Sequence[str], resamples: int, seed: int) -> np.ndarray:
+    """How often each item counts when groups are drawn with replacement: the draws of `drawn_sums`.
+
+    Args:
+        groups: Unit of each item.
+        resamples: Draws.
+        seed: Of the draws.
+
+    Returns:
+        ``(resamples, items)``.
+    """
+    _, places = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    return draw_units(int(places.max()) + 1, resamples, seed)[:, places]

@@ -1,0 +1,1 @@
+"""Questions about images: tasks, scores and reports."""

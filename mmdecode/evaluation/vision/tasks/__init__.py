@@ -1,0 +1,1 @@
+"""Benchmarks of questions about images, one a module."""

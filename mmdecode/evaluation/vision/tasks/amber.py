@@ -1,0 +1,119 @@
+"""AMBER's questions: existence, attributes and relations, scored as published and plainly.
+
+As published, the positive class is *no*, only the exact answers "Yes" and "No" count, every counter
+starts at 0.001 and F1 is made of rounded percentages with a little more below the line. `amber`
+does the same; accuracy per dimension, which others report under AMBER's name, is another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmdecode.errors import InputError
+from mmdecode.evaluation.vision.items import (
+    LeftOut,
+    YesNoItem,
+    field_of,
+    label_of,
+    leaving_out,
+    read_json,
+    refuse_empty,
+)
+
+KINDS = {
+    "discriminative-hallucination": ("existence",),
+    "discriminative-attribute-state": ("attribute", "state"),
+    "discriminative-attribute-number": ("attribute", "number"),
+    "discriminative-attribute-action": ("attribute", "action"),
+    "discriminative-relation": ("relation",),
+    "relation": ("relation",),
+}
+"""Dimensions of a question by its type."""
+DIMENSIONS = ("existence", "attribute", "state", "number", "action", "relation")
+_START = 0.001  # what every counter of the tool begins with
+
+
+def read_amber(folder: Path, left_out: LeftOut = None) -> list[YesNoItem]:
+    """Questions to be answered with yes or no; their sets are AMBER's dimensions.
+
+    Args:
+        folder: With ``query_discriminative.json`` and ``annotations.json``, packed or not.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: A file is missing, or a question has no annotation.
+    """
+    known = {row["id"]: row for row in _read(folder, "annotations.json", left_out)}
+    items: list[YesNoItem] = []
+    for row in _read(folder, "query_discriminative.json", left_out):
+        where = f"question {row['id']} of {folder}"
+        with leaving_out(left_out):
+            note = known.get(row["id"])
+            if note is None or note.get("type") not in KINDS:
+                raise InputError(f"{where} has no annotation of a known type")
+            items.append(
+                YesNoItem(
+                    id=str(row["id"]),
+                    image=field_of(row, ("image",), where),
+                    question=field_of(row, ("query",), where),
+                    target=label_of(field_of(note, ("truth",), where), where),
+                    sets=KINDS[str(note["type"])],
+                )
+            )
+    refuse_empty(items, left_out, f"{folder} has no questions")
+    return items
+
+
+def amber_scores(items: Sequence[YesNoItem]) -> dict[str, dict[str, float]]:
+    """Percentages of each dimension and of all questions, as AMBER's tool prints them.
+
+    Args:
+        items: Answered once each.
+
+    Returns:
+        ``accuracy``, ``precision``, ``recall`` and ``f1`` by dimension, ``all`` last.
+    """
+    scores = {}
+    for name in (*DIMENSIONS, "all"):
+        chosen = [item for item in items if name == "all" or name in item.sets]
+        if chosen:
+            scores[name] = _published(name, chosen)
+    return scores
+
+
+def _published(name: str, items: Sequence[YesNoItem]) -> dict[str, float]:
+    no = np.array([item.target == "no" for item in items])
+    said_no = np.array([item.output == "No" for item in items])
+    said_yes = np.array([item.output == "Yes" for item in items])
+    # one counter for each type, and the attributes are three
+    start = 3 * _START if name == "attribute" else _START
+    right = float((said_no & no).sum())
+    accuracy = _percent(right + float((said_yes & ~no).sum()), len(items) + start)
+    precision = _percent(right, float(said_no.sum()) + start)
+    recall = _percent(right, float(no.sum()) + start)
+    below = 0.001 if name == "existence" else 0.0001
+    p, r = precision / 100, recall / 100
+    f1 = round(2 * p * r / (p + r + below) * 100, 1)
+    return {"accuracy": accuracy, "precision": precision, "recall": recall, "f1": f1}
+
+
+def _percent(part: float, whole: float) -> float:
+    return round(part / whole * 100, 1)
+
+
+def _read(folder: Path, name: str, left_out: LeftOut) -> list[dict[str, Any]]:
+    path = folder / name
+    rows = read_json(path if path.exists() else folder / f"{name}.gz")
+    if not isinstance(rows, list):
+        raise InputError(f"{path} is no list of objects with an 'id'")
+    found = []
+    for number, row in enumerate(rows, 1):
+        with leaving_out(left_out):
+            if not isinstance(row, dict) or not isinstance(row.get("id"), (int, str)):
+                raise InputError(f"{path}, item {number} is no object with an 'id'")
+            found.append(row)
+    return found

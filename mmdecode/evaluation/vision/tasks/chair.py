@@ -1,0 +1,357 @@
+"""CHAIR: which of the objects that a caption mentions are not in the image (Rohrbach et al., 2018).
+
+CHAIR_i = hallucinated mentions / mentions, and CHAIR_s = captions with a hallucinated mention /
+captions; mentions count as often as they occur. Both fall when captions get shorter, so recall and
+length stand beside them, and `shortened` cuts a baseline to the length of what it is compared with.
+The reference tags and lemmatises words with nltk; here a word is looked up as it is and in
+its possible singular forms, which moves the scores by a few tenths of a point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.stats.intervals import RESAMPLES, drawn_sums, interval
+from mmdecode.evaluation.vision.items import (
+    QUESTION,
+    CaptionItem,
+    LeftOut,
+    field_of,
+    leaving_out,
+    read_bytes,
+    read_json_lines,
+    refuse_empty,
+    text_hash,
+)
+
+COLUMNS = ("hallucinated", "mentions", "hallucinating", "captions", "found", "present", "words")
+"""What `count_mentions` counts, in order."""
+METRICS = ("chair_i", "chair_s", "recall", "length", "mentions")
+IRREGULAR = {
+    "men": "man",
+    "women": "woman",
+    "children": "child",
+    "people": "person",
+    "mice": "mouse",
+    "geese": "goose",
+    "oxen": "ox",
+}
+
+
+class Vocabulary:
+    """Words for objects.
+
+    Args:
+        synonyms: Words and phrases by the name of the object; the name is one of them.
+        merges: Phrases that stand for one of these words, or for nothing where it is empty: a
+            "passenger train" is no person, a "home plate" no plate. The longest phrase counts.
+        overruled: Words that are no mention where another word occurs in the text: a "seat" where
+            there is a "toilet".
+
+    Attributes:
+        names: Of the objects.
+        hash: Of everything above.
+
+    Raises:
+        OptionError: A word stands for two objects, or there is none.
+    """
+
+    def __init__(
+        self,
+        synonyms: Mapping[str, Sequence[str]],
+        merges: Mapping[str, str] | None = None,
+        overruled: Mapping[str, str] | None = None,
+    ) -> None:
+        written: dict[tuple[str, ...], str] = {}
+        for name, words in synonyms.items():
+            for word in (name, *words):
+                phrase = tuple(_words(word))
+                if not phrase or written.setdefault(phrase, name) != name:
+                    raise OptionError(f"{word!r} stands for {written.get(phrase)!r} and {name!r}")
+        if not written:
+            raise OptionError("the vocabulary is empty; expected synonyms by name")
+        self._name_of: dict[tuple[str, ...], str | None] = {**written}
+        for several, word in (merges or {}).items():
+            self._name_of.setdefault(tuple(_words(several)), written.get(tuple(_words(word))))
+        self._known = {word for phrase in self._name_of for word in phrase}
+        self._longest = max(map(len, self._name_of))
+        self._overruled = dict(overruled or {})
+        self.names = tuple(synonyms)
+        self.hash = text_hash(
+            repr((sorted(self._name_of.items(), key=str), sorted(self._overruled.items())))
+        )
+
+    def objects(self, text: str) -> list[str]:
+        """Names of the objects a text mentions, in order, each as often as it is mentioned."""
+        words = [self._base(word) for word in _words(text)]
+        present = set(words)
+        found, place = [], 0
+        while place < len(words):
+            for size in range(min(self._longest, len(words) - place), 0, -1):
+                phrase = tuple(words[place : place + size])
+                if phrase in self._name_of:
+                    name = self._name_of[phrase]
+                    if name is not None and self._overruled.get(phrase[0]) not in present:
+                        found.append(name)
+                    break
+            place += size
+        return found
+
+    def _base(self, word: str) -> str:
+        """The word, or its singular where only that is in the vocabulary."""
+        return next((form for form in _forms(word) if form in self._known), word)
+
+
+def read_synonyms(path: Path) -> dict[str, list[str]]:
+    """Synonyms by name: a line for each object, with commas, its name first.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    lines = read_bytes(path).decode(errors="replace").splitlines()
+    words = [[word.strip() for word in line.split(",")] for line in lines if line.strip()]
+    return {name: others for name, *others in words}
+
+
+@cache
+def coco_vocabulary() -> Vocabulary:
+    """The 80 COCO categories and the double words of the original evaluation."""
+    animals = "bird cat dog horse sheep cow elephant bear zebra giraffe animal cub".split()
+    return Vocabulary(
+        read_synonyms(Path(__file__).parents[2] / "data" / "coco_synonyms.txt"),
+        merges={f"{age} {animal}": animal for age in ("baby", "adult") for animal in animals}
+        | {f"passenger {vehicle}": vehicle for vehicle in ("jet", "train")}
+        | {"toilet seat": "toilet", "home plate": "", "train track": ""},
+        overruled={"seat": "toilet"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChairScore:
+    """Scores of captions.
+
+    Attributes:
+        chair_i: Share of the mentions that are hallucinated.
+        chair_s: Share of the captions with such a mention.
+        recall: Share of the objects in all images that their captions mention.
+        length: Words per caption.
+        mentions: Mentions per caption.
+        intervals: 95 % interval of each, by bootstrap over images.
+        captions: Their number.
+        images: Number of images.
+    """
+
+    chair_i: float
+    chair_s: float
+    recall: float
+    length: float
+    mentions: float
+    intervals: dict[str, tuple[float, float]]
+    captions: int
+    images: int
+
+    def __str__(self) -> str:
+        return (
+            f"CHAIR_i {100 * self.chair_i:.2f} %, CHAIR_s {100 * self.chair_s:.2f} %, recall "
+            f"{100 * self.recall:.1f} %, {self.length:.1f} words ({self.captions} captions)"
+        )
+
+
+def chair(
+    captions: Sequence[str],
+    objects: Sequence[Sequence[str]],
+    images: Sequence[str] | None = None,
+    *,
+    vocabulary: Vocabulary | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> ChairScore:
+    """Scores captions.
+
+    Args:
+        captions: Texts.
+        objects: What is in the image of each, by the vocabulary's names.
+        images: The image of each, which the interval draws; ``None``: each has its own.
+        vocabulary: ``None``: COCO's.
+        resamples: Bootstrap draws of the intervals.
+        seed: Of the bootstrap.
+
+    Raises:
+        OptionError: The two differ in length, or are empty.
+    """
+    counts = count_mentions(captions, objects, vocabulary or coco_vocabulary())
+    return summed(counts, images, resamples, seed)
+
+
+def count_mentions(
+    captions: Sequence[str], objects: Sequence[Sequence[str]], vocabulary: Vocabulary
+) -> np.ndarray:
+    """Counts of each caption; arguments as of `chair`.
+
+    Args:
+        captions: See `chair`.
+        objects: See `chair`.
+        vocabulary: See `chair`.
+
+    Returns:
+        ``(captions, 7)``; the columns are `COLUMNS`.
+
+    Raises:
+        OptionError: The two differ in length, or are empty.
+    """
+    if len(captions) != len(objects) or not captions:
+        raise OptionError(f"{len(captions)} captions for {len(objects)} images; expected pairs")
+    rows = []
+    for caption, present in zip(captions, objects, strict=True):
+        mentioned = vocabulary.objects(caption)
+        wrong = sum(name not in present for name in mentioned)
+        found = len({*mentioned} & {*present})
+        length = len(caption.split())
+        rows.append((wrong, len(mentioned), wrong > 0, 1, found, len({*present}), length))
+    return np.array(rows, dtype=np.int64)
+
+
+def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """`METRICS` of summed counts, 0 where nothing is mentioned or present.
+
+    Args:
+        counts: ``(..., 7)`` under `COLUMNS`.
+
+    Returns:
+        ``(...)`` each.
+    """
+    wrong, mentions, wrong_captions, captions, found, present, words = np.moveaxis(counts, -1, 0)
+    return {
+        "chair_i": wrong / np.maximum(mentions, 1),
+        "chair_s": wrong_captions / np.maximum(captions, 1),
+        "recall": found / np.maximum(present, 1),
+        "length": words / np.maximum(captions, 1),
+        "mentions": mentions / np.maximum(captions, 1),
+    }
+
+
+def summed(
+    counts: np.ndarray, images: Sequence[str] | None, resamples: int, seed: int
+) -> ChairScore:
+    """The score of counted captions; arguments as of `chair`.
+
+    Args:
+        counts: Of `count_mentions`.
+        images: See `chair`.
+        resamples: See `chair`.
+        seed: See `chair`.
+    """
+    found = rates(counts.sum(0))
+    draws = rates(drawn_sums(counts, images, resamples, seed))
+    return ChairScore(
+        **{name: float(value) for name, value in found.items()},
+        intervals={name: interval(values) for name, values in draws.items()},
+        captions=len(counts),
+        images=len(counts if images is None else set(images)),
+    )
+
+
+def shortened(captions: Sequence[str], mean_length: float) -> list[str]:
+    """Cuts captions after a common number of words, so that their mean length is as wanted.
+
+    Args:
+        captions: Texts.
+        mean_length: Words per caption; where they are shorter already, nothing is cut.
+    """
+    lengths = np.array([len(caption.split()) for caption in captions])
+    caps = np.arange(lengths.max(initial=0) + 1)
+    means = np.minimum(lengths, caps[:, None]).mean(1)
+    cap = int(np.abs(means - mean_length).argmin())
+    return [_cut(caption, cap) for caption in captions]
+
+
+def read_chair(objects: Path, left_out: LeftOut = None) -> list[CaptionItem]:
+    """Images to be described.
+
+    Args:
+        objects: JSON lines, packed or not, with ``objects`` and with ``image`` or, for COCO's
+            val2014, ``image_id``; the request may stand under one of `QUESTION`.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: The file cannot be read, or a line lacks these.
+    """
+    items = []
+    for where, row in read_json_lines(objects, left_out):
+        with leaving_out(left_out):
+            names = row.get("objects")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise InputError(f"{where} has {names!r} under 'objects'; expected a list of names")
+            image = row.get("image")
+            if image is None and isinstance(row.get("image_id"), int):
+                image = coco_image(row["image_id"])
+            if not isinstance(image, str):
+                raise InputError(f"{where} has neither 'image' nor 'image_id'")
+            item = CaptionItem(id=image, image=image, objects=tuple(names))
+            if any(row.get(name) is not None for name in QUESTION):
+                item = dataclasses.replace(item, question=field_of(row, QUESTION, where))
+            items.append(item)
+    refuse_empty(items, left_out, f"{objects} holds no line; expected one image a line")
+    return items
+
+
+def read_captions(path: Path, items: Sequence[CaptionItem], mode: str) -> list[CaptionItem]:
+    """Captions made elsewhere, for the images they describe.
+
+    Args:
+        path: JSON lines, packed or not, with ``caption`` and with ``image`` or ``image_id``.
+        items: Images; those without a caption are left out.
+        mode: See `mmdecode.evaluation.vision.items.Item`.
+
+    Raises:
+        InputError: The file cannot be read, or describes an image that is not there.
+    """
+    known = {item.image: item for item in items}
+    found = []
+    for where, row in read_json_lines(path):
+        number = row.get("image_id")
+        image = row.get("image") or (coco_image(number) if isinstance(number, int) else None)
+        caption = row.get("caption")
+        if image not in known or not isinstance(caption, str):
+            raise InputError(f"{where} is no caption of one of the {len(known)} images")
+        found.append(known[image].answered(mode=mode, output=caption))
+    return found
+
+
+def coco_image(number: int) -> str:
+    """Name of an image of COCO's val2014."""
+    return f"COCO_val2014_{number:012d}.jpg"
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _forms(word: str) -> Iterator[str]:
+    """A word and what it may be the plural of: "es" is cut off only after s, x, z, ch, sh or o."""
+    yield word
+    if word in IRREGULAR:
+        yield IRREGULAR[word]
+    if word.endswith("men"):
+        yield f"{word[:-3]}man"
+    if word.endswith("ies"):
+        yield f"{word[:-3]}y"
+    if word.endswith("ves"):
+        yield from (f"{word[:-3]}f", f"{word[:-3]}fe")
+    if word.endswith("s") and not word.endswith("ss"):
+        yield word[:-1]
+    if word.endswith(("ses", "xes", "zes", "ches", "shes", "oes")):
+        yield word[:-2]
+
+
+def _cut(text: str, words: int) -> str:
+    found = re.match(rf"(\s*\S+){{0,{words}}}", text)
+    return found[0] if found else text

@@ -1,0 +1,176 @@
+"""POPE: is there an object in the image? Three splits that differ in how absent objects are chosen.
+
+The yes-questions are the same in the three splits, and some no-questions are, too; each distinct
+question is asked once and counts in every split that holds it. Several versions of the files are
+around, which `structure` tells apart: 2,910 instead of 3,000 random questions, and "imange" where
+"a" was replaced within a whole question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from mmdecode.errors import InputError
+from mmdecode.evaluation.vision.answers import Label
+from mmdecode.evaluation.vision.items import (
+    ANSWER,
+    QUESTION,
+    LeftOut,
+    YesNoItem,
+    field_of,
+    label_of,
+    leaving_out,
+    read_json_lines,
+    refuse_empty,
+)
+from mmdecode.evaluation.vision.yes_no import count_answers, rates
+
+SPLITS = ("random", "popular", "adversarial")
+SUFFIXES = {
+    "none": "",
+    "one-word": " Please answer this question with one word.",
+    "short": "\nAnswer the question using a single word or phrase.",
+}
+"""What is put behind a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
+
+
+def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
+    """Distinct questions of several splits, in the order in which they first come.
+
+    Args:
+        files: JSON lines by the name of the split, packed or not, with ``image``, one of
+            `QUESTION` and one of `ANSWER`. A question that stands there twice counts
+            twice.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: A file cannot be read or is empty, or a question has both answers.
+    """
+    found: dict[str, tuple[str, str, Label, list[str]]] = {}
+    for split, path in files.items():
+        before = sum(len(entry[3]) for entry in found.values())
+        for where, row in read_json_lines(path, left_out):
+            with leaving_out(left_out):
+                image, text = field_of(row, ("image",), where), field_of(row, QUESTION, where)
+                label = label_of(field_of(row, ANSWER, where), where)
+                entry = found.setdefault(f"{image}: {text}", (image, text, label, []))
+                if entry[2] != label:
+                    raise InputError(
+                        f"{where} answers {label!r} to {text!r}, and before {entry[2]!r}"
+                    )
+                entry[3].append(split)
+        added = [split for entry in found.values() for split in entry[3]][before:]
+        refuse_empty(added, left_out, f"{path} holds no line; expected one question a line")
+    return [
+        YesNoItem(id=name, image=image, question=text, target=label, sets=tuple(splits))
+        for name, (image, text, label, splits) in found.items()
+    ]
+
+
+def find_pope(folder: Path, prefix: str = "") -> dict[str, Path]:
+    """Files of the splits in a folder, whatever stands before and after the split's name.
+
+    Args:
+        folder: For instance with ``coco_pope_random.jsonl.gz``.
+        prefix: What the names begin with, where a folder holds several sets.
+
+    Raises:
+        InputError: There is no split, or there are several files of one.
+    """
+    found: dict[str, Path] = {}
+    for split in SPLITS:
+        files = [
+            path
+            for path in sorted(folder.glob(f"{prefix}*{split}*"))
+            if re.search(r"\.jsonl?(\.gz)?$", path.name)
+        ]
+        if len(files) > 1:
+            names = ", ".join(path.name for path in files)
+            raise InputError(f"{folder} has several files of {split}: {names}; give one of each")
+        if files:
+            found[split] = files[0]
+    if not found:
+        raise InputError(f"{folder} has no file named after {' or '.join(SPLITS)}")
+    return found
+
+
+def structure(items: Sequence[YesNoItem]) -> dict[str, Any]:
+    """What tells the versions of the files apart.
+
+    Returns:
+        Numbers of questions, yes-questions, images and misspelt questions by split, questions per
+        image; whether all splits have the same yes-questions; distinct questions; how many
+        no-questions two splits share; and what always saying yes or no would score.
+    """
+    names = list(dict.fromkeys(name for item in items for name in item.sets))
+    rows = {name: [i for i in items for one in i.sets if one == name] for name in names}
+    yes = {name: Counter(i.id for i in row if i.target == "yes") for name, row in rows.items()}
+    no = {name: {i.id for i in row if i.target == "no"} for name, row in rows.items()}
+    per_image = {name: set(Counter(i.image for i in row).values()) for name, row in rows.items()}
+    return {
+        "questions": {name: len(row) for name, row in rows.items()},
+        "yes": {name: sum(found.values()) for name, found in yes.items()},
+        "images": {name: len({i.image for i in row}) for name, row in rows.items()},
+        "questions_per_image": {name: sorted(found) for name, found in per_image.items()},
+        "misspelt": {name: sum("imange" in i.question for i in row) for name, row in rows.items()},
+        "yes_questions_identical": all(found == yes[names[0]] for found in yes.values()),
+        "distinct_questions": len(items),
+        "no_question_overlap": {f"{a}&{b}": len(no[a] & no[b]) for a, b in combinations(names, 2)},
+        "always": {
+            name: {word: _always(word, row) for word in ("yes", "no")} for name, row in rows.items()
+        },
+    }
+
+
+def warnings_of(found: Mapping[str, Any]) -> list[str]:
+    """What about a `structure` makes its scores differ from those of the clean files."""
+    told = []
+    for name, count in found["questions"].items():
+        if found["misspelt"][name]:
+            told.append(
+                f"{found['misspelt'][name]} questions of {name} say 'imange': an old version; "
+                "recalls of the splits may differ"
+            )
+        if count == 2910:
+            told.append(f"{name} has 2,910 questions: an old version, not comparable with 3,000")
+        elif 2 * found["yes"][name] != count:
+            told.append(f"{name} has {found['yes'][name]} yes-questions of {count}, not half")
+    if not found["yes_questions_identical"] and not any(found["misspelt"].values()):
+        told.append("the splits have different yes-questions, so that their recalls may differ")
+    return told
+
+
+def asked_object(question: str) -> str | None:
+    """The object of a question of POPE's form; ``None``: it has another form."""
+    found = re.fullmatch(r"is there an? (.+?) in the im[an]+ge\?", question.strip().lower())
+    return found[1] if found else None
+
+
+def contradicted(
+    items: Sequence[YesNoItem], present: Mapping[str, Sequence[str]]
+) -> list[YesNoItem]:
+    """Questions whose label other annotations contradict.
+
+    Args:
+        items: Questions.
+        present: Names of the objects in each image, as the questions call them; images that are
+            missing here are not looked at.
+    """
+    found = []
+    for item in items:
+        name = asked_object(item.question)
+        if name is None or item.image not in present:
+            continue
+        if (name in present[item.image]) != (item.target == "yes"):
+            found.append(item)
+    return found
+
+
+def _always(word: Label, items: Sequence[YesNoItem]) -> dict[str, float]:
+    counts = count_answers([word] * len(items), [item.target for item in items]).sum(0)
+    return {name: float(value) for name, value in rates(counts).items()}

@@ -1,0 +1,310 @@
+"""Spatial relations: What's Up's photographs of the same two objects, and VSR's statements.
+
+In What's Up (Kamath et al., 2023) two objects are shown in four relations, so that an answer which
+ignores the image has one of the four right. Beside single questions it counts pairs (left and
+right, on and under, in front and behind) and whole sets of four.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.evaluation.stats.intervals import RESAMPLES, drawn_sums, interval
+from mmdecode.evaluation.vision.answers import choice
+from mmdecode.evaluation.vision.items import (
+    ANSWER,
+    QUESTION,
+    ChoiceItem,
+    LeftOut,
+    YesNoItem,
+    field_of,
+    leaving_out,
+    read_json,
+    read_json_lines,
+    refuse_empty,
+)
+
+OPPOSITES = (
+    ("left", "right"),
+    ("on", "under"),
+    ("in front", "behind"),
+    ("above", "below"),
+    ("top", "bottom"),
+)
+"""Relations that make a pair."""
+WHATS_UP = {"left": "left", "right": "right", "on": "on", "under": "under", "behind": "behind"} | {
+    "in-front": "in front"
+}
+"""Relation by its word in the names of What's Up's files."""
+
+
+COLUMNS = ("right", "questions", "right_pairs", "pairs", "right_sets", "sets", "unparsed")
+"""What `count_choices` counts, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpatialScore:
+    """Shares of right answers, and what answering without the image would earn.
+
+    Attributes:
+        individual: Of the questions.
+        pair: Of the pairs; ``None``: there is none.
+        set: Of the whole sets; ``None``: there is none.
+        unparsed: Answers that name none of the options or several; they are wrong.
+        chance: Of the questions, by drawing an option for each.
+        majority: Of the questions, by always giving the commonest right answer.
+        intervals: 95 % interval of the first four that are known, by bootstrap over groups, or
+            over images where a question has no group.
+        questions, pairs, sets: Their numbers; those of several seeds are added up.
+    """
+
+    individual: float
+    pair: float | None
+    set: float | None
+    unparsed: float
+    chance: float
+    majority: float
+    intervals: dict[str, tuple[float, float]]
+    questions: int
+    pairs: int
+    sets: int
+
+    def __str__(self) -> str:
+        shown = {"pairs": self.pair, "sets": self.set}
+        more = "".join(f", {n} {100 * v:.2f} %" for n, v in shown.items() if v is not None)
+        return (
+            f"{100 * self.individual:.2f} %{more} (chance {100 * self.chance:.1f} %, majority "
+            f"{100 * self.majority:.1f} %, unparsed {100 * self.unparsed:.1f} %)"
+        )
+
+
+def count_choices(items: Sequence[ChoiceItem]) -> dict[str, np.ndarray]:
+    """Counts of each group of questions, or of each image whose questions have none.
+
+    A pair is two questions of one group with opposite answers; a set is all questions of a group
+    with more than two of them.
+
+    Args:
+        items: Answered once each.
+
+    Returns:
+        ``(7,)`` by group; the columns are `COLUMNS`.
+
+    Raises:
+        OptionError: A group has two questions with one answer.
+    """
+    groups: dict[str, dict[str, bool]] = defaultdict(dict)
+    table: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(COLUMNS), dtype=np.int64))
+    for item in items:
+        said = None if item.error else choice(item.output, item.options)
+        unit = unit_of(item)
+        if item.group and item.target in groups[unit]:
+            raise OptionError(f"{item.group!r} has two questions with the answer {item.target!r}")
+        if item.group:
+            groups[unit][item.target] = said == item.target
+        table[unit][[1, 0, 6]] += [1, said == item.target, said is None]
+    for unit, group in groups.items():
+        pairs = [group[a] and group[b] for a, b in OPPOSITES if a in group and b in group]
+        whole = [all(group.values())] if len(group) > 2 else []
+        table[unit][2:6] += [sum(pairs), len(pairs), sum(whole), len(whole)]
+    return dict(table)
+
+
+def unit_of(item: ChoiceItem) -> str:
+    """What intervals draw: the group of a question, or else its image."""
+    return item.group or item.image or item.id
+
+
+def rates(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Shares of summed counts, NaN where there is no pair or set.
+
+    Args:
+        counts: ``(..., 7)`` under `COLUMNS`.
+
+    Returns:
+        ``(...)`` each.
+    """
+    right, questions, right_pairs, pairs, right_sets, sets, unparsed = np.moveaxis(
+        counts.astype(float), -1, 0
+    )
+    with np.errstate(invalid="ignore"):
+        return {
+            "individual": right / questions,
+            "pair": right_pairs / pairs,
+            "set": right_sets / sets,
+            "unparsed": unparsed / questions,
+        }
+
+
+def score_choices(
+    items: Sequence[ChoiceItem], *, resamples: int = RESAMPLES, seed: int = 0
+) -> SpatialScore:
+    """Scores answers to questions with options.
+
+    Args:
+        items: Answered once each.
+        resamples: Bootstrap draws of the intervals.
+        seed: Of the bootstrap.
+
+    Raises:
+        OptionError: There are none, or a group has two questions with one answer.
+    """
+    if not items:
+        raise OptionError("there is nothing to score; expected at least one answer")
+    return summed(items, np.array(list(count_choices(items).values())), resamples, seed)
+
+
+def summed(
+    items: Sequence[ChoiceItem], counts: np.ndarray, resamples: int, seed: int
+) -> SpatialScore:
+    """The score of counted answers.
+
+    Args:
+        items: The questions, each once.
+        counts: ``(units, 7)`` under `COLUMNS`, of several seeds added up.
+        resamples: See `score_choices`.
+        seed: See `score_choices`.
+    """
+    found, draws = rates(counts.sum(0)), rates(drawn_sums(counts, None, resamples, seed))
+    known = [name for name, value in found.items() if not np.isnan(value)]
+    targets = Counter(item.target for item in items)
+    return SpatialScore(
+        individual=float(found["individual"]),
+        pair=float(found["pair"]) if "pair" in known else None,
+        set=float(found["set"]) if "set" in known else None,
+        unparsed=float(found["unparsed"]),
+        chance=sum(1 / len(item.options) for item in items) / len(items),
+        majority=max(targets.values()) / len(items),
+        intervals={name: interval(draws[name][~np.isnan(draws[name])]) for name in known},
+        questions=int(counts[:, 1].sum()),
+        pairs=int(counts[:, 3].sum()),
+        sets=int(counts[:, 5].sum()),
+    )
+
+
+def read_choices(path: Path, name: str = "all", left_out: LeftOut = None) -> list[ChoiceItem]:
+    """Questions with options.
+
+    Args:
+        path: JSON lines, packed or not, with ``image``, one of `QUESTION`, ``options``, one of
+            `ANSWER`, and ``group`` where there are pairs.
+        name: Of the set they count in.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: It cannot be read, or a field is missing.
+    """
+    items = []
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            options = row.get("options")
+            if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+                raise InputError(
+                    f"{where} has {options!r} under 'options'; expected a list of texts"
+                )
+            image, question, answer = (
+                field_of(row, names, where) for names in (("image",), QUESTION, ANSWER)
+            )
+            items.append(
+                ChoiceItem(
+                    id=f"{image}: {question}",
+                    image=image,
+                    question=question,
+                    options=tuple(options),
+                    target=answer,
+                    group=str(row.get("group") or ""),
+                    sets=(name,),
+                )
+            )
+    refuse_empty(items, left_out, f"{path} holds no line; expected one question a line")
+    return items
+
+
+def read_whats_up(path: Path, left_out: LeftOut = None) -> list[ChoiceItem]:
+    """Questions on What's Up's controlled images: where is one object in relation to the other?
+
+    Objects and relation are those of the file's name, ``mug_left_of_table.jpeg``; the options are
+    the relations that occur in the file.
+
+    Args:
+        path: ``controlled_images_dataset.json`` or ``controlled_clevr_dataset.json``.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: It cannot be read, or an image is not named so.
+    """
+    rows = read_json(path)
+    if not isinstance(rows, list) or not rows:
+        raise InputError(f"{path} is no list of images")
+    found = []
+    for number, row in enumerate(rows, 1):
+        where = f"{path}, item {number}"
+        with leaving_out(left_out):
+            image = field_of(row if isinstance(row, dict) else {}, ("image_path",), where)
+            named = re.fullmatch(r"([^_]+)_([^_]+)(?:_of)?_([^_]+)\.\w+", image.rpartition("/")[2])
+            if named is None or named[2] not in WHATS_UP:
+                raise InputError(
+                    f"{where} has the image {image!r}; expected mug_left_of_table.jpeg"
+                )
+            found.append((image, named[1], WHATS_UP[named[2]], named[3]))
+    refuse_empty(found, left_out, f"{path} is no list of images")
+    present = {relation for _, _, relation, _ in found}
+    options = tuple(relation for relation in WHATS_UP.values() if relation in present)
+    return [
+        ChoiceItem(
+            id=image,
+            image=image,
+            question=(
+                f"Where is the {one.replace('-', ' ')} in relation to the "
+                f"{other.replace('-', ' ')}? Answer with {', '.join(options[:-1])} or "
+                f"{options[-1]}."
+            ),
+            options=options,
+            target=relation,
+            group=f"{one}, {other}",
+        )
+        for image, one, relation, other in found
+    ]
+
+
+def read_vsr(
+    path: Path,
+    name: str = "vsr",
+    ask: str = "{} Is this statement about the image true?",
+    left_out: LeftOut = None,
+) -> list[YesNoItem]:
+    """Statements of Visual Spatial Reasoning; true ones are to be answered with yes.
+
+    Args:
+        path: JSON lines, packed or not.
+        name: Of the set they count in.
+        ask: The question, with ``{}`` for the statement.
+        left_out: See `mmdecode.evaluation.vision.items.leaving_out`.
+
+    Raises:
+        InputError: It cannot be read, or a label is neither 0 nor 1.
+    """
+    items = []
+    for where, row in read_json_lines(path, left_out):
+        with leaving_out(left_out):
+            image, said = field_of(row, ("image",), where), field_of(row, ("caption",), where)
+            if row.get("label") not in (0, 1):
+                raise InputError(f"{where} has the label {row.get('label')!r}; expected 0 or 1")
+            items.append(
+                YesNoItem(
+                    id=f"{image}: {said}",
+                    image=image,
+                    question=ask.format(said),
+                    target="yes" if row["label"] else "no",
+                    sets=(name,),
+                )
+            )
+    refuse_empty(items, left_out, f"{path} holds no line; expected one statement a line")
+    return items

@@ -1,0 +1,568 @@
+"""`YesNoReport`: yes/no answers of several modes, with the controls that a gain has to beat.
+
+Beside each mode stands the baseline with its margins shifted by a constant until it says yes as
+often as the mode does; the constant is fitted on other images
+(`mmdecode.evaluation.stats.margins`). What the shifted baseline gains as well is no better looking
+at images. POPE, MME, AMBER's questions, VSR and HallusionBench are all rows of this kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmdecode.errors import OptionError, UnknownNameError
+from mmdecode.evaluation.report import plots
+from mmdecode.evaluation.report.item_comparison import (
+    Difference,
+    ItemComparison,
+    corrected,
+    difference,
+    differences,
+    flips,
+)
+from mmdecode.evaluation.report.item_page import Shown
+from mmdecode.evaluation.report.item_report import ItemReport
+from mmdecode.evaluation.report.layout import Rows, number, percent, without_empty
+from mmdecode.evaluation.stats import margins as margins_of
+from mmdecode.evaluation.stats.intervals import interval
+from mmdecode.evaluation.vision.answers import Label, parser_of
+from mmdecode.evaluation.vision.items import YesNoItem, places_by_set
+from mmdecode.evaluation.vision.tasks.amber import amber_scores
+from mmdecode.evaluation.vision.tasks.hallusion import hallusion_scores
+from mmdecode.evaluation.vision.tasks.mme import mme_scores
+from mmdecode.evaluation.vision.yes_no import count_answers, rates, summed, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TASKS = ("pope", "mme", "amber", "vsr", "hallusionbench", "yes_no")
+ALWAYS = "always yes"
+COLUMNS = 4
+"""Sets that have a column each in the short table."""
+TOTALS = ("perception", "cognition", "hallucination", "aacc", "facc", "qacc")
+"""Scores of a task's own tool that the short table has."""
+UNPARSED = 0.01
+"""A larger share of unparsed answers means that the prompt or the stop is at fault."""
+
+
+class YesNoReport(ItemReport[YesNoItem]):
+    """Scores of yes/no answers.
+
+    For example::
+
+        report = YesNoReport(read_items(folder, YesNoItem), task="pope")
+        report.table(), report.compare("vcd"), report.worst(3)
+
+    Args:
+        items: See `ItemReport`.
+        task: Of `TASKS`; MME, AMBER and HallusionBench add their own scores.
+        parser: Of `mmdecode.evaluation.vision.answers.PARSERS`.
+        baseline_controls: Whether to add the shifted baselines, but for modes that are controls
+            themselves, and the row that always says yes.
+        **basis: See `ItemReport`.
+
+    Raises:
+        OptionError: See `ItemReport`.
+        UnknownNameError: There is no such task or parser.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[YesNoItem],
+        *,
+        task: str = "yes_no",
+        parser: str = "leading",
+        baseline_controls: bool = True,
+        **basis: Any,
+    ) -> None:
+        if task not in TASKS:
+            raise UnknownNameError.of("task", task, TASKS)
+        self.task, self.parser, self.title = task, parser_of(parser), f"{task}: yes or no"
+        super().__init__(items, **basis)
+        self._shifted: dict[str, str] = {}
+        self._unshifted = 0
+        self._drawn: dict[tuple[str, str, bytes], tuple[float, np.ndarray]] = {}
+        if baseline_controls:
+            self._add_controls()
+
+    def _add_controls(self) -> None:
+        baseline, *others = self._recorded_modes
+        plain = self.answers(baseline)[0]
+        known = [item for item in plain if item.margin is not None]
+        self._unshifted = len(plain) - len(known) if known and others else 0
+        if self._unshifted:
+            warnings.warn(
+                f"{self._unshifted} answers of {baseline!r} have no margin; the shift is fitted on "
+                "the others, and these stay as they are in the shifted baseline",
+                stacklevel=3,
+            )
+        if len({item.image or item.id for item in known}) > 1:
+            for mode in others:
+                if mode not in self.controls:
+                    said = np.mean([self._says_yes(answers) for answers in self.answers(mode)], 0)
+                    name = f"{baseline} shifted to {mode}"
+                    self.add(shifted(plain, said, name, self.seed), beside=mode)
+                    self._shifted[mode] = name
+        unknown = "margin main_margin tokens passes forwards changed seconds error".split()
+        self.add(
+            [
+                i.answered(mode=ALWAYS, output="Yes", seed=None, **dict.fromkeys(unknown))
+                for i in self.questions
+            ]
+        )
+
+    def verdicts(self, mode: str) -> list[list[Label | None]]:
+        """What the answers of a mode say, one list per seed, questions in order."""
+        return [[verdict(item, self.parser) for item in one] for one in self.answers(mode)]
+
+    def _says_yes(self, answers: Sequence[YesNoItem]) -> np.ndarray:
+        return np.array([verdict(item, self.parser) == "yes" for item in answers])
+
+    @cached_property
+    def sets(self) -> dict[str, np.ndarray]:
+        """Places of the questions of each set; a question may stand there several times."""
+        return places_by_set(self.questions)
+
+    @cached_property
+    def counts(self) -> dict[str, np.ndarray]:
+        """``(seeds, questions, 6)`` of `mmdecode.evaluation.vision.yes_no.count_answers`, by
+        mode."""
+        targets = [item.target for item in self.questions]
+        return {
+            mode: np.stack([count_answers(one, targets) for one in self.verdicts(mode)])
+            for mode in self.modes
+        }
+
+    @cached_property
+    def margins(self) -> dict[str, np.ndarray]:
+        """``(seeds, questions)``, NaN where unknown, by mode."""
+        return {
+            mode: np.array(
+                [
+                    [np.nan if i.margin is None or i.error else i.margin for i in answers]
+                    for answers in self.answers(mode)
+                ]
+            )
+            for mode in self.modes
+        }
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Every number and what it depends on."""
+        return {
+            "task": self.task,
+            "parser": self.parser.name,
+            "parser_origin": self.parser.origin,
+            **self._basis(),
+            "sets": {
+                name: {
+                    "questions": len(places),
+                    "yes": sum(self.questions[place].target == "yes" for place in places),
+                }
+                for name, places in self.sets.items()
+            },
+            "modes": {mode: self._mode(mode) for mode in self.modes},
+            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
+        }
+
+    def _mode(self, mode: str) -> dict[str, Any]:
+        return {
+            **self.cost(mode),
+            "computed": mode not in self._recorded_modes,
+            "sets": {name: self._set(mode, name) for name in self.sets},
+            "task": self._own_scores(mode),
+        }
+
+    def _set(self, mode: str, name: str) -> dict[str, Any]:
+        places = self.sets[name]
+        counts = self.counts[mode][:, places]
+        score = summed(
+            counts.reshape(-1, counts.shape[-1]),
+            [self.image_names[place] for _ in counts for place in places],
+            self.parser,
+            self.resamples,
+            self.seed,
+        )
+        spread = None
+        if len(counts) > 1:
+            by_seed = rates(counts.sum(1), self.parser.drops_unparsed)
+            spread = {name: float(values.std(ddof=1)) for name, values in by_seed.items()}
+        return {
+            **dataclasses.asdict(score),
+            "seed_sd": spread,
+            "margin": self._margin(mode, name),
+        }
+
+    def _margin(self, mode: str, name: str) -> dict[str, Any] | None:
+        """Scores that no threshold enters, of the questions that have a margin in every seed.
+
+        Returns:
+            The scores, and how many questions are ``missing``; ``None``: those with a margin do
+            not have both answers.
+        """
+        places = self.sets[name]
+        found, positive = self.margins[mode][:, places], self._positive(places)
+        known = ~np.isnan(found).any(0)
+        if not _both(positive[known]):
+            return None
+        value, draws = self._auroc(mode, name, known)
+        low, high = interval(_known(draws))
+        found, positive = found[:, known], positive[known]
+        best = [margins_of.best_threshold(one, positive) for one in found]
+        return {
+            "auroc": value,
+            "auroc_low": low,
+            "auroc_high": high,
+            "average_precision": float(
+                np.mean([margins_of.average_precision(one, positive) for one in found])
+            ),
+            "best_accuracy": float(np.mean([accuracy for accuracy, _ in best])),
+            "missing": int((~known).sum()),
+        }
+
+    def _positive(self, places: np.ndarray) -> np.ndarray:
+        return np.array([self.questions[place].target == "yes" for place in places])
+
+    def _own_scores(self, mode: str) -> dict[str, Any] | None:
+        """What the task's own tool prints, the mean over seeds; ``None``: nothing more."""
+        if self.task == "amber":
+            return {"amber": [amber_scores(answers) for answers in self.answers(mode)]}
+        scorer = {"mme": mme_scores, "hallusionbench": hallusion_scores}.get(self.task)
+        if scorer is None:
+            return None
+        found = []
+        for answers, said in zip(self.answers(mode), self.verdicts(mode), strict=True):
+            right = [v == i.target for v, i in zip(said, answers, strict=True)]
+            found.append(scorer(answers, right))
+        return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+
+    @cached_property
+    def comparisons(self) -> list[ItemComparison]:
+        """Each mode against its baselines and against the shifted baseline, in every set."""
+        pairs = self._pairs() + [(control, mode) for mode, control in self._shifted.items()]
+        return corrected([self._compared(*pair, name) for name in self.sets for pair in pairs])
+
+    def compare(
+        self,
+        other: YesNoReport | str,
+        *,
+        mode: str | None = None,
+        other_mode: str | None = None,
+    ) -> list[ItemComparison]:
+        """Compares a mode with another, here or in another report on the same questions.
+
+        Args:
+            other: The second: a mode of this report, or another report.
+            mode: The first; ``None``: the first mode of this report.
+            other_mode: Of another report; ``None``: its first.
+
+        Returns:
+            One for each set, corrected for their number.
+
+        Raises:
+            OptionError: The reports have other questions or another parser.
+            UnknownNameError: There is no such mode.
+        """
+        first = mode or self.modes[0]
+        if isinstance(other, str):
+            return corrected([self._compared(first, other, name) for name in self.sets])
+        if other.parser != self.parser:
+            raise OptionError(
+                f"one report is parsed by {self.parser.name!r}, the other by "
+                f"{other.parser.name!r}; score both alike"
+            )
+        second = other_mode or other.modes[0]
+        asked = {item.id: (item.target, item.sets) for item in self.questions}
+        if asked != {item.id: (item.target, item.sets) for item in other.questions}:
+            raise OptionError("the reports have different questions; compare what was asked alike")
+        mine, theirs = self.answers(first), other.answers(second)
+        both = [item for answers in mine for item in answers] + [
+            dataclasses.replace(item, mode=f"{second} (other)") for one in theirs for item in one
+        ]
+        joined = YesNoReport(
+            both,
+            task=self.task,
+            parser=self.parser.name,
+            baseline_controls=False,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
+        return joined.compare(f"{second} (other)")
+
+    def _compared(self, first: str, second: str, name: str) -> ItemComparison:
+        places = self.sets[name]
+        for mode in (first, second):
+            self.answers(mode)
+        before, after = (self.counts[mode][:, places] for mode in (first, second))
+        found = differences(
+            before.sum(0),
+            after.sum(0),
+            [self.image_names[place] for place in places],
+            lambda counts: rates(counts, self.parser.drops_unparsed),
+            ("accuracy", "yes_ratio", "f1"),
+            self.resamples,
+            self.seed,
+        )
+        ranked = self._ranking(first, second, name)
+        flipped = None
+        if len(before) == len(after) == 1:
+            was, now = (counts[0][:, [0, 2]].any(1) for counts in (before, after))
+            flipped = flips(was, now, [self.questions[place].target for place in places])
+        return ItemComparison(
+            first=first,
+            second=second,
+            within=name,
+            differences=found | ({"auroc": ranked} if ranked else {}),
+            flips=flipped,
+        )
+
+    def _ranking(self, first: str, second: str, name: str) -> Difference | None:
+        """Difference of the AUROC, of the questions that have a margin in both modes."""
+        places = self.sets[name]
+        both = [self.margins[mode][:, places] for mode in (first, second)]
+        known = ~np.isnan(np.concatenate(both)).any(0)
+        if not _both(self._positive(places)[known]):
+            return None
+        (before, first_draws), (after, second_draws) = (
+            self._auroc(mode, name, known) for mode in (first, second)
+        )
+        return difference(after - before, _known(second_draws - first_draws))
+
+    def _auroc(self, mode: str, name: str, known: np.ndarray) -> tuple[float, np.ndarray]:
+        """AUROC of some questions, the mean over seeds, and with images drawn, alike for all."""
+        key = mode, name, known.tobytes()
+        if key not in self._drawn:
+            places = self.sets[name]
+            images = [self.image_names[place] for place in places]
+            margins = np.where(known, self.margins[mode][:, places], np.nan)
+            # where no branch is random, the seeds have the same margins
+            same = np.array_equal(margins, np.broadcast_to(margins[0], margins.shape), True)
+            distinct, positive = margins[:1] if same else margins, self._positive(places)
+            values = [margins_of.auroc(one[known], positive[known]) for one in distinct]
+            draws = [margins_of.auroc_draws(m, positive, images, seed=self.seed) for m in distinct]
+            self._drawn[key] = float(np.mean(values)), np.mean(draws, 0)
+        return self._drawn[key]
+
+    def told(self, mode: str, within: str) -> str:
+        """Accuracy, F1 and the share of yes."""
+        score = self.summary["modes"][mode]["sets"][within]
+        return (
+            f"accuracy {percent(score['accuracy'], '.1f')} %, F1 {percent(score['f1'], '.1f')} %, "
+            f"yes {percent(score['yes_ratio'], '.0f')} %"
+        )
+
+    def level(self, mode: str, within: str) -> float:
+        """Accuracy."""
+        return float(self.summary["modes"][mode]["sets"][within]["accuracy"])
+
+    def rivals(self, mode: str) -> list[tuple[str, str]]:
+        """Its recorded controls, and the baseline that says yes as often."""
+        return super().rivals(mode) + [
+            (control, mode) for control in [self._shifted.get(mode)] if control
+        ]
+
+    def brief(self) -> Rows:
+        """A row for each mode: accuracy by set, the rest on average over the sets."""
+        own = {m: found["task"] or {} for m, found in self.summary["modes"].items()}
+        rows = []
+        for mode, found in self.summary["modes"].items():
+            scores = found["sets"]
+
+            def mean(name: str, form: str, scores: dict[str, Any] = scores) -> str:
+                return percent(float(np.mean([one[name] for one in scores.values()])), form)
+
+            of_sets = {f"{name} %": percent(one["accuracy"], ".1f") for name, one in scores.items()}
+            margins = [one["margin"]["auroc"] for one in scores.values() if one["margin"]]
+            ranked = float(np.mean(margins)) if len(margins) == len(scores) else None
+            totals = {k: v for k, v in own[mode].items() if k in TOTALS}
+            rows.append(
+                {"mode": mode}
+                | (of_sets if 1 < len(scores) <= COLUMNS else {})
+                | {"accuracy %": mean("accuracy", ".1f"), "F1 %": mean("f1", ".1f")}
+                | {"yes %": mean("yes_ratio", ".0f"), "unparsed %": mean("unparsed", ".1f")}
+                | {"AUROC": number(ranked, ".3f")}
+                | {k: number(v, ".2f") for k, v in totals.items()}
+            )
+        return without_empty(rows)
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row of text per mode and set; columns without a value are left out."""
+        rows = []
+        for mode, found in self.summary["modes"].items():
+            for name, score in found["sets"].items():
+                margin = score["margin"] or {}
+                low, high = score["intervals"]["accuracy"]
+                spread = (score["seed_sd"] or {}).get("accuracy")
+                rows.append(
+                    {
+                        "mode": mode,
+                        "set": name,
+                        "accuracy %": percent(score["accuracy"]),
+                        "95 %": f"{percent(low)} to {percent(high)}",
+                        "seeds sd": percent(spread),
+                        "precision %": percent(score["precision"]),
+                        "recall %": percent(score["recall"]),
+                        "F1 %": percent(score["f1"]),
+                        "yes %": percent(score["yes_ratio"], ".1f"),
+                        "unparsed %": percent(score["unparsed"], ".1f"),
+                        "AUROC": number(margin.get("auroc"), ".4f"),
+                        "AP": number(margin.get("average_precision"), ".4f"),
+                        "best accuracy %": percent(margin.get("best_accuracy")),
+                        "no margin": str(margin["missing"]) if margin.get("missing") else "",
+                        "failed": str(found["failed"]) if found["failed"] else "",
+                        "changed %": percent(found["changed"], ".1f"),
+                        "rows/token": number(found["rows_per_token"]),
+                        "forwards/token": number(found["forwards_per_token"]),
+                        "s/answer": number(found["mean_seconds"], ".3f"),
+                    }
+                )
+        return without_empty(rows)
+
+    def tables(self) -> list[Rows]:
+        """The scores, and those of the task's own tool where it has some."""
+        own = {mode: found["task"] for mode, found in self.summary["modes"].items()}
+        if self.task == "amber":
+            rows = [
+                {"mode": mode, "dimension": name}
+                | {
+                    k: number(float(np.mean([s[name][k] for s in found["amber"]])), ".1f")
+                    for k in v
+                }
+                for mode, found in own.items()
+                for name, v in found["amber"][0].items()
+            ]
+            return [self.rows(), rows]
+        if own[self.modes[0]] is None:
+            return [self.rows()]
+        form = ".2f" if self.task == "mme" else ".4f"
+        return [
+            self.rows(),
+            [
+                {"mode": m} | {k: number(v, form) for k, v in found.items()}
+                for m, found in own.items()
+            ],
+        ]
+
+    def about(self) -> str:
+        """What the numbers mean, in a sentence or two."""
+        found = self.summary
+        parts = [
+            f"{found['questions']} questions on {found['images']} images; parser "
+            f"{self.parser.name} ({self.parser.origin}), yes is positive; 95 % interval by "
+            "bootstrap over images"
+        ]
+        if self.task == "amber":
+            parts.append("in the table by dimension, as AMBER's tool has it, no is positive")
+        shares = [s["unparsed"] for m in found["modes"].values() for s in m["sets"].values()]
+        if max(shares) > UNPARSED:
+            parts.append(
+                f"up to {100 * max(shares):.1f} % of the answers say neither yes nor no: look at "
+                "the prompt and at what ends an answer"
+            )
+        if self._shifted:
+            parts.append(
+                "a shifted baseline says yes as often as its mode by a constant fitted on other "
+                "images; a gain that it has too comes from saying yes more often"
+            )
+        if self._shifted and self._unshifted:
+            parts.append(
+                f"{self._unshifted} answers of the baseline have no margin and are not shifted"
+            )
+        margins = [s["margin"] for m in found["modes"].values() for s in m["sets"].values()]
+        if any(one and one["missing"] for one in margins):
+            parts.append(
+                "AUROC, AP and best accuracy leave out questions without a margin, and AUROC is "
+                "compared on those that have one in both modes"
+            )
+        if self.conditions.get("limit"):
+            parts.append("only a part of the set was scored: not a result to report")
+        return "; ".join(parts)
+
+    def worst(self, count: int = 5, mode: str | None = None) -> Shown:
+        """Wrong answers, the surest first.
+
+        Args:
+            count: How many at most.
+            mode: ``None``: the first.
+        """
+        found: list[tuple[float, YesNoItem, str]] = []
+        name = mode or self.modes[0]
+        for answers, said in zip(self.answers(name), self.verdicts(name), strict=True):
+            for item, answer in zip(answers, said, strict=True):
+                if answer != item.target:
+                    sure = abs(item.margin) if item.margin is not None else 0.0
+                    note = f"says {answer or 'neither'}, right is {item.target}"
+                    shown = "" if item.margin is None else f", margin {item.margin:+.2f}"
+                    found.append((sure, item, note + shown))
+        found.sort(key=lambda one: -one[0])
+        return Shown(
+            [i for _, i, _ in found[:count]], [n for _, _, n in found[:count]], self.images
+        )
+
+    def figures(self) -> dict[str, Figure]:
+        """Figures by name, those left out for which nothing is known."""
+        scores = {m: f["sets"] for m, f in self.summary["modes"].items() if m != ALWAYS}
+        first = next(iter(self.sets))
+        positive = self._positive(self.sets[first])
+        known = {
+            mode: self.margins[mode][0, self.sets[first]]
+            for mode in self._recorded_modes
+            if (self.summary["modes"][mode]["sets"][first]["margin"] or {}).get("missing") == 0
+        }
+        found = {
+            "accuracy_against_yes": plots.accuracy_against_yes(scores, self._shifted),
+            "margin_roc": plots.margin_roc(known, positive, first) if known else None,
+            "differences": plots.forest(self.comparisons, "accuracy"),
+        }
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def shifted(
+    plain: Sequence[YesNoItem], said_yes: np.ndarray, mode: str, seed: int = 0
+) -> list[YesNoItem]:
+    """Answers of a model whose margins are shifted until it says yes as often as a method does.
+
+    Args:
+        plain: Its answers; those without a margin stay as they are, and nothing is fitted on them.
+        said_yes: How often the method said yes to each, see
+            `mmdecode.evaluation.stats.margins.cross_fitted_shifts`.
+        mode: Name of the result.
+        seed: See there.
+
+    Raises:
+        OptionError: Margins are of less than two images.
+    """
+    known = np.array([item.margin is not None for item in plain])
+    # a question that counts in three splits weighs three times in the yes-ratio
+    repeated = np.repeat(np.arange(len(plain)), [len(item.sets) for item in plain])
+    repeated = repeated[known[repeated]]
+    margins = np.array([item.margin for item in plain], dtype=float)
+    images = [plain[place].image or plain[place].id for place in repeated.tolist()]
+    shifts = np.zeros(len(plain))
+    # every repeat of a question has its image's shift
+    shifts[repeated] = margins_of.cross_fitted_shifts(
+        margins[repeated], said_yes[repeated], images, seed=seed
+    )
+    moved = margins + shifts
+    return [
+        item.answered(mode=mode, output="Yes" if margin > 0 else "No", margin=float(margin))
+        if shown
+        else dataclasses.replace(item, mode=mode)
+        for item, margin, shown in zip(plain, moved, known, strict=True)
+    ]
+
+
+def _both(positive: np.ndarray) -> bool:
+    """Whether there are questions of both kinds."""
+    return bool(positive.any()) and not positive.all()
+
+
+def _known(draws: np.ndarray) -> np.ndarray:
+    """Draws that hold both kinds of questions."""
+    return draws[~np.isnan(draws)]
