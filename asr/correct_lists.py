@@ -24,8 +24,8 @@ from mmdecode.asr import Correction, Corrector, EditGuard
 from mmdecode.asr.correction.n_best_lists import read_lists
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
-from mmdecode.evaluation.journal import Journal
-from mmdecode.files import claimed, complete_lines
+from mmdecode.runs.files import claimed, complete_lines
+from mmdecode.runs.journal import Journal
 
 
 def parse_args():

@@ -33,7 +33,8 @@ from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
-from mmdecode.files import (
+from mmdecode.guide.fusion import Given
+from mmdecode.runs.files import (
     append_line,
     marked_json,
     open_append,
@@ -41,7 +42,6 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
-from mmdecode.guide.fusion import Given
 
 
 def parse_args():

@@ -39,7 +39,9 @@ from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
 from mmdecode.evaluation.speech.wer import count_steps, summed
 from mmdecode.evaluation.speed.stopwatch import load
 from mmdecode.evaluation.stats.intervals import mapsswe, paired_bootstrap
-from mmdecode.files import (
+from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
+from mmdecode.guide.uadf import UADF
+from mmdecode.runs.files import (
     append_line,
     check_settings,
     complete_lines,
@@ -47,8 +49,6 @@ from mmdecode.files import (
     open_append,
     run_of,
 )
-from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
-from mmdecode.guide.uadf import UADF
 from mmdecode.zoo.rebuilt import Utterance, utterances
 from mmdecode.zoo.synthesis import Espeak
 

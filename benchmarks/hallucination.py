@@ -29,7 +29,7 @@ from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.evaluation.vision.runs import INERT, Recorder, modes_of
-from mmdecode.files import run_of
+from mmdecode.runs.files import run_of
 from mmdecode.vlm.answerer import load
 
 HERE = Path(__file__).parent

@@ -33,8 +33,8 @@ from mmdecode.evaluation.images.runs import forced_logits
 from mmdecode.evaluation.images.samples import likelihood
 from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
-from mmdecode.files import write_arrays
 from mmdecode.image_ar.painters import RoundCounts
+from mmdecode.runs.files import write_arrays
 from mmdecode.testing import mistakes
 
 HERE = Path(__file__).parent

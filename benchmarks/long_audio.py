@@ -24,7 +24,7 @@ import torch
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import machine
-from mmdecode.files import marked_json, refuse_foreign, write_file, write_folder
+from mmdecode.runs.files import marked_json, refuse_foreign, write_file, write_folder
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000

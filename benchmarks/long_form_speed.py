@@ -25,8 +25,8 @@ from transformers import WhisperProcessor
 
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.decoder import Decoder
-from mmdecode.evaluation.conditions import now
 from mmdecode.evaluation.speed.stopwatch import interleaved
+from mmdecode.runs.conditions import now
 from mmdecode.zoo.speech import speech_test
 
 RATE = 16_000

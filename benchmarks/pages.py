@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import OptionError
-from mmdecode.files import (
+from mmdecode.runs.files import (
     marked_json,
     overwriting,
     page_with,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib
 
-from mmdecode.files import write_file
+from mmdecode.runs.files import write_file
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

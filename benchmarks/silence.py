@@ -23,8 +23,8 @@ import torch
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speech.non_speech import RATE, write_flac
-from mmdecode.files import overwriting, refuse_foreign_in
-from mmdecode.tables import write_rows
+from mmdecode.runs.files import overwriting, refuse_foreign_in
+from mmdecode.runs.tables import write_rows
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.speech import NOISY_SNR_DB, speech_test
 

@@ -13,9 +13,9 @@ import io
 from pathlib import Path
 
 from mmdecode.errors import run_script
-from mmdecode.files import refuse_foreign, write_file
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.modes import MODES
+from mmdecode.runs.files import refuse_foreign, write_file
 
 
 def parse_args():

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
         vlm,
         zoo,
     )
+    from mmdecode.api import attach, generate
     from mmdecode.decoder import Decoder
     from mmdecode.engine.adapter import Adapter
     from mmdecode.engine.contracts import AcceptanceRule, BranchRunner, Drafter, DraftSession, Guide
-    from mmdecode.frontdoor import attach, generate
     from mmdecode.loading import load
 
 __version__ = "0.1.0.dev0"
@@ -66,8 +66,8 @@ _HOME = {
     "DraftSession": "mmdecode.engine.contracts",
     "Drafter": "mmdecode.engine.contracts",
     "Guide": "mmdecode.engine.contracts",
-    "attach": "mmdecode.frontdoor",
-    "generate": "mmdecode.frontdoor",
+    "attach": "mmdecode.api",
+    "generate": "mmdecode.api",
     "load": "mmdecode.loading",
 }
 _PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "wbr"}
 HEADINGS = {f"h{level}" for level in range(1, 7)}

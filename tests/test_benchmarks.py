@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.files import is_own
+from mmdecode.runs.files import is_own
 from mmdecode.zoo.real_clips import RATE, real_clips
 from mmdecode.zoo.speech import speech_test
 from tests.support.moonshine import needs_wheel

@@ -13,7 +13,7 @@ from mmdecode.asr.alignment.words import Word
 from mmdecode.demo.speech import clips_page as page
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import align_as_written, wer
-from mmdecode.files import is_own
+from mmdecode.runs.files import is_own
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from mmdecode.cli.app import app
 from mmdecode.demo.images import command as demo_image
 from mmdecode.demo.images import page
-from mmdecode.files import is_own
 from mmdecode.image_ar import ImageGenerator
+from mmdecode.runs.files import is_own
 from tests.pages import checked
 
 

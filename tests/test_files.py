@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode import files
 from mmdecode.errors import OptionError
-from mmdecode.files import (
+from mmdecode.runs import files
+from mmdecode.runs.files import (
     LISTING,
     MAKER,
     claimed,
@@ -79,7 +79,7 @@ def test_a_crash_between_listing_and_writing_makes_nothing_ours(tmp_path):
     code = """
 import os, sys
 from pathlib import Path
-from mmdecode.files import write_file
+from mmdecode.runs.files import write_file
 Path.replace = lambda *_: os._exit(9)
 write_file(Path(sys.argv[1]), "by machine")
 """

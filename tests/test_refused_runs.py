@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from mmdecode.cli.app import app
 from mmdecode.errors import MMDecodeError, OptionError
-from mmdecode.files import note_settings, write_file
+from mmdecode.runs.files import note_settings, write_file
 from tests.support.commands import all_commands
 
 NO_MODEL = ["--model", "./nowhere"]

@@ -10,14 +10,14 @@ import pytest
 
 from mmdecode.checkpoints import cache_folder
 from mmdecode.errors import InputError
-from mmdecode.files import write_once
+from mmdecode.runs.files import write_once
 
 FILES = {"a.txt": b"a" * 1000, "b.txt": b"b"}
 
 PREPARE = """
 import os, signal, sys, time
 from pathlib import Path
-from mmdecode.files import write_once
+from mmdecode.runs.files import write_once
 folder = Path(sys.argv[1])
 """
 DIES = """

@@ -1,4 +1,5 @@
-"""Everything that is written to disk is written by `mmdecode.files`: no module has another way."""
+"""Everything that is written to disk is written by `mmdecode.runs.files`: no module has another
+way."""
 
 import ast
 import functools
@@ -9,16 +10,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("mmdecode", "benchmarks", "asr", "vlm", "image_ar", "examples")
-OWN = "mmdecode/files.py"
+OWN = "mmdecode/runs/files.py"
 
 ALLOWED = {
-    ("mmdecode/crashes.py", "open"): "a note of one name, beginning with a dot, kept open and "
+    ("mmdecode/runs/crashes.py", "open"): "a note of one name, beginning with a dot, kept open and "
     "rewritten while files are read; gone after a good end",
     ("benchmarks/peak_memory.py", "write_text"): "a switch of the kernel in /proc, no file",
 }
 """Other ways, by module and name, each with its reason."""
 OUR_SAVES = {"report", "prompts", "recipe"}
-"""Names of objects of our own whose ``save`` writes through `mmdecode.files`."""
+"""Names of objects of our own whose ``save`` writes through `mmdecode.runs.files`."""
 
 CREATES = set(
     "write_text write_bytes touch mkdir makedirs mkfifo symlink symlink_to hardlink_to link "
@@ -118,7 +119,7 @@ def buffers_of(nodes):
 
 
 def ways_in(source):
-    """Ways of writing in a module other than `mmdecode.files`: line and name."""
+    """Ways of writing in a module other than `mmdecode.runs.files`: line and name."""
     if not SUSPECT.search(source):  # parsing all modules would take most of the time
         return []
     nodes = list(ast.walk(ast.parse(source)))
@@ -148,7 +149,7 @@ def test_no_module_writes_but_through_the_one_that_asks_whose_file_it_is():
         for line, name in ways_in(source)
         if (module, name) not in ALLOWED
     ]
-    assert not ways, "write through mmdecode.files"
+    assert not ways, "write through mmdecode.runs.files"
 
 
 def test_each_way_that_is_allowed_is_still_there():

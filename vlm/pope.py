@@ -19,10 +19,10 @@ from pathlib import Path
 
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.journal import refuse_taken
 from mmdecode.evaluation.vision.data import ZOO, read_questions
 from mmdecode.evaluation.vision.items import ITEMS
 from mmdecode.evaluation.vision.runs import Recorder, comparisons_of, modes_of
+from mmdecode.runs.journal import refuse_taken
 from mmdecode.vlm.answerer import load
 
 

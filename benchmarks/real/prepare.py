@@ -19,7 +19,7 @@ from typing import Any
 import soundfile
 
 from mmdecode.errors import run_script
-from mmdecode.files import append_line, open_append, refuse_foreign, write_file
+from mmdecode.runs.files import append_line, open_append, refuse_foreign, write_file
 
 TEXT = ("text", "transcription", "transcript", "sentence", "norm_text")
 SUFFIXES = {"WAV": ".wav", "FLAC": ".flac", "OGG": ".ogg", "MP3": ".mp3"}

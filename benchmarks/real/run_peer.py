@@ -26,7 +26,7 @@ import numpy as np
 from mmdecode.asr.audio.reading import blocks
 from mmdecode.asr.output.manifest import Entry, opened, read_manifest
 from mmdecode.errors import run_script
-from mmdecode.files import append_line, open_append, refuse_foreign, write_file
+from mmdecode.runs.files import append_line, open_append, refuse_foreign, write_file
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 RATE = 16_000

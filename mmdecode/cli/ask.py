@@ -174,7 +174,7 @@ def command(
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
         if output is not None:  # refused before a model is loaded
-            from mmdecode.files import claimed
+            from mmdecode.runs.files import claimed
             from mmdecode.vlm.jobs import RESULTS, AnswerFile
 
             stack.enter_context(claimed(output))
@@ -233,7 +233,7 @@ def _asked(
 ) -> list[Request]:
     """What the command line itself asks, in order."""
     from mmdecode.errors import OptionError
-    from mmdecode.files import find_files
+    from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES
     from mmdecode.vlm.requests import asked_of
 
@@ -257,7 +257,7 @@ def _with_bar(
     file: AnswerFile | None,
 ) -> Iterator[Answer]:
     """Answers as their batches end; what a process ended over is asked last, one by one."""
-    from mmdecode.crashes import in_groups
+    from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     alone = file.batches.alone if file else {}

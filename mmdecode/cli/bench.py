@@ -18,7 +18,7 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
 from mmdecode.cli.progress import only_our_output, progress_bar
 from mmdecode.cli.shared import Group
 from mmdecode.errors import OptionError
-from mmdecode.files import explained, marked_json, refuse_foreign, write_file
+from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.speed.draft_speed import Speed

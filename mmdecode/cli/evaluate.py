@@ -176,13 +176,13 @@ def wer(
       mmdecode evaluate wer --rescore run --points latin --hallucinations --punctuation
     """
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.speech.normalisers import normaliser_of
     from mmdecode.evaluation.speech.pier import refuse_points
     from mmdecode.evaluation.speech.runs import SAMPLES
     from mmdecode.evaluation.speech.wer import default_scorer
     from mmdecode.evaluation.speech.word_report import WERReport
-    from mmdecode.files import claimed
+    from mmdecode.runs.files import claimed
+    from mmdecode.runs.journal import refuse_taken
 
     given = {"--model": model, "--hypotheses": hypotheses, "--rescore": rescore}
     if sum(bool(value) for value in given.values()) != 1:
@@ -374,8 +374,8 @@ def _run(
     overwrite: bool,
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Samples of all modes, and their conditions."""
-    from mmdecode.evaluation.conditions import conditions_of
     from mmdecode.evaluation.speech.runs import data_hash
+    from mmdecode.runs.conditions import conditions_of
 
     conditions = conditions_of(transcribers) | settings
     conditions["batch_size"] = settings["options"]["batch_size"]

@@ -21,10 +21,10 @@ from mmdecode.cli.output import (
 from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
-    from mmdecode.evaluation.image_classifier import Classifier
     from mmdecode.evaluation.images.report import ImageReport
     from mmdecode.evaluation.images.runs import ImageRow, Recorder
     from mmdecode.image_ar.loading import RasterModel
+    from mmdecode.models.image_classifier import Classifier
 
 AUTO, NOTHING = "auto", "none"
 SHOWN = 5  # failures listed one by one
@@ -123,13 +123,13 @@ def images(
       lantern:delta=0.1' --json
     """
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.conditions import surroundings
     from mmdecode.evaluation.images.report import ImageReport
     from mmdecode.evaluation.images.runs import ROWS, Recorder, groups_of, modes_of
-    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.report.plots import drawable
-    from mmdecode.files import claimed
     from mmdecode.image_ar.loading import config_of, load
+    from mmdecode.runs.conditions import surroundings
+    from mmdecode.runs.files import claimed
+    from mmdecode.runs.journal import refuse_taken
 
     if resume and output is None:
         raise OptionError("--resume continues what a run wrote to --out; give that folder")
@@ -255,7 +255,7 @@ def _conditions(
 
 
 def _judge(model: str, name: str) -> Classifier | None:
-    from mmdecode.evaluation.image_classifier import ZOO_CLASSIFIER, Classifier
+    from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
 
     if name == AUTO:
         name = ZOO_CLASSIFIER if _is_scenes(model) else NOTHING

@@ -17,8 +17,8 @@ from mmdecode.cli.progress import only_our_output, progress_bar
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
-    from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.nbest.methods import Method, ModelRow, Parts
+    from mmdecode.runs.journal import Journal
 
 SHOWN = 5  # failures listed one by one
 Rows = dict[tuple[str, str], dict[str, "ModelRow"]]
@@ -107,11 +107,11 @@ def nbest(
 
     import mmdecode
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.nbest.methods import ROWS, Method, outputs, parts_of
     from mmdecode.evaluation.nbest.n_best import Aligner
     from mmdecode.evaluation.nbest.report import NBestReport, joined_rows, save_reports
-    from mmdecode.files import claimed
+    from mmdecode.runs.files import claimed
+    from mmdecode.runs.journal import refuse_taken
 
     if resume and output is None:
         raise OptionError("--resume continues what a run wrote to --out; give that folder")
@@ -219,8 +219,8 @@ def _rows(
     limit: int | None,
 ) -> Rows:
     """What the methods' models make of the lists that are not for training."""
-    from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.nbest.methods import ROWS, read_model_rows
+    from mmdecode.runs.journal import Journal
 
     journal: Journal[ModelRow] | None = None
     if output is not None:

@@ -96,13 +96,13 @@ def silence(
       whisper_cd:alpha=0,gate=0.1 --speech test.jsonl --recordings office.jsonl --out run
     """
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.conditions import conditions_of
-    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.report.plots import drawable
     from mmdecode.evaluation.speech.non_speech import write_flac
     from mmdecode.evaluation.speech.runs import SAMPLES, data_hash
     from mmdecode.evaluation.speech.silence import SilenceReport
-    from mmdecode.files import claimed
+    from mmdecode.runs.conditions import conditions_of
+    from mmdecode.runs.files import claimed
+    from mmdecode.runs.journal import refuse_taken
 
     guides, sets = ["whisper_cd"] if guide is None else guide, speech or [ZOO]
     if resume and out_dir is None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.vision.runs import Mode, Recorder
     from mmdecode.vlm.images import ImageSource
 
-READING = ".reading"  # the image that is being read, see mmdecode.crashes
+READING = ".reading"  # the image that is being read, see mmdecode.runs.crashes
 SHOWN = 5  # failures listed one by one
 RUN_OPTIONS = tuple(
     "data part images split prefix prompt synonyms guide sample seeds controls suffix redraw limit "
@@ -383,11 +383,11 @@ def _evaluate(
 ) -> None:
     """Runs or rescores, writes the report and shows it."""
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.journal import refuse_taken
     from mmdecode.evaluation.report.plots import drawable
     from mmdecode.evaluation.vision.answers import parser_of
     from mmdecode.evaluation.vision.items import ITEMS
-    from mmdecode.files import claimed
+    from mmdecode.runs.files import claimed
+    from mmdecode.runs.journal import refuse_taken
 
     if (model is None) == (rescore is None):
         raise OptionError(
@@ -469,11 +469,11 @@ def _run(
 ) -> _Run:
     """Decodes what is asked in all modes."""
     from mmdecode.errors import OptionError
-    from mmdecode.evaluation.conditions import surroundings
     from mmdecode.evaluation.vision.data import read_questions
     from mmdecode.evaluation.vision.items import YesNoItem
     from mmdecode.evaluation.vision.runs import Recorder, modes_of
     from mmdecode.evaluation.vision.tasks.pope import SUFFIXES
+    from mmdecode.runs.conditions import surroundings
     from mmdecode.vlm.answerer import load
 
     if not data:
@@ -554,8 +554,8 @@ def _decoded(
     overwrite: bool,
 ) -> list[Any]:
     """Rows of all modes; appended to the output as they come."""
-    from mmdecode.crashes import Journal, suspects_in
     from mmdecode.evaluation.vision.runs import journal_of
+    from mmdecode.runs.crashes import Journal, suspects_in
     from mmdecode.vlm.crashes import watched
 
     def noted(name: str, source: ImageSource) -> ImageSource:
@@ -592,7 +592,7 @@ def _recorded(folder: Path, task: str) -> _Run:
     from mmdecode.evaluation.vision.data import drawn_image
     from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem, read_items
     from mmdecode.evaluation.vision.runs import Mode
-    from mmdecode.files import RUN
+    from mmdecode.runs.files import RUN
 
     try:
         settings = json_module.loads((folder / RUN).read_text(encoding="utf-8"))["settings"]

@@ -19,9 +19,9 @@ from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, warnin
 from mmdecode.cli.progress import progress_bar, without_other_bars
 
 if TYPE_CHECKING:
-    from mmdecode.crashes import Batches
     from mmdecode.errors import InputError
     from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator, ImageRequest
+    from mmdecode.runs.crashes import Batches
 
 FOLDER = Path("outputs/images")
 
@@ -266,8 +266,8 @@ def _with_bar(
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
     """Images as their batches end, under a bar of tokens; what a process ended over last, alone."""
-    from mmdecode.crashes import in_groups
     from mmdecode.image_ar.generator import note_of
+    from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     watch = Watch(batches.decoding)

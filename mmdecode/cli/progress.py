@@ -21,8 +21,8 @@ from mmdecode.cli.output import console
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.evaluation.journal import Journal
     from mmdecode.evaluation.speech.samples import Sample
+    from mmdecode.runs.journal import Journal
 
 
 def progress_bar(*more: ProgressColumn) -> Progress:

@@ -67,7 +67,7 @@ def medusa(
     On other models this is 'mmdecode train drafter --kind medusa', which has options of its own.
     """
     from mmdecode.checkpoints import config_of, loading, local_path
-    from mmdecode.files import overwriting, refuse_foreign_in
+    from mmdecode.runs.files import overwriting, refuse_foreign_in
     from mmdecode.train.medusa import MedusaOptions, train_from_manifest
 
     refuse_foreign_in(out, overwrite, but=["README.md"])
@@ -188,7 +188,7 @@ def drafter(
     from dataclasses import replace
 
     from mmdecode.errors import OptionError
-    from mmdecode.files import overwriting
+    from mmdecode.runs.files import overwriting
     from mmdecode.train import drafter as recipe
     from mmdecode.train import hub
     from mmdecode.train.workers import precision_of
@@ -267,7 +267,7 @@ def alignment_heads(
 ) -> None:
     """Find the heads whose attention follows the speech, for word timestamps."""
     from mmdecode.asr.transcriber import load
-    from mmdecode.files import overwriting
+    from mmdecode.runs.files import overwriting
     from mmdecode.train import alignment_heads as recipe
 
     with overwriting(overwrite):
@@ -321,7 +321,7 @@ def corrector(
     from dataclasses import replace
 
     from mmdecode.asr.correction.n_best_lists import read_lists
-    from mmdecode.files import overwriting
+    from mmdecode.runs.files import overwriting
     from mmdecode.train import corrector as recipe
 
     usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.Options(method=method)
@@ -372,7 +372,7 @@ def zoo(
 ) -> None:
     """Rebuild a member of the zoo; those that speak need espeak-ng. Run again to resume."""
     from mmdecode.errors import OptionError, UnknownNameError
-    from mmdecode.files import overwriting, refuse_foreign_in
+    from mmdecode.runs.files import overwriting, refuse_foreign_in
 
     if name not in RESULTS:
         raise UnknownNameError.of("zoo recipe", name, RESULTS)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.output.subtitles import Layout
-    from mmdecode.asr.processes import Team
     from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
+    from mmdecode.runs.distributed import Team
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
@@ -271,10 +271,10 @@ def command(
     from mmdecode.asr.output.formats import parse_formats
     from mmdecode.asr.output.inputs import STDIN, gathered
     from mmdecode.asr.output.subtitles import Layout
-    from mmdecode.asr.processes import Team
     from mmdecode.asr.transcriber import Transcriber, make_options
     from mmdecode.errors import OptionError
-    from mmdecode.files import refuse_foreign
+    from mmdecode.runs.distributed import Team
+    from mmdecode.runs.files import refuse_foreign
 
     given = {
         "temperatures": tuple(temperature) if temperature else None,
@@ -440,7 +440,7 @@ def _transcribe(
     """This process's part of the work, and in the leading one the tally of all."""
     from mmdecode.asr.output import jobs
     from mmdecode.asr.output.inputs import sizes
-    from mmdecode.files import claimed
+    from mmdecode.runs.files import claimed
 
     if output.folder is None:
         return _work(entries, load, None, output.language)
@@ -486,7 +486,7 @@ def _work(
     from mmdecode.asr.audio import crashes
     from mmdecode.asr.output.manifest import opened
     from mmdecode.asr.transcriber import Failure
-    from mmdecode.crashes import in_groups
+    from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     tally = _Tally()
@@ -540,8 +540,8 @@ def _write_page(path: Path, entries: list[Entry], tally: _Tally, output: _Output
     import mmdecode
     from mmdecode.asr.output.jobs import RESULTS
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
-    from mmdecode.files import explained, write_file
-    from mmdecode.tables import read_rows
+    from mmdecode.runs.files import explained, write_file
+    from mmdecode.runs.tables import read_rows
 
     if output.folder is None:
         rows = [dataclasses.asdict(result) for result in tally.results]

@@ -48,7 +48,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from mmdecode.files import write_file, write_folder
+from mmdecode.runs.files import write_file, write_folder
 
 MANY_ROWS = 8
 """From so many on, a CPU's pass is bound by arithmetic before any draft."""

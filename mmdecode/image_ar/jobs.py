@@ -1,10 +1,10 @@
 """A folder of images that survives being interrupted.
 
 Each image is a PNG that carries its settings as text, and a line of `RESULTS`; the PNG comes first,
-so a line never speaks of an image that is not there. `mmdecode.files.RUN` says under which settings
-the images were drawn. A run that was stopped is continued only on request and only under the same
-settings; what failed is tried again. Where a run ends, the lines are put in the order of what was
-asked: nothing in the folder depends on when a run was interrupted.
+so a line never speaks of an image that is not there. `mmdecode.runs.files.RUN` says under which
+settings the images were drawn. A run that was stopped is continued only on request and only under
+the same settings; what failed is tried again. Where a run ends, the lines are put in the order of
+what was asked: nothing in the folder depends on when a run was interrupted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from mmdecode.crashes import Batches, ended_over
 from mmdecode.errors import InputError, MissingExtraError
-from mmdecode.files import (
+from mmdecode.image_ar.generator import note_of
+from mmdecode.runs.crashes import Batches, ended_over
+from mmdecode.runs.files import (
     RUN,
     append_line,
     check_settings,
@@ -40,7 +41,6 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
-from mmdecode.image_ar.generator import note_of
 from mmdecode.runs.items import Failed, tried, written
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from mmdecode.checkpoints import fill, local_path, read_weights
 from mmdecode.errors import InputError, UnsupportedModelError
-from mmdecode.files import write_file, write_folder
+from mmdecode.runs.files import write_file, write_folder
 
 Level = int | str
 """Key of `mmdecode.engine.contracts.BranchOutput.hidden`."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmdecode.files import complete_lines, explained, open_append
+from mmdecode.runs.files import complete_lines, explained, open_append
 
 TIMES = ".mmdecode-times"
 CONTENTS = ".mmdecode-inputs"

@@ -83,7 +83,7 @@ class Watch:
     """What is known of a job's items over all its batches.
 
     Args:
-        noted: Told what is decoded, see `mmdecode.crashes.Batches.decoding`.
+        noted: Told what is decoded, see `mmdecode.runs.crashes.Batches.decoding`.
     """
 
     def __init__(self, noted: Noted = nothing_noted) -> None:

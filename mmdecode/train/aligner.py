@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.asr.alignment.ctc import FILE, SYMBOLS, LetterHead
-from mmdecode.files import refuse_foreign, write_folder
+from mmdecode.runs.files import refuse_foreign, write_folder
 from mmdecode.zoo import synthesis
 from mmdecode.zoo.joined_words import RATE, Joined, draw_joined_words
 

@@ -31,7 +31,7 @@ from mmdecode.asr.alignment.words import Token, split_words
 from mmdecode.decoder import Decoder
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import InputError
-from mmdecode.files import refuse_foreign, write_file
+from mmdecode.runs.files import refuse_foreign, write_file
 from mmdecode.train.medusa import greedy, whisper_prompt
 
 

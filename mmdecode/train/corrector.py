@@ -38,7 +38,7 @@ from mmdecode.asr.correction.corrector import (
 from mmdecode.asr.correction.n_best_lists import NBestList, place
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.wer import count_errors
-from mmdecode.files import (
+from mmdecode.runs.files import (
     RUN,
     check_settings,
     marked_json,

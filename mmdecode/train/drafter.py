@@ -31,7 +31,10 @@ from mmdecode.engine.adapter import MAIN, Adapter, BranchSpec
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Drafter, Requirements
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import (
+from mmdecode.guide.edited import Edited
+from mmdecode.models.dream import Dream
+from mmdecode.models.feature_drafter import FeatureDrafter
+from mmdecode.runs.files import (
     RUN,
     append_line,
     check_settings,
@@ -42,9 +45,6 @@ from mmdecode.files import (
     refuse_foreign_in,
     write_file,
 )
-from mmdecode.guide.edited import Edited
-from mmdecode.models.dream import Dream
-from mmdecode.models.feature_drafter import FeatureDrafter
 from mmdecode.train.begin import begun
 from mmdecode.train.drafter_recipes import RECIPES, Batch, Options, Sample
 from mmdecode.train.drafter_targets import Target, loaded, requests_for

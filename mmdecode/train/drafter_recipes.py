@@ -37,7 +37,6 @@ from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.draft.vispec import ViSpec as ViSpecDraft
 from mmdecode.engine.contracts import Drafter
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.files import write_folder
 from mmdecode.models.dream import Dream
 from mmdecode.models.eagle import Eagle, Eagle3
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
@@ -45,6 +44,7 @@ from mmdecode.models.flash import Flash
 from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.kangaroo import Kangaroo, rope_of
 from mmdecode.models.vispec import ViSpec
+from mmdecode.runs.files import write_folder
 from mmdecode.train.drafter_losses import divergence, smooth_distance, vispec_loss
 from mmdecode.train.fitting import FitOptions, save_half
 from mmdecode.train.medusa import head_losses

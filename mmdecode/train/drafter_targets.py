@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from mmdecode import registry
+from mmdecode.api import generate
 from mmdecode.decoder import Decoder
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.contracts import Drafter
 from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError, UnsupportedModelError
-from mmdecode.frontdoor import generate
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.loading import load as load_raster

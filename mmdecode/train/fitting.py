@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmdecode.files import write_file, write_folder
+from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.medusa import write_state
 from mmdecode.train.workers import Alone
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import LISTING, MAKER, is_own, write_file
+from mmdecode.runs.files import LISTING, MAKER, is_own, write_file
 
 OURS = f"<!-- made by {MAKER} from card.json; without this line the page is left as it is -->"
 DRAFTS = {"eagle3": "eagle:path=", "text": "assistant:model="}

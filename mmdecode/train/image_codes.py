@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from mmdecode.files import marked_json, write_file
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, padding_mask
+from mmdecode.runs.files import marked_json, write_file
 from mmdecode.train.fitting import BITS
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.files import append_line, open_append
 from mmdecode.models.vq import VQConfig, VQModel
+from mmdecode.runs.files import append_line, open_append
 from mmdecode.train.fitting import progress, save_half
 from mmdecode.train.medusa import write_state
 from mmdecode.train.scene_images import to_pixels

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from mmdecode.files import write_arrays, write_folder
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
+from mmdecode.runs.files import write_arrays, write_folder
 from mmdecode.train import fitting, image_codes, image_tokenizer
 from mmdecode.train.ahead import Ahead
 from mmdecode.train.fitting import FitOptions, progress, save_half

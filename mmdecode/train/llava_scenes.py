@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mmdecode.files import append_line, open_append, write_file, write_folder
+from mmdecode.runs.files import append_line, open_append, write_file, write_folder
 from mmdecode.train.fitting import say_float32
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo import scene_sets, scene_text

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode.asr.correction.corrector import ListPrompts, PromptOptions
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
-from mmdecode.files import write_file, write_folder
+from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.medusa import write_state
 from mmdecode.zoo import grammar, synthesis

@@ -36,7 +36,7 @@ from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import (
+from mmdecode.runs.files import (
     LISTING,
     marked_json,
     refuse_foreign_in,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.evaluation.image_classifier import Classifier, import_timm
-from mmdecode.files import marked_json, write_file, write_folder
+from mmdecode.models.image_classifier import Classifier, import_timm
+from mmdecode.runs.files import marked_json, write_file, write_folder
 from mmdecode.train.fitting import BITS, FitOptions, fit
 from mmdecode.train.scene_images import class_of, draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE

@@ -15,7 +15,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
-from mmdecode.files import write_arrays
+from mmdecode.runs.files import write_arrays
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.synthesis import SAMPLING_RATE
 

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmdecode.files import write_file
 from mmdecode.image_ar.next_scale import VAR, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ, MultiScaleVQConfig, Quantized, resized
 from mmdecode.models.var import VarConfig, VarForImageGeneration
+from mmdecode.runs.files import write_file
 from mmdecode.train.ahead import Ahead
 from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
 from mmdecode.train.image_codes import entropy_of, write_card

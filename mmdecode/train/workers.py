@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmdecode.asr.processes import Team
 from mmdecode.checkpoints import dtype_of
 from mmdecode.errors import MissingExtraError, OptionError, UnknownNameError
+from mmdecode.runs.distributed import Team
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

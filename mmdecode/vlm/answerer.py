@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmdecode import registry
+from mmdecode.api import generate
 from mmdecode.checkpoints import (
     code_trusted,
     dtype_of,
@@ -36,7 +37,6 @@ from mmdecode.errors import (
     UnsupportedModelError,
     refuse_unknown,
 )
-from mmdecode.frontdoor import generate
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected

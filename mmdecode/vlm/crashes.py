@@ -1,11 +1,11 @@
-"""Images that crash the library that decodes them, and the process; see `mmdecode.crashes`."""
+"""Images that crash the library that decodes them, and the process; see `mmdecode.runs.crashes`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mmdecode.crashes import Journal, read_apart
+from mmdecode.runs.crashes import Journal, read_apart
 from mmdecode.vlm.images import ImageSource
 
 if TYPE_CHECKING:

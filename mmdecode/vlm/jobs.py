@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import (
+from mmdecode.runs.changes import Inputs
+from mmdecode.runs.crashes import Batches, Journal, ended_over, suspects_in
+from mmdecode.runs.files import (
     append_line,
     check_settings,
     complete_lines,
@@ -33,7 +34,6 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
-from mmdecode.runs.changes import Inputs
 from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import Request

@@ -1,8 +1,8 @@
 """What is asked, before an image is read: from a call, from paths, and from tables.
 
-A table is JSON lines, a JSON list, csv or tsv (`mmdecode.tables`). The question stands under one of
-`QUESTION`, its image under one of `IMAGE` or several as a list under one of `IMAGES`, its name
-under one of `ID`.
+A table is JSON lines, a JSON list, csv or tsv (`mmdecode.runs.tables`). The question stands under
+one of `QUESTION`, its image under one of `IMAGE` or several as a list under one of `IMAGES`, its
+name under one of `ID`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
+from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 from mmdecode.vlm.images import ImageSource, image_source
 
 QUESTION = ("question", "prompt", "text")

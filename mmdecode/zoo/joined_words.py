@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmdecode.files import write_file
-from mmdecode.tables import write_rows
+from mmdecode.runs.files import write_file
+from mmdecode.runs.tables import write_rows
 from mmdecode.zoo import grammar, synthesis
 
 FOLDER = Path(__file__).parent / "data" / "joined-words"

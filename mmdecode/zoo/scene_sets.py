@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmdecode.errors import InputError, MissingExtraError
-from mmdecode.files import write_file
+from mmdecode.runs.files import write_file
 from mmdecode.zoo.scene_text import (
     DESCRIBE,
     count_question,

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from mmdecode.errors import OptionError
-from mmdecode.files import write_file
-from mmdecode.tables import write_rows
+from mmdecode.runs.files import write_file
+from mmdecode.runs.tables import write_rows
 
 FOLDER = Path(__file__).parent / "data" / "speech-test"
 NOISY_SNR_DB = 3.0

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import accelerate  # noqa: F401, every child would load it
 
-from mmdecode import crashes as notes
 from mmdecode.asr import transcriber
 from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio import reading as audio
 from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
 from mmdecode.cli.app import app
+from mmdecode.runs import crashes as notes
 from mmdecode.zoo.speech import speech_test
 
 RANKS = 2, 1, 3, 1, 2  # processes of one run after the other

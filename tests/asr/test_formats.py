@@ -11,7 +11,7 @@ import pytest
 from mmdecode.asr.output.formats import FORMATS, Names, file_stem, parse_formats
 from mmdecode.asr.transcriber import Segment, Transcript
 from mmdecode.errors import OptionError
-from mmdecode.files import LISTING, write_file
+from mmdecode.runs.files import LISTING, write_file
 
 
 def of(*segments, **fields):

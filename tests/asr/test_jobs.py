@@ -16,11 +16,11 @@ from mmdecode.asr.audio.reading import Source, blocks, recording
 from mmdecode.asr.output import jobs
 from mmdecode.asr.output.jobs import ResultFolder, finish, merge, prepare
 from mmdecode.asr.output.manifest import Entry, read_manifest
-from mmdecode.asr.processes import Team, share_out
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
-from mmdecode.crashes import Journal, suspects_in
 from mmdecode.errors import InputError, MissingExtraError, OptionError
-from mmdecode.files import LISTING, claimed, note_settings
+from mmdecode.runs.crashes import Journal, suspects_in
+from mmdecode.runs.distributed import Team, share_out
+from mmdecode.runs.files import LISTING, claimed, note_settings
 from tests.faults import ERRORS, said
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmdecode.asr.output.manifest import opened, read_manifest
 from mmdecode.errors import InputError, UnknownNameError
-from mmdecode.tables import write_rows
+from mmdecode.runs.tables import write_rows
 
 
 def write(folder, name, text):

@@ -16,7 +16,6 @@ from mmdecode.cli import app as cli
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
-from mmdecode.evaluation.image_classifier import Classifier
 from mmdecode.evaluation.images import references as image_truth
 from mmdecode.evaluation.images.report import (
     ALARM,
@@ -41,6 +40,7 @@ from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import load
 from mmdecode.image_ar.sampling import guided
+from mmdecode.models.image_classifier import Classifier
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.items import Failed

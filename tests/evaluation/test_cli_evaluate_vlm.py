@@ -8,11 +8,11 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from mmdecode import crashes
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vision.data import read_questions
+from mmdecode.runs import crashes
+from mmdecode.runs.journal import Journal
 from mmdecode.vlm import answerer
 from tests.vlm.conftest import build_model, build_processor, picture
 

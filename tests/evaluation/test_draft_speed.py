@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mmdecode.api import generate
 from mmdecode.cli import bench
 from mmdecode.cli.app import app
 from mmdecode.decoder import Decoder
@@ -18,8 +19,7 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed import draft_speed
 from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, measure, sureness
 from mmdecode.evaluation.speed.stopwatch import Cost
-from mmdecode.files import MAKER
-from mmdecode.frontdoor import generate
+from mmdecode.runs.files import MAKER
 from mmdecode.vlm import Answerer
 from tests.asr.correctors import model
 

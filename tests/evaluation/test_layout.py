@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmdecode.evaluation.report.layout import drawing, markdown_page
-from mmdecode.files import is_own
+from mmdecode.runs.files import is_own
 
 ROOT = Path(__file__).parents[2]
 SVG = '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"></svg>\n'

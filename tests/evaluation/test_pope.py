@@ -25,7 +25,7 @@ from mmdecode.evaluation.vision.tasks.pope import (
     warnings_of,
 )
 from mmdecode.evaluation.vision.yes_no_report import ALWAYS, YesNoReport, shifted
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 from tests.pages import checked
 
 DATA = Path(__file__).parents[1] / "data"

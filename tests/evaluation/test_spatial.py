@@ -19,7 +19,7 @@ from mmdecode.evaluation.vision.tasks.spatial import (
     score_choices,
 )
 from mmdecode.evaluation.vision.yes_no import score_answers
-from mmdecode.tables import write_rows
+from mmdecode.runs.tables import write_rows
 
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = ("left", "right", "on", "under")

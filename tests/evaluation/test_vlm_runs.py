@@ -17,12 +17,12 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError, OptionError, UnknownNameError
 from mmdecode.evaluation import YesNoReport
-from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vision import runs as vlm_runs
 from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem, read_items, text_hash
 from mmdecode.evaluation.vision.runs import Mode, Recorder, draw, journal_of, modes_of
 from mmdecode.guide import VCD
 from mmdecode.guide.answers import word_ids, yes_no_ids
+from mmdecode.runs.journal import Journal
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import image_source
 from tests.support import seams

@@ -27,8 +27,8 @@ from mmdecode.evaluation.speech import runs
 from mmdecode.evaluation.speech.runs import Journal, read_samples
 from mmdecode.evaluation.speech.samples import Sample, leaderboard_files, match, read_results
 from mmdecode.evaluation.speech.word_report import WERReport, wer_report
-from mmdecode.files import claimed, write_files
-from mmdecode.tables import write_rows
+from mmdecode.runs.files import claimed, write_files
+from mmdecode.runs.tables import write_rows
 from mmdecode.zoo.speech import speech_test
 from tests.pages import checked
 

@@ -13,7 +13,7 @@ from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.scripts import is_spaceless, script, units
 from mmdecode.evaluation.speech.wer import align, wer
 from mmdecode.evaluation.speech.word_report import WERReport
-from mmdecode.tables import write_rows
+from mmdecode.runs.tables import write_rows
 
 # Scripts
 

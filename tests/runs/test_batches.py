@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 
-from mmdecode.crashes import Batches, ended_over
+from mmdecode.runs.crashes import Batches, ended_over
 
 CODE = """
 import os, signal, sys
 from pathlib import Path
-from mmdecode.crashes import Batches, ended_over
+from mmdecode.runs.crashes import Batches, ended_over
 path, *names = sys.argv[1:]
 earlier = ended_over([Path(path)], ["a", "b", *names])
 with Batches(Path(path), earlier).decoding(names):

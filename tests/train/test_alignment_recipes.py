@@ -9,7 +9,7 @@ from transformers import WhisperFeatureExtractor
 from mmdecode.asr.alignment.ctc import SYMBOLS, LetterHead
 from mmdecode.asr.alignment.words import Token
 from mmdecode.errors import OptionError
-from mmdecode.files import overwriting
+from mmdecode.runs.files import overwriting
 from mmdecode.train.aligner import AlignerOptions, frame_labels, train_aligner
 from mmdecode.train.alignment_heads import Aligned, score_heads, write_heads
 from mmdecode.zoo.joined_words import joined_words

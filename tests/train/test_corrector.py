@@ -12,7 +12,7 @@ from mmdecode.asr.correction.corrector import NO_LABEL, Corrector, ListPrompts, 
 from mmdecode.asr.correction.n_best_lists import NBestList, place, split, write_lists
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 from mmdecode.train import corrector as recipe
 from mmdecode.train.corrector import (
     FROM_SCRATCH,

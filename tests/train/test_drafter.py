@@ -19,8 +19,8 @@ from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError, UnknownNameError
-from mmdecode.files import MAKER
 from mmdecode.models.feature_drafter import Rows
+from mmdecode.runs.files import MAKER
 from mmdecode.train import drafter as recipe
 from mmdecode.train import drafter_recipes as recipes
 from mmdecode.train.drafter import answered, collect, train

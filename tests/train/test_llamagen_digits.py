@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmdecode.files import MAKER
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
+from mmdecode.runs.files import MAKER
 from mmdecode.train.fitting import FitOptions
 from mmdecode.train.llamagen_digits import LEVELS, Options, run, shift, split
 from mmdecode.zoo.scenes import digit_scans

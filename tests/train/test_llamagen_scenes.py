@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, T5EncoderModel
 
 from mmdecode.checkpoints import ZOO
-from mmdecode.files import MAKER
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
+from mmdecode.runs.files import MAKER
 from mmdecode.train import image_codes, image_tokenizer, llamagen_scenes
 from mmdecode.train.fitting import BITS, FitOptions, fit
 from mmdecode.train.image_codes import Setting, bits_per_code, draw, reach

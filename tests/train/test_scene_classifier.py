@@ -8,7 +8,7 @@ pytest.importorskip("timm")
 
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import InputError
-from mmdecode.evaluation.image_classifier import ZOO_CLASSIFIER, Classifier
+from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
 from mmdecode.train.fitting import FitOptions
 from mmdecode.train.scene_classifier import (
     OWN_SEEDS,

@@ -13,11 +13,11 @@ from PIL import Image, ImageOps
 from transformers import GenerationMixin
 from typer.testing import CliRunner
 
-from mmdecode import crashes as journals
 from mmdecode.cli import app as cli
-from mmdecode.crashes import Journal
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import note_settings, write_file
+from mmdecode.runs import crashes as journals
+from mmdecode.runs.crashes import Journal
+from mmdecode.runs.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
 from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.images import ImageSource

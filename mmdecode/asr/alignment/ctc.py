@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from mmdecode.checkpoints import code_trusted, loading, local_path
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
-from mmdecode.files import write_folder
+from mmdecode.runs.files import write_folder
 
 SYMBOLS = "_'abcdefghijklmnopqrstuvwxyz"
 """Of a `LetterHead`; index 0 is the blank."""

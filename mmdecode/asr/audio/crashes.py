@@ -1,11 +1,11 @@
-"""Recordings that crash a decoder library, and with it the process; see `mmdecode.crashes`."""
+"""Recordings that crash a decoder library, and with it the process; see `mmdecode.runs.crashes`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from mmdecode.asr.audio.reading import Blocks, Source
-from mmdecode.crashes import Journal, read_apart
+from mmdecode.runs.crashes import Journal, read_apart
 
 _READ = """
 import sys

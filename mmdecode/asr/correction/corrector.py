@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
+from mmdecode.api import generate
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.decoder import Decoder
@@ -47,8 +48,7 @@ from mmdecode.errors import (
     UnknownNameError,
     refuse_unknown,
 )
-from mmdecode.files import write_file
-from mmdecode.frontdoor import generate
+from mmdecode.runs.files import write_file
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:

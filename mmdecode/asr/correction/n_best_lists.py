@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.output.manifest import AUDIO, ID
 from mmdecode.errors import InputError, UnknownNameError
-from mmdecode.files import write_file
-from mmdecode.tables import first_of, read_rows, text_of
+from mmdecode.runs.files import write_file
+from mmdecode.runs.tables import first_of, read_rows, text_of
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcript

@@ -20,7 +20,7 @@ from mmdecode.asr.alignment.words import SPACELESS
 from mmdecode.asr.audio.reading import SUFFIXES
 from mmdecode.asr.output.subtitles import DEFAULT, Layout, clean, cues
 from mmdecode.errors import OptionError, did_you_mean
-from mmdecode.files import to_json
+from mmdecode.runs.files import to_json
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Segment, Transcript

@@ -13,7 +13,7 @@ from pathlib import Path
 from mmdecode.asr.audio.reading import SUFFIXES
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import files_below, find_files, write_file
+from mmdecode.runs.files import files_below, find_files, write_file
 from mmdecode.runs.inputs import refuse_address
 
 STDIN = "-"

@@ -11,7 +11,7 @@ Each line has the ``id`` and the absolute ``audio`` path, of a part also where i
 ``results.jsonl`` is itself a manifest (`mmdecode.asr.output.manifest`).
 
 A folder with results is continued only on request, only under the same settings
-(`mmdecode.files`), and only where an id still names the recording whose transcript is there;
+(`mmdecode.runs.files`), and only where an id still names the recording whose transcript is there;
 recordings that failed are tried again.
 """
 
@@ -33,9 +33,10 @@ from mmdecode.asr.output.formats import FORMATS, Names, ending
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript, failure_of
-from mmdecode.crashes import Batches, Journal, ended_over, suspects_in
 from mmdecode.errors import InputError, OptionError
-from mmdecode.files import (
+from mmdecode.runs.changes import Inputs
+from mmdecode.runs.crashes import Batches, Journal, ended_over, suspects_in
+from mmdecode.runs.files import (
     RUN,
     append_line,
     check_settings,
@@ -50,7 +51,6 @@ from mmdecode.files import (
     to_json,
     write_file,
 )
-from mmdecode.runs.changes import Inputs
 from mmdecode.runs.items import written
 
 RESULTS, PARTS = "results.jsonl", "parts"
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
     Attributes:
         suspects: Ids of recordings that were being decoded when an earlier run died.
         changed: Ids of recordings that are others now under the same paths: their results are gone.
-        alone: Ids of recordings to decode one by one, see `mmdecode.crashes.ended_over`.
+        alone: Ids of recordings to decode one by one, see `mmdecode.runs.crashes.ended_over`.
         replaced: Results are there that go as the first new one comes.
     """
 

@@ -27,7 +27,7 @@ from mmdecode.asr.audio.reading import Blocks, Source, part, recording
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import InputError, UnknownNameError
 from mmdecode.runs.inputs import path_in
-from mmdecode.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
+from mmdecode.runs.tables import any_of, first_of, own_id, refuse_all, rows_of, text_of
 
 AUDIO = ("audio", "audio_filepath", "audio_path", "path", "file")
 TEXT = ("text", "transcript", "transcription", "sentence", "reference")

@@ -40,10 +40,10 @@ def run(
 
     from mmdecode.demo.images import page as image_page
     from mmdecode.demo.images.page import Way, Ways
-    from mmdecode.files import refuse_foreign, write_file
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.loading import load
     from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, law_of
+    from mmdecode.runs.files import refuse_foreign, write_file
 
     refuse_foreign([out / "report.html"], overwrite)
     started = time.perf_counter()
@@ -135,7 +135,7 @@ def _drawn(images: Sequence[GeneratedImage], plain: Sequence[Drawn] | None) -> l
 
 
 def _conditions(network: Any, settings: Mapping[str, Any], seed: int) -> dict[str, str]:
-    from mmdecode.evaluation.conditions import spoken
+    from mmdecode.runs.conditions import spoken
 
     found = spoken(network)
     sampling = settings["sampling"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 
 if TYPE_CHECKING:
     from mmdecode.asr.alignment.words import Word

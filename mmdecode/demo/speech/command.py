@@ -46,8 +46,8 @@ def run(
     Returns:
         The numbers; ``identical`` among them says whether drafting changed no token.
     """
-    from mmdecode.files import refuse_foreign, write_file, write_files
-    from mmdecode.tables import rows_text
+    from mmdecode.runs.files import refuse_foreign, write_file, write_files
+    from mmdecode.runs.tables import rows_text
 
     page_file, texts_file, subtitles = (
         out / name for name in ("report.html", "transcripts.jsonl", "subtitles")
@@ -55,7 +55,7 @@ def run(
     refuse_foreign([page_file, texts_file, *subtitles.glob("*.srt")], overwrite)
     started = time.perf_counter()
     from mmdecode.demo.speech import clips_page as page
-    from mmdecode.evaluation.conditions import load_average
+    from mmdecode.runs.conditions import load_average
     from mmdecode.zoo.speech import speech_test
 
     people, synthetic, note = _parts(model, draft, device, dtype)
@@ -200,7 +200,7 @@ def _load(model: str, draft: str, device: str | None, dtype: str) -> tuple[Way, 
     from mmdecode.asr.transcriber import Transcriber, load
     from mmdecode.decoder import Decoder
     from mmdecode.draft.medusa import Medusa
-    from mmdecode.evaluation.conditions import now
+    from mmdecode.runs.conditions import now
 
     only_our_output()
     network, processor = load(model, device, dtype)
@@ -398,7 +398,7 @@ def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> d
     import transformers
 
     import mmdecode
-    from mmdecode.evaluation.conditions import device_name, load_average
+    from mmdecode.runs.conditions import device_name, load_average
 
     after = load_average() or "unknown"
     return {

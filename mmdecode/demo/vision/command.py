@@ -80,7 +80,7 @@ def run(
     from mmdecode.demo.vision import page as answer_page
     from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
     from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
-    from mmdecode.files import refuse_foreign, write_file
+    from mmdecode.runs.files import refuse_foreign, write_file
     from mmdecode.vlm.answerer import Answerer, load
     from mmdecode.zoo.scene_sets import image_name
 
@@ -403,7 +403,7 @@ def _passes(given: Sequence[Given]) -> str:
 
 
 def _conditions(network: Any, seed: int) -> dict[str, str]:
-    from mmdecode.evaluation.conditions import spoken
+    from mmdecode.runs.conditions import spoken
 
     found = spoken(network)
     return {

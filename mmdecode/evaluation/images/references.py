@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import IncompatibleError, InputError
-from mmdecode.evaluation.image_classifier import Classifier
 from mmdecode.evaluation.images.report import Truth, small
 from mmdecode.image_ar.completion import codes_of
 from mmdecode.image_ar.loading import RasterModel
+from mmdecode.models.image_classifier import Classifier
 
 SCENES = "scenes"
 UNSEEN = 2**35
@@ -108,7 +108,7 @@ def _folder(folder: Path, side: tuple[int, int], count: int | None) -> Iterator[
     """Read, cropped to the middle and resized, batches ``(B, 3, H, W)`` from 0 to 1."""
     from PIL import Image, ImageOps
 
-    from mmdecode.files import find_files
+    from mmdecode.runs.files import find_files
     from mmdecode.vlm.images import SUFFIXES, read_image
 
     if not folder.is_dir():

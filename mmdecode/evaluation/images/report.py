@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.evaluation.image_classifier import Classifier, Judged
 from mmdecode.evaluation.images.features import (
     floor,
     frechet,
@@ -47,9 +46,10 @@ from mmdecode.evaluation.report.layout import (
 from mmdecode.evaluation.stats.image_means import MARGIN, equivalence, mean_of, welch
 from mmdecode.evaluation.stats.image_tables import PERMUTATIONS, marginals, neighbours, two_sample
 from mmdecode.evaluation.stats.intervals import holm
-from mmdecode.files import marked_json, write_files
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.sampling import Sampling
+from mmdecode.models.image_classifier import Classifier, Judged
+from mmdecode.runs.files import marked_json, write_files
 
 BITS = 1 / np.log(2)
 ALARM = 1e-3

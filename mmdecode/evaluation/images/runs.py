@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.stats.image_tables import code_groups
-from mmdecode.files import complete_lines
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.modes import MODES, decoder_of
 from mmdecode.image_ar.painters import reread
+from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Watch
+from mmdecode.runs.journal import Journal
 
 ROWS = "images.jsonl"
 PLAIN, AGAIN = "plain", "plain again"

@@ -30,7 +30,7 @@ from mmdecode.asr.correction.selection import (
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.nbest.n_best import Aligner, reference_of
 from mmdecode.evaluation.nbest.substitutions import Rule, fitted
-from mmdecode.files import complete_lines
+from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:

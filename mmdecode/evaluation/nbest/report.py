@@ -30,8 +30,8 @@ from mmdecode.evaluation.speech.normalisers import ORIGINS
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.wer import WER, align_as_written, count_steps, summed
 from mmdecode.evaluation.stats.intervals import RESAMPLES, holm, interval, resampled_sums
-from mmdecode.files import marked_json, write_files
-from mmdecode.tables import rows_text
+from mmdecode.runs.files import marked_json, write_files
+from mmdecode.runs.tables import rows_text
 
 HELD = " (threshold)"
 """Ends the name of a method under its copy threshold."""

@@ -19,8 +19,8 @@ from mmdecode.evaluation.report.item_verdict import verdict_of
 from mmdecode.evaluation.report.layout import Rows, csv_text, markdown, markdown_page
 from mmdecode.evaluation.stats.intervals import RESAMPLES
 from mmdecode.evaluation.vision.items import ITEMS, Some
-from mmdecode.files import marked_json, write_files
-from mmdecode.tables import rows_text
+from mmdecode.runs.files import marked_json, write_files
+from mmdecode.runs.tables import rows_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmdecode.demo.speech.clips_page import data_url, head
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]
 """Each row has the same columns in the same order."""

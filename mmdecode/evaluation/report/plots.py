@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmdecode.errors import MissingExtraError
-from mmdecode.files import MAKER
+from mmdecode.runs.files import MAKER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.errors import MissingExtraError
-from mmdecode.files import write_file
+from mmdecode.runs.files import write_file
 
 RATE = 16_000
 LEVELS_DB: dict[str, tuple[int | None, ...]] = {

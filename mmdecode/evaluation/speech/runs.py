@@ -21,11 +21,11 @@ from mmdecode.asr.audio.reading import Source, blocks, source_of
 from mmdecode.asr.decoding.long_form import ADVICE
 from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.conditions import now
-from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.speech.samples import Sample, sample_of
-from mmdecode.files import complete_lines
+from mmdecode.runs.conditions import now
+from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Failed, tried
+from mmdecode.runs.journal import Journal
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber

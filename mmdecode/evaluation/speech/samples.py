@@ -17,7 +17,7 @@ from typing import Any
 
 from mmdecode.asr.output.manifest import AUDIO, ID, TEXT, Entry, seconds_of
 from mmdecode.errors import InputError
-from mmdecode.tables import first_of, read_rows, rows_text, text_of
+from mmdecode.runs.tables import first_of, read_rows, rows_text, text_of
 
 HEARD = ("pred_text", "hypothesis", "hyp", "prediction", *TEXT)
 KEY = (*ID[:-1], *AUDIO, "source", *ID[-1:])

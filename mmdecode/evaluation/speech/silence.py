@@ -38,7 +38,7 @@ from mmdecode.evaluation.speech.scripts import units
 from mmdecode.evaluation.speech.word_page import Worst
 from mmdecode.evaluation.speech.word_report import WERReport
 from mmdecode.evaluation.stats.intervals import RESAMPLES, interval, resampled_sums
-from mmdecode.files import marked_json, write_files
+from mmdecode.runs.files import marked_json, write_files
 
 NON_SPEECH, SPEECH = "non-speech", "speech"
 """What the id of a sample begins with: ``non-speech/CLASS/NAME``, ``speech/SET/NAME``."""

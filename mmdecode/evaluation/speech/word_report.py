@@ -14,7 +14,6 @@ import numpy as np
 
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.evaluation.conditions import conditions_of
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import csv_text, markdown, markdown_page, number
 from mmdecode.evaluation.report.layout import percent as percent_of
@@ -38,7 +37,8 @@ from mmdecode.evaluation.stats.intervals import (
     RESAMPLES,
     holm,
 )
-from mmdecode.files import marked_json, write_files
+from mmdecode.runs.conditions import conditions_of
+from mmdecode.runs.files import marked_json, write_files
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber

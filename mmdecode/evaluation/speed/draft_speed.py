@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
+from mmdecode.api import generate
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.engine.request import token_ids, up_to_end
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, timed
-from mmdecode.frontdoor import generate
 
 Inputs = Mapping[str, Any]
 """Of a model, for a batch of prompts that are padded on the left."""

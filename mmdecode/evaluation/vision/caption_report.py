@@ -84,7 +84,8 @@ class CaptionReport(ItemReport[CaptionItem]):
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
         """``(seeds, images, 7)`` of `mmdecode.evaluation.vision.tasks.chair.count_mentions`, by
-        mode."""
+        mode.
+        """
         return {
             mode: np.stack(
                 [

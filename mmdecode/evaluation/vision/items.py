@@ -23,7 +23,7 @@ import numpy as np
 
 from mmdecode.errors import InputError
 from mmdecode.evaluation.vision.answers import Label, leading
-from mmdecode.files import complete_lines
+from mmdecode.runs.files import complete_lines
 
 ITEMS = "items.jsonl"
 QUESTION = ("text", "question")

@@ -30,10 +30,10 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import plain_main
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.journal import Journal
 from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items, text_hash
 from mmdecode.guide.answers import yes_no_ids
 from mmdecode.runs.items import Watch
+from mmdecode.runs.journal import Journal
 from mmdecode.vlm.answerer import Answer, Answerer, noise_of_id
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.questions import Prompts, Question
@@ -159,7 +159,8 @@ def _drawn(spec: str) -> str:
 
 def comparisons_of(modes: Iterable[Mode]) -> dict[str, tuple[str, ...]]:
     """What each mode is compared with, as `mmdecode.evaluation.report.item_report.ItemReport` wants
-    it."""
+    it.
+    """
     return {mode.name: mode.against for mode in modes}
 
 

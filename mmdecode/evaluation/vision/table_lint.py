@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.tables import read_rows
+from mmdecode.runs.tables import read_rows
 
 SIZES = {"3,000 questions": (1500, 1500), "the old 2,910 questions": (1500, 1410)}
 """Yes- and no-questions of one split of POPE, by its version."""
@@ -110,9 +110,9 @@ def read_published(path: Path) -> Iterator[tuple[str, str, PublishedRow]]:
     """Rows of a published table.
 
     Args:
-        path: A table as `mmdecode.tables` reads it, with ``method`` and ``split`` where there are
-            several, any of the numbers of `PublishedRow` in percent, and ``averaged`` (yes or no).
-            The step is that of the number with most decimals.
+        path: A table as `mmdecode.runs.tables` reads it, with ``method`` and ``split`` where there
+            are several, any of the numbers of `PublishedRow` in percent, and ``averaged`` (yes or
+            no). The step is that of the number with most decimals.
 
     Yields:
         Method, split and row.

@@ -168,7 +168,7 @@ def _cached(source: Path) -> Path:
     """
     place = cache_place()
     if not _is_complete(place):
-        from mmdecode.files import write_once
+        from mmdecode.runs.files import write_once
 
         write_once(place, lambda: _made(source))
         missing = [name for name in _FILES if not (place / name).is_file()]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from mmdecode.errors import OptionError
-from mmdecode.files import (
+from mmdecode.runs.changes import Noted
+from mmdecode.runs.files import (
     RUN,
     append_line,
     check_settings,
@@ -20,8 +21,7 @@ from mmdecode.files import (
     refuse_foreign,
     run_of,
 )
-from mmdecode.runs.changes import Noted
-from mmdecode.tables import write_rows
+from mmdecode.runs.tables import write_rows
 
 
 class Recorded(Protocol):
@@ -39,7 +39,7 @@ class Journal(Generic[Row]):
 
     Args:
         path: Of the file; its folder is created where it does not exist, and says in
-            `mmdecode.files.RUN` under which settings the rows are made.
+            `mmdecode.runs.files.RUN` under which settings the rows are made.
         read: Reads the rows that are there.
         key: What a row is about; of several rows about one thing the last counts.
         settings: What may change a row.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import InputError
-from mmdecode.files import write_file
+from mmdecode.runs.files import write_file
 from mmdecode.runs.inputs import refuse_address
 
 
