@@ -39,7 +39,7 @@ from mmdecode.draft.trees import expected_length, plan
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.testing.drafts import Siblings
-from mmdecode.train.medusa import MedusaOptions, collect, ranks, whisper_prompt
+from mmdecode.train.drafters.medusa import MedusaOptions, collect, ranks, whisper_prompt
 from mmdecode.zoo import grammar
 from mmdecode.zoo.speech import speech_test
 

@@ -34,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
-from mmdecode.train.medusa import whisper_prompt
+from mmdecode.train.drafters.medusa import whisper_prompt
 
 CTRANSLATE2 = {"CTranslate2": "float32", "CTranslate2 int8": "int8"}
 

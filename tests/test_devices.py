@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mmdecode.checkpoints import device_of, dtype_of
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError
-from mmdecode.train.workers import precision_of
+from mmdecode.train.distributed import precision_of
 
 
 @pytest.fixture

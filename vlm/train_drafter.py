@@ -23,10 +23,10 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.draft_speed import Setting, measure
-from mmdecode.train.drafter import train
-from mmdecode.train.drafter_recipes import Options
-from mmdecode.train.drafter_targets import Texts, scene_requests
-from mmdecode.train.fitting import FitOptions
+from mmdecode.train.drafters.recipes import Options
+from mmdecode.train.drafters.targets import Texts, scene_requests
+from mmdecode.train.drafters.trainer import train
+from mmdecode.train.loop import FitOptions
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.requests import read_requests
 from mmdecode.zoo.scene_sets import descriptions

@@ -68,7 +68,7 @@ def medusa(
     """
     from mmdecode.checkpoints import config_of, loading, local_path
     from mmdecode.runs.files import overwriting, refuse_foreign_in
-    from mmdecode.train.medusa import MedusaOptions, train_from_manifest
+    from mmdecode.train.drafters.medusa import MedusaOptions, train_from_manifest
 
     refuse_foreign_in(out, overwrite, but=["README.md"])
     with loading(model):
@@ -189,9 +189,9 @@ def drafter(
 
     from mmdecode.errors import OptionError
     from mmdecode.runs.files import overwriting
-    from mmdecode.train import drafter as recipe
     from mmdecode.train import hub
-    from mmdecode.train.workers import precision_of
+    from mmdecode.train.distributed import precision_of
+    from mmdecode.train.drafters import trainer as recipe
 
     usual = recipe.Options(kind=kind)
     pace: dict[str, Any] = {"steps": steps, "batch": batch_size, "peak_rate": rate, "seed": seed}
@@ -394,7 +394,7 @@ def zoo(
 
 def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device: str) -> Any:
     """Rebuilds a member of the zoo into ``out``."""
-    from mmdecode.train import whisper_synth
+    from mmdecode.train.zoo import whisper_synth
 
     if name == "whisper-synth":
         return whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
@@ -407,7 +407,7 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
         aligner.run(local_path(base), out, aligner.AlignerOptions())
         return {"folder": str(out)}
     if name == "lm-synth":
-        from mmdecode.train import lm_synth
+        from mmdecode.train.zoo import lm_synth
 
         return lm_synth.run(lm_synth.Options(), work, out)
     if name == "joined-words":
@@ -421,7 +421,7 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
         build_speech_test(out)
         return {"folder": str(out)}
     if name == "llava-scenes":
-        from mmdecode.train import llava_scenes
+        from mmdecode.train.zoo import llava_scenes
 
         return llava_scenes.run(llava_scenes.Options(), work, out)
     if name == "scenes-test":
@@ -431,19 +431,19 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
         scene_sets.write_images(out / "images")
         return {"folder": str(out)}
     if name == "llamagen-scenes":
-        from mmdecode.train import llamagen_scenes
+        from mmdecode.train.zoo import llamagen_scenes
 
         plan = llamagen_scenes.Options() if device == "cpu" else llamagen_scenes.on_cuda()
         return llamagen_scenes.run(plan, work, out)
     if name == "llamagen-digits":
-        from mmdecode.train import llamagen_digits
+        from mmdecode.train.zoo import llamagen_digits
 
         return llamagen_digits.run(llamagen_digits.Options(device=device), work, out)
     if name == "var-scenes":
-        from mmdecode.train import var_scenes
+        from mmdecode.train.zoo import var_scenes
 
         shapes = var_scenes.Options() if device == "cpu" else var_scenes.on_cuda()
         return var_scenes.run(shapes, work, out)
-    from mmdecode.train import scene_classifier
+    from mmdecode.train.zoo import scene_classifier
 
     return scene_classifier.run(scene_classifier.Options(), work, out)

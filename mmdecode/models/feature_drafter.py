@@ -4,7 +4,7 @@ Row t of such a model pairs the state of token t, as the target computed it, wit
 token t + 1, and makes of both a state from which token t + 2 is read. The state it made stands in
 for the target's in the next row, so it can go on alone. A method is a `FeatureDrafter`: which
 states it reads, what it does with rows of images, how it runs, and how logits are read off.
-`mmdecode.draft.features` drafts with any of them, `mmdecode.train.drafter` trains them.
+`mmdecode.draft.features` drafts with any of them, `mmdecode.train.drafters.trainer` trains them.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from mmdecode.runs.files import (
     write_file,
     write_folder,
 )
-from mmdecode.train.fitting import BITS, FitOptions, fit, save_half
-from mmdecode.train.medusa import write_state
+from mmdecode.train.drafters.medusa import write_state
+from mmdecode.train.loop import BITS, FitOptions, fit, save_half
 
 METHODS = ("lora", "full", "scratch")
 TRAINED, JUDGED = 0.7, 0.8

@@ -41,7 +41,7 @@ from mmdecode.draft.source import Source
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Given, SecondModel, Shallow, Static
 from mmdecode.guide.uadf import UADF
-from mmdecode.train.lm_synth import TEMPLATE, Options, build_tokenizer
+from mmdecode.train.zoo.lm_synth import TEMPLATE, Options, build_tokenizer
 from mmdecode.zoo import grammar
 from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test

@@ -7,7 +7,7 @@ from mmdecode.asr.transcriber import load
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import OptionError
 from mmdecode.models.whisper_medusa import HeadedProjection
-from mmdecode.train.whisper_synth import build_processor
+from mmdecode.train.zoo.whisper_synth import build_processor
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "whisper_medusa"
 

@@ -22,7 +22,7 @@ from mmdecode.image_ar.raster import generate
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.eagle import KINDS
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
-from mmdecode.train.drafter_recipes import sizes_of
+from mmdecode.train.drafters.recipes import sizes_of
 from tests.conformance.tiny_vlm import TEXT, TOWER, VQ, WIDTH
 
 CODES = 24

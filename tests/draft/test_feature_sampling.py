@@ -12,7 +12,7 @@ from mmdecode.draft.vispec import ViSpec
 from mmdecode.errors import OptionError
 from mmdecode.models import eagle, vispec
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.train.drafter_recipes import RECIPES, Batch, Options, Unrolled, targets_of
+from mmdecode.train.drafters.recipes import RECIPES, Batch, Options, Unrolled, targets_of
 from tests.conformance.tiny import VOCAB, WIDTH
 from tests.draft.test_eagle import SIZES, decode, model_of, random_drafter
 

@@ -13,8 +13,8 @@ from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
 from mmdecode.models.hydra import HydraHeads
 from mmdecode.testing import check_draft
-from mmdecode.train import drafter_recipes as recipes
-from mmdecode.train.drafter_recipes import RECIPES, Batch, Options
+from mmdecode.train.drafters import recipes
+from mmdecode.train.drafters.recipes import RECIPES, Batch, Options
 from tests.conformance.tiny import VOCAB, WIDTH
 from tests.draft.test_eagle import decode, inputs_of, model_of
 from tests.support.sessions import noting

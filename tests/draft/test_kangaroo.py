@@ -16,7 +16,7 @@ from mmdecode.guide.vcd import VCD
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.kangaroo import Kangaroo as Model
 from mmdecode.testing import check_draft
-from mmdecode.train.drafter_recipes import RECIPES, Options, unrolled
+from mmdecode.train.drafters.recipes import RECIPES, Options, unrolled
 from tests.conformance.tiny import NEW, text_model
 from tests.draft.rounds import rounds_of
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of

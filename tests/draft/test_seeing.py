@@ -21,7 +21,7 @@ from mmdecode.models import dream, eagle, flash, vispec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.image_rows import at_last_places, members_of, numbered
 from mmdecode.testing import check_draft
-from mmdecode.train.drafter_recipes import Unrolled
+from mmdecode.train.drafters.recipes import Unrolled
 from tests.conformance.tiny import WIDTH
 from tests.conformance.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of

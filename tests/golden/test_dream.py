@@ -13,7 +13,7 @@ from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.models.dream import early_layers, entropies, least_entropy, most_received
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.train.drafter_losses import divergence, smooth_distance
+from mmdecode.train.drafters.losses import divergence, smooth_distance
 from tests.golden.given import Given, begin, commit
 from tests.golden.test_eagle import assert_tree
 

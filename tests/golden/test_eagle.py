@@ -19,7 +19,7 @@ from mmdecode.engine.contracts import AcceptanceRule
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.train.drafter_recipes import Targets, eagle_losses, law_losses, unrolled
+from mmdecode.train.drafters.recipes import Targets, eagle_losses, law_losses, unrolled
 from tests.support.sessions import noting
 from tests.support.traced import Traced
 

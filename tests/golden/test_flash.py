@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.flash import Flash
-from mmdecode.train.drafter_recipes import Batch, targets_of
+from mmdecode.train.drafters.recipes import Batch, targets_of
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "flashsd"
 EXPECTED = load_file(DATA / "expected.safetensors")

@@ -18,7 +18,7 @@ from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import Requirements
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
-from mmdecode.train.medusa import head_losses
+from mmdecode.train.drafters.medusa import head_losses
 from tests.support.traced import Traced
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "medusa"

@@ -11,8 +11,8 @@ from mmdecode.draft import growing
 from mmdecode.draft.vispec import ViSpec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.image_rows import members_of, numbered
-from mmdecode.train.drafter_losses import ranking_loss, vispec_loss
-from mmdecode.train.drafter_recipes import Unrolled
+from mmdecode.train.drafters.losses import ranking_loss, vispec_loss
+from mmdecode.train.drafters.recipes import Unrolled
 from tests.golden.given import Given, begin, commit
 from tests.golden.test_eagle import assert_tree
 

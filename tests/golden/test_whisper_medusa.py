@@ -19,7 +19,7 @@ from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.engine.target_logits import Processors, TargetLogits
 from mmdecode.models.whisper_medusa import load_target
-from mmdecode.train.medusa import head_losses
+from mmdecode.train.drafters.medusa import head_losses
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "whisper_medusa"
 RUNS = json.loads((DATA / "expected_generation.json").read_text())

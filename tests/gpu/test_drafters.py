@@ -24,10 +24,10 @@ from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.capture import Replayed
 from mmdecode.guide.vcd import VCD
-from mmdecode.train.drafter import train
-from mmdecode.train.drafter_recipes import RECIPES, Options
-from mmdecode.train.drafter_targets import Texts
-from mmdecode.train.workers import PRECISIONS, Worker
+from mmdecode.train.distributed import PRECISIONS, Worker
+from mmdecode.train.drafters.recipes import RECIPES, Options
+from mmdecode.train.drafters.targets import Texts
+from mmdecode.train.drafters.trainer import train
 from mmdecode.vlm.requests import Request
 from tests.conformance.tiny import TREE, prompts, random_heads, text_model
 from tests.conformance.tiny_vlm import IMAGE, SQUARE, pixels, vision_inputs, vision_model

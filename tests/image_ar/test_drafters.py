@@ -23,9 +23,9 @@ from mmdecode.image_ar.raster import generate
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.feature_drafter import FeatureDrafter
 from mmdecode.testing.checks import LEVEL, p_value
-from mmdecode.train.drafter import collect, train
-from mmdecode.train.drafter_recipes import RECIPES, Options, Sample, sizes_of, unrolled
-from mmdecode.train.drafter_targets import Drawing, Images, requests_for
+from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, sizes_of, unrolled
+from mmdecode.train.drafters.targets import Drawing, Images, requests_for
+from mmdecode.train.drafters.trainer import collect, train
 from tests.conformance.tiny_images import (
     GUIDED,
     SHAPES,

@@ -43,7 +43,7 @@ from mmdecode.asr.recognizers.whisper_features import heard
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.source import Source
 from mmdecode.errors import MMDecodeError
-from mmdecode.train.drafter_recipes import RECIPES, Options
+from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scenes import draw_scene, render
 from mmdecode.zoo.speech import speech_test

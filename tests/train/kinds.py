@@ -1,6 +1,6 @@
 """Options of a training of drafters that hold for any kind."""
 
-from mmdecode.train.drafter_recipes import OWN
+from mmdecode.train.drafters.recipes import OWN
 
 
 def having(kind, **options):

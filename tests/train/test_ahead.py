@@ -3,7 +3,7 @@ import os
 import numpy as np
 import pytest
 
-from mmdecode.train.ahead import Ahead
+from mmdecode.train.drafters.ahead import Ahead
 
 
 def made(step):

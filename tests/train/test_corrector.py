@@ -25,7 +25,7 @@ from mmdecode.train.corrector import (
     train,
     train_from_lists,
 )
-from mmdecode.train.fitting import BITS, FitOptions
+from mmdecode.train.loop import BITS, FitOptions
 from tests.asr.correctors import TEMPLATE, model, tokenizer
 
 WORDS = "ant bee cat dog eel fox gnu hen".split()

@@ -21,10 +21,9 @@ from mmdecode.engine.masks import block_mask, chain
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.runs.files import MAKER
-from mmdecode.train import drafter as recipe
-from mmdecode.train import drafter_recipes as recipes
-from mmdecode.train.drafter import answered, collect, train
-from mmdecode.train.drafter_recipes import (
+from mmdecode.train.drafters import recipes
+from mmdecode.train.drafters import trainer as recipe
+from mmdecode.train.drafters.recipes import (
     Options,
     Sample,
     law_losses,
@@ -32,7 +31,8 @@ from mmdecode.train.drafter_recipes import (
     targets_of,
     unrolled,
 )
-from mmdecode.train.drafter_targets import Texts, with_answers
+from mmdecode.train.drafters.targets import Texts, with_answers
+from mmdecode.train.drafters.trainer import answered, collect, train
 from mmdecode.vlm.requests import Request
 from tests.conformance.tiny import VOCAB, WIDTH, text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model

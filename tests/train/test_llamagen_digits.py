@@ -6,8 +6,8 @@ import torch
 
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
 from mmdecode.runs.files import MAKER
-from mmdecode.train.fitting import FitOptions
-from mmdecode.train.llamagen_digits import LEVELS, Options, run, shift, split
+from mmdecode.train.loop import FitOptions
+from mmdecode.train.zoo.llamagen_digits import LEVELS, Options, run, shift, split
 from mmdecode.zoo.scenes import digit_scans
 
 OPTIONS = Options(
@@ -55,7 +55,7 @@ def test_the_recipe_makes_a_model_and_its_card(tmp_path):
 
 
 def test_a_model_that_learns_by_heart_is_stopped(tmp_path, monkeypatch):
-    from mmdecode.train import image_codes
+    from mmdecode.train.zoo import image_codes
 
     looks = iter([4.0, 3.0, 3.5, 3.6, 3.7, 0.0])
     monkeypatch.setattr(image_codes, "bits_per_code", lambda *a: next(looks, 1.0))

@@ -14,11 +14,11 @@ from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
 from mmdecode.runs.files import MAKER
-from mmdecode.train import image_codes, image_tokenizer, llamagen_scenes
-from mmdecode.train.fitting import BITS, FitOptions, fit
-from mmdecode.train.image_codes import Setting, bits_per_code, draw, reach
-from mmdecode.train.image_tokenizer import Codebook, TokenizerOptions
-from mmdecode.train.llamagen_scenes import (
+from mmdecode.train.loop import BITS, FitOptions, fit
+from mmdecode.train.zoo import image_codes, image_tokenizer, llamagen_scenes
+from mmdecode.train.zoo.image_codes import Setting, bits_per_code, draw, reach
+from mmdecode.train.zoo.image_tokenizer import Codebook, TokenizerOptions
+from mmdecode.train.zoo.llamagen_scenes import (
     NAMES,
     SLOTS,
     Learner,
@@ -29,7 +29,7 @@ from mmdecode.train.llamagen_scenes import (
     encode,
     run,
 )
-from mmdecode.train.scene_images import draw_picture, pictures, to_pixels
+from mmdecode.train.zoo.scene_images import draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*scalar.*")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmdecode.checkpoints import ZOO
-from mmdecode.train import llava_scenes
-from mmdecode.train.llava_scenes import (
+from mmdecode.train.zoo import llava_scenes
+from mmdecode.train.zoo.llava_scenes import (
     PATCHES,
     Learner,
     Options,

@@ -8,8 +8,8 @@ import torch
 
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.checkpoints import local_path
-from mmdecode.train.fitting import FitOptions
-from mmdecode.train.lm_synth import (
+from mmdecode.train.loop import FitOptions
+from mmdecode.train.zoo.lm_synth import (
     Confusions,
     Examples,
     Options,
@@ -121,7 +121,7 @@ def test_steps_repeat_and_a_list_weighs_less_than_its_answer():
 
 
 def test_recipe_runs_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmdecode.train.lm_synth.make_lists", lambda folder, options: LISTS)
+    monkeypatch.setattr("mmdecode.train.zoo.lm_synth.make_lists", lambda folder, options: LISTS)
     first = run(SMALL, tmp_path / "work", tmp_path / "out")
     assert first["step"] in (3, 6) and first["held_out_lists"] + first["lists"] == len(LISTS)
     assert (tmp_path / "out" / "corrector.json").exists()

@@ -5,7 +5,7 @@ import torch
 
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import InputError, OptionError
-from mmdecode.train.medusa import MedusaOptions, train_from_manifest
+from mmdecode.train.drafters.medusa import MedusaOptions, train_from_manifest
 from mmdecode.zoo.speech import speech_test
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from mmdecode.draft.trees import choose_tree, expected_length
-from mmdecode.train.medusa import head_losses, moved
+from mmdecode.train.drafters.medusa import head_losses, moved
 
 
 def test_head_losses_are_zero_for_a_model_that_knows_the_sequence_and_not_for_a_shift():

@@ -9,8 +9,8 @@ pytest.importorskip("timm")
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import InputError
 from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
-from mmdecode.train.fitting import FitOptions
-from mmdecode.train.scene_classifier import (
+from mmdecode.train.loop import FitOptions
+from mmdecode.train.zoo.scene_classifier import (
     OWN_SEEDS,
     Options,
     Pictures,
@@ -20,7 +20,7 @@ from mmdecode.train.scene_classifier import (
     run,
     worn,
 )
-from mmdecode.train.scene_images import to_pixels
+from mmdecode.train.zoo.scene_images import to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 TINY = FitOptions(steps=2, batch=4, every=1, condition_dropout=0.0)

@@ -10,10 +10,10 @@ from mmdecode import registry
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import early_layers
 from mmdecode.models.eagle import Eagle
-from mmdecode.train.drafter import collect
-from mmdecode.train.drafter_losses import ranking_loss
-from mmdecode.train.drafter_recipes import RECIPES, Options, Sample, eagle_losses, targets_of
-from mmdecode.train.drafter_targets import Texts
+from mmdecode.train.drafters.losses import ranking_loss
+from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, eagle_losses, targets_of
+from mmdecode.train.drafters.targets import Texts
+from mmdecode.train.drafters.trainer import collect
 from tests.conformance.tiny import text_model
 from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_seeing import random_model

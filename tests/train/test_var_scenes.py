@@ -9,10 +9,11 @@ from mmdecode.cli.app import app
 from mmdecode.image_ar.loading import labels_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
 from mmdecode.models.multiscale_vq import MultiScaleVQ
-from mmdecode.train import fitting, var_scenes
-from mmdecode.train.fitting import BITS, FitOptions
-from mmdecode.train.scene_images import class_of, draw_picture, pictures, shown, to_pixels
-from mmdecode.train.var_scenes import (
+from mmdecode.train import loop as fitting
+from mmdecode.train.loop import BITS, FitOptions
+from mmdecode.train.zoo import var_scenes
+from mmdecode.train.zoo.scene_images import class_of, draw_picture, pictures, shown, to_pixels
+from mmdecode.train.zoo.var_scenes import (
     TOKENIZER,
     ModelShape,
     Options,

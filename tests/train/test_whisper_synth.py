@@ -12,7 +12,7 @@ from mmdecode.train.speech_windows import (
     collate,
     ctc_ids,
 )
-from mmdecode.train.whisper_synth import (
+from mmdecode.train.zoo.whisper_synth import (
     CTCHead,
     Options,
     build_model,

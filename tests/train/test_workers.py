@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.models.eagle import Eagle
 from mmdecode.models.vispec import ViSpec
-from mmdecode.train import drafter as recipe
-from mmdecode.train import workers
+from mmdecode.train import distributed as workers
 from mmdecode.train.begin import begun
-from mmdecode.train.drafter import train
-from mmdecode.train.drafter_recipes import RECIPES, Options
-from mmdecode.train.drafter_targets import Texts
-from mmdecode.train.fitting import FitOptions, fit
-from mmdecode.train.workers import Alone, Worker
+from mmdecode.train.distributed import Alone, Worker
+from mmdecode.train.drafters import trainer as recipe
+from mmdecode.train.drafters.recipes import RECIPES, Options
+from mmdecode.train.drafters.targets import Texts
+from mmdecode.train.drafters.trainer import train
+from mmdecode.train.loop import FitOptions, fit
 from tests.conformance.tiny import text_model
 from tests.train.kinds import having
 from tests.train.test_drafter import SMALL, build, requests

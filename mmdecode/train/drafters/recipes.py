@@ -45,9 +45,9 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.kangaroo import Kangaroo, rope_of
 from mmdecode.models.vispec import ViSpec
 from mmdecode.runs.files import write_folder
-from mmdecode.train.drafter_losses import divergence, smooth_distance, vispec_loss
-from mmdecode.train.fitting import FitOptions, save_half
-from mmdecode.train.medusa import head_losses
+from mmdecode.train.drafters.losses import divergence, smooth_distance, vispec_loss
+from mmdecode.train.drafters.medusa import head_losses
+from mmdecode.train.loop import FitOptions, save_half
 
 OWN = {
     "draft_vocabulary": ("eagle3",),
@@ -351,7 +351,7 @@ class ViSpecRecipe(FeatureRecipe):
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
-        """See `mmdecode.train.drafter_losses.vispec_loss`."""
+        """See `mmdecode.train.drafters.losses.vispec_loss`."""
         return targets.mean(vispec_loss(logits, targets.logits))
 
 

@@ -1,9 +1,10 @@
 """Whose drafters are trained: models that answer in words, and models that draw images in codes.
 
 A `Target` answers requests, reads them with their answers in one pass of the engine, and is decoded
-with a draft; `mmdecode.train.drafter` knows no more of it. Answers are the target's own, as it is
-meant to be sampled, and images are drawn with its guidance: rows of the branches then stand one
-below the other, and a drafter learns states of both and the law that guidance makes of them.
+with a draft; `mmdecode.train.drafters.trainer` knows no more of it. Answers are the target's own,
+as it is meant to be sampled, and images are drawn with its guidance: rows of the branches then
+stand one below the other, and a drafter learns states of both and the law that guidance makes of
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mmdecode.image_ar.raster import ImageTokens
 from mmdecode.image_ar.raster import generate as draw
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenConfig
-from mmdecode.train.drafter_recipes import Options, Sample, unguided
+from mmdecode.train.drafters.recipes import Options, Sample, unguided
 from mmdecode.vlm.requests import Request, read_requests
 
 SCENES = "zoo:scenes"

@@ -7,8 +7,8 @@ room; nothing but ids is written. Training stops at the best
 measured drafting of a chain on held-out prompts, and not by a loss, since losses saturate at the
 first position long before acceptance does at the last.
 
-Whose drafters these are is in `mmdecode.train.drafter_targets`, kinds of drafters and their losses
-in `mmdecode.train.drafter_recipes`.
+Whose drafters these are is in `mmdecode.train.drafters.targets`, kinds of drafters and their losses
+in `mmdecode.train.drafters.recipes`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from mmdecode.runs.files import (
     write_file,
 )
 from mmdecode.train.begin import begun
-from mmdecode.train.drafter_recipes import RECIPES, Batch, Options, Sample
-from mmdecode.train.drafter_targets import Target, loaded, requests_for
-from mmdecode.train.early_states import EarlyStates
-from mmdecode.train.fitting import BITS, fit, progress
+from mmdecode.train.distributed import PRECISIONS, Alone, Worker
+from mmdecode.train.drafters.early_states import EarlyStates
+from mmdecode.train.drafters.medusa import write_state
+from mmdecode.train.drafters.recipes import RECIPES, Batch, Options, Sample
+from mmdecode.train.drafters.targets import Target, loaded, requests_for
 from mmdecode.train.hub import write_model_page
-from mmdecode.train.medusa import write_state
-from mmdecode.train.workers import PRECISIONS, Alone, Worker
+from mmdecode.train.loop import BITS, fit, progress
 
 
 class Collector(Edited):
@@ -385,7 +385,7 @@ def train_from(
         options: Settings.
         limit: Use so many requests; of scenes 1,000 unless it says otherwise.
         device: Where to train; ``None``: CUDA where there is one.
-        precision: ``fp32``, ``bf16`` or ``fp16``, see `mmdecode.train.workers`.
+        precision: ``fp32``, ``bf16`` or ``fp16``, see `mmdecode.train.distributed`.
         start: A drafter to start from.
 
     Returns:

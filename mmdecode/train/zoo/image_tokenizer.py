@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.files import append_line, open_append
-from mmdecode.train.fitting import progress, save_half
-from mmdecode.train.medusa import write_state
-from mmdecode.train.scene_images import to_pixels
+from mmdecode.train.drafters.medusa import write_state
+from mmdecode.train.loop import progress, save_half
+from mmdecode.train.zoo.scene_images import to_pixels
 
 Pictures = Callable[[Sequence[int]], np.ndarray]
 """Seeds to pixels, ``(B, H, W, 3)`` uint8."""

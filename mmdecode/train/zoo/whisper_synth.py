@@ -39,8 +39,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import append_line, marked_json, open_append, write_file, write_folder
-from mmdecode.train import medusa
-from mmdecode.train.fitting import say_float32
+from mmdecode.train.drafters import medusa
+from mmdecode.train.loop import say_float32
 from mmdecode.train.speech_windows import (
     CTC_SYMBOLS,
     HOP,

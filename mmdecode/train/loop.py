@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmdecode.runs.files import write_file, write_folder
-from mmdecode.train.medusa import write_state
-from mmdecode.train.workers import Alone
+from mmdecode.train.distributed import Alone
+from mmdecode.train.drafters.medusa import write_state
 
 BITS = 1 / math.log(2)
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenForImageGeneration, padding_mask
 from mmdecode.runs.files import marked_json, write_file
-from mmdecode.train.fitting import BITS
+from mmdecode.train.loop import BITS
 
 
 def dropped(model: LlamaGenForImageGeneration, condition: Tensor, which: Tensor) -> Tensor:

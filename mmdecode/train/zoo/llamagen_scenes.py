@@ -26,13 +26,14 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration, left_padded
 from mmdecode.models.vq import VQModel
 from mmdecode.runs.files import write_arrays, write_folder
-from mmdecode.train import fitting, image_codes, image_tokenizer
-from mmdecode.train.ahead import Ahead
-from mmdecode.train.fitting import FitOptions, progress, save_half
-from mmdecode.train.image_codes import Setting
-from mmdecode.train.image_tokenizer import TokenizerOptions
-from mmdecode.train.medusa import write_state
-from mmdecode.train.scene_images import (
+from mmdecode.train import loop as fitting
+from mmdecode.train.drafters.ahead import Ahead
+from mmdecode.train.drafters.medusa import write_state
+from mmdecode.train.loop import FitOptions, progress, save_half
+from mmdecode.train.zoo import image_codes, image_tokenizer
+from mmdecode.train.zoo.image_codes import Setting
+from mmdecode.train.zoo.image_tokenizer import TokenizerOptions
+from mmdecode.train.zoo.scene_images import (
     SCATTERED,
     draw_picture,
     pictures,
@@ -426,7 +427,7 @@ def describe(part: Part, numbers: dict[str, Any], options: Options, folder: Path
     plan, guided = options.plans[part], numbers["guided"]
     scale = options.setting.scale
     facts = [
-        "Data: pictures of `mmdecode/train/scene_images.py`, their digits from real scans (see "
+        "Data: pictures of `mmdecode/train/zoo/scene_images.py`, their digits from real scans (see "
         f"`data/digits.md`); {options.pictures} were encoded once, {numbers['steps']} steps of "
         f"{plan.fit.batch} drawn from them.",
         f"Held out by seed, and for digits by scan: {options.development} pictures decided when to "
