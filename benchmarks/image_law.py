@@ -33,7 +33,7 @@ from mmdecode.evaluation.images.runs import forced_logits
 from mmdecode.evaluation.images.samples import likelihood
 from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
-from mmdecode.image_ar.painters import RoundCounts
+from mmdecode.image_ar.backends import RoundCounts
 from mmdecode.runs.files import write_arrays
 from mmdecode.testing import mistakes
 

@@ -6,6 +6,10 @@ from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.cfg_image import CFGImage
 from mmdecode.guide.conscious_gaze import ConsciousGaze
+from mmdecode.guide.controls.margin_shift import MarginShift
+from mmdecode.guide.controls.near_ties import NearTies
+from mmdecode.guide.controls.plausible import Plausible, TemperatureMatched
+from mmdecode.guide.controls.prompt_bias import PromptBias
 from mmdecode.guide.dagcd import DAGCD
 from mmdecode.guide.damro import DAMRO
 from mmdecode.guide.dcla import DCLA
@@ -15,11 +19,7 @@ from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.icd import ICD
 from mmdecode.guide.linear import Contrast, Linear
 from mmdecode.guide.m3id import M3ID
-from mmdecode.guide.margin_shift import MarginShift
-from mmdecode.guide.near_ties import NearTies
 from mmdecode.guide.pai import PAI
-from mmdecode.guide.plausible import Plausible, TemperatureMatched
-from mmdecode.guide.prompt_bias import PromptBias
 from mmdecode.guide.rbd import RBD
 from mmdecode.guide.ritual import RITUAL
 from mmdecode.guide.scalingvis import ScalingVis

@@ -31,11 +31,11 @@ from mmdecode.errors import (
     did_you_mean,
 )
 from mmdecode.image_ar import next_scale
+from mmdecode.image_ar.backends import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
 from mmdecode.image_ar.completion import Completion
 from mmdecode.image_ar.loading import RasterModel, config_of, labels_of, load, said_of
 from mmdecode.image_ar.modes import check_mode, decoder_of, lead_of
 from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
-from mmdecode.image_ar.painters import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
     from mmdecode.engine.stats import Stats
-    from mmdecode.image_ar.painters import Painted
+    from mmdecode.image_ar.backends import Painted
 
 _ADVICE = "load the model in half precision, or use a smaller window"
 _SHOWN = 40  # names of classes that an error lists

@@ -22,7 +22,8 @@ from mmdecode.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
-from mmdecode.image_ar import ImageGenerator, Sampling, painters
+from mmdecode.image_ar import ImageGenerator, Sampling
+from mmdecode.image_ar import backends as painters
 from mmdecode.image_ar.completion import completion_of, kept_cells, partly_known
 from mmdecode.image_ar.loading import RasterModel, load
 from mmdecode.image_ar.modes import MODES

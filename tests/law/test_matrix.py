@@ -30,10 +30,10 @@ from mmdecode.draft.source import Source
 from mmdecode.draft.sparse import Sparse
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide.controls.margin_shift import MarginShift
+from mmdecode.guide.controls.near_ties import NearTies
 from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear
-from mmdecode.guide.margin_shift import MarginShift
-from mmdecode.guide.near_ties import NearTies
 from mmdecode.models.eagle import Eagle3
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import (

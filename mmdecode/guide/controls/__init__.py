@@ -1,0 +1,1 @@
+"""Controls of experiments: what a guide's gain is compared with."""
