@@ -68,7 +68,7 @@ $(OLDEST)/.installed: | $(VENV)/.installed
 
 test-oldest: $(OLDEST)/.installed $(VENV)/.moonshine
 	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 --dist loadfile \
-	  tests/conformance tests/guide tests/asr tests/vlm tests/test_frontdoor.py
+	  tests/conformance tests/guide tests/asr tests/vlm tests/test_api.py
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check

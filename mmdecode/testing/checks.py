@@ -4,7 +4,7 @@
 AssertionError with the promise that is broken and what differs. They are composed of
 `assert_lossless` (byte equality with a plain loop) and `assert_distribution` (counts of whole
 sequences against exact enumeration). Both are only worth something because known mistakes fail
-them: the mutants under ``tests/law``.
+them: the mutants under ``tests/exactness``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.errors import MMDecodeError
 from mmdecode.testing import check_recognizer
-from tests.asr.tiny_recognizers import MODELS
+from tests.support.tiny_recognizers import MODELS
 
 
 class Short(MoonshineRecognizer):

@@ -22,9 +22,9 @@ from mmdecode.asr.correction.corrector import (
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.draft.source import Source
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
-from tests.asr.correctors import LISTS, TEMPLATE, Writes, model, tokenizer
-from tests.faults import ERRORS, FEW, Faulty
-from tests.faults import said as said_of
+from tests.support.correctors import LISTS, TEMPLATE, Writes, model, tokenizer
+from tests.support.faults import ERRORS, FEW, Faulty
+from tests.support.faults import said as said_of
 
 FAMILIES = ("llama", "t5", "bart")
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from mmdecode.asr.output.manifest import Entry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speech import runs
-from tests.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, said
 
 SECONDS = (1.6, 0.8, 1.2, 0.6)
 BAD = 2

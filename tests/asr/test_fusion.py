@@ -45,7 +45,7 @@ from mmdecode.train.zoo.lm_synth import TEMPLATE, Options, build_tokenizer
 from mmdecode.zoo import grammar
 from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test
-from tests.asr import tiny_recognizers
+from tests.support import tiny_recognizers
 from tests.support.moonshine import NAME, needs_wheel
 
 OPTIONS = Options(vocabulary=400)
@@ -201,7 +201,7 @@ class Fixed:
 
     def __init__(self, recogniser, features):
         rows = len(features)
-        from tests.guide.laws import context
+        from tests.support.target_logits import context
 
         heard = [Given(one, recogniser.prompt) for one in features]
         call = context(rows, inputs={"audio": heard})

@@ -21,7 +21,7 @@ from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs.crashes import Journal, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
-from tests.faults import ERRORS, said
+from tests.support.faults import ERRORS, said
 
 HERE = Path(__file__).parent
 ENTRIES = [Entry(id=f"{name}/a.wav", audio=f"{name}/a.wav") for name in "wxyz"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mmdecode.asr import Failure, Transcriber
 from mmdecode.cli.app import app
 from mmdecode.errors import IncompatibleError, InputError, UnsupportedModelError
-from tests.asr.tiny_recognizers import MODELS
+from tests.support.tiny_recognizers import MODELS
 
 RATE = 16_000
 KINDS = pytest.mark.parametrize(

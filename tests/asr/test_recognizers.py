@@ -21,7 +21,7 @@ from mmdecode.asr.recognizers.generic import FAINTEST, LEAST_S
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
-from tests.asr.tiny_recognizers import MODELS, tokenizer
+from tests.support.tiny_recognizers import MODELS, tokenizer
 
 RATE = 16_000
 KINDS = pytest.mark.parametrize("kind", MODELS)

@@ -22,7 +22,7 @@ from mmdecode.cli import app as cli
 from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speed.latency import StreamMeter
-from tests.asr import tiny_recognizers
+from tests.support import tiny_recognizers
 
 RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1
 

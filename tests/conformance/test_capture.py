@@ -10,9 +10,9 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.engine import capture
 from mmdecode.engine.cache import RaggedCache
-from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
-from tests.conformance.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
-from tests.support import seams
+from tests.conformance import test_encoder_decoder
+from tests.support import seams, tiny, tiny_vlm
+from tests.support.tiny import MOONSHINE_DRAFTS, TEXT_DRAFTS, WHISPER_DRAFTS
 
 UNLIKE = ("known", "known_tree", "random_trees")  # drafts of tests, which run on the host
 UNLIKE += ("assistant_is_target",)  # too soon at the end

@@ -15,8 +15,9 @@ from mmdecode.engine import capture
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.contracts import Requirements
 from mmdecode.guide.linear import Linear
-from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
-from tests.conformance.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
+from tests.conformance import test_encoder_decoder
+from tests.support import tiny, tiny_vlm
+from tests.support.tiny import TEXT_DRAFTS, WHISPER_DRAFTS
 
 
 @pytest.fixture

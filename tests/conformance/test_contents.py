@@ -9,7 +9,7 @@ from mmdecode import registry
 from mmdecode.adapters import image_transforms
 from mmdecode.decoder import Decoder
 from tests.conformance.test_transforms import CHANGED, UNCHANGED, alone, seen
-from tests.conformance.tiny_vlm import (
+from tests.support.tiny_vlm import (
     END,
     IMAGE,
     LLAVA,

@@ -30,8 +30,8 @@ from mmdecode.draft.layer_skip import LayerSkip
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.testing import drafts
-from tests.conformance.tiny import HiddenPath, prompts, random_heads
 from tests.support import seams
+from tests.support.tiny import HiddenPath, prompts, random_heads
 
 NEW = 14
 COMMON = {

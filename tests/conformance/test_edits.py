@@ -17,8 +17,8 @@ from mmdecode.engine.attention import NAME, AttentionEdit, layer_range, switched
 from mmdecode.engine.contracts import Guide, Requirements, StateEdit
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
-from tests.conformance import tiny
-from tests.conformance.tiny_vlm import (
+from tests.support import tiny
+from tests.support.tiny_vlm import (
     IMAGE,
     NEW,
     plain,

@@ -32,7 +32,7 @@ from mmdecode.engine.cache import RaggedCache
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     PROCESSORS,
     TREE,
     VOCAB,

@@ -27,8 +27,8 @@ from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.raster import generate
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models import chameleon_vq, vq
-from tests.conformance.tiny import text_model
-from tests.conformance.tiny_images import (
+from tests.support.tiny import text_model
+from tests.support.tiny_images import (
     BEGINS,
     CODES,
     DRAFTS,

@@ -29,7 +29,8 @@ from mmdecode.image_ar.raster import generate
 from mmdecode.image_ar.sampling import guided
 from mmdecode.models import llamagen as llamagen_model
 from mmdecode.models import vq
-from tests.conformance.tiny_images import (
+from tests.support import seams
+from tests.support.tiny_images import (
     BEGINS,
     CLOSES,
     CODES,
@@ -54,7 +55,6 @@ from tests.conformance.tiny_images import (
     rows_of_ids,
     scale_of,
 )
-from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", MODELS)
 MODES = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -18,9 +18,9 @@ from mmdecode.guide.causalmm import CausalMM
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.damro import DAMRO
 from mmdecode.guide.linear import Linear, contrast
-from tests.conformance.tiny import HiddenPath, text_model
-from tests.conformance.tiny_vlm import IMAGE, TEXT, TOWER
-from tests.guide.vision import assert_contrast_is_live, assert_drafts_change_nothing, decode
+from tests.support.tiny import HiddenPath, text_model
+from tests.support.tiny_vlm import IMAGE, TEXT, TOWER
+from tests.support.vision import assert_contrast_is_live, assert_drafts_change_nothing, decode
 
 NEW = 12
 

@@ -17,7 +17,7 @@ from mmdecode.adapters.lean_step import LeanAdapter
 from mmdecode.adapters.moonshine import MoonshineAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
-from tests.conformance.tiny import NEW, generated, inputs_of, model_of
+from tests.support.tiny import NEW, generated, inputs_of, model_of
 from tests.support.traced import Traced
 
 FAMILIES = ["whisper", "moonshine", "moonshine_padded"]

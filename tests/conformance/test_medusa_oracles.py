@@ -14,7 +14,9 @@ from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.cache import RaggedCache
 from mmdecode.engine.contracts import DraftSession
 from mmdecode.engine.masks import block_mask, chain
-from tests.conformance.tiny import (
+from tests.support import seams
+from tests.support.sessions import noting
+from tests.support.tiny import (
     NEW,
     TEXT_DRAFTS,
     TREE,
@@ -30,8 +32,6 @@ from tests.conformance.tiny import (
     reference,
     whisper_model,
 )
-from tests.support import seams
-from tests.support.sessions import noting
 from tests.support.traced import Traced
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "whisper"])

@@ -14,7 +14,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import IncompatibleError
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     MOONSHINE_DRAFTS,
     NEW,
     DifferentError,

@@ -5,8 +5,8 @@ import torch
 
 from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
 from mmdecode.adapters.whisper import WhisperAdapter
-from tests.conformance.tiny import TEXT_CONFIGS, DifferentError, assert_same, reference
 from tests.support import seams
+from tests.support.tiny import TEXT_CONFIGS, DifferentError, assert_same, reference
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "whisper"])
 EVERY_FAMILY = pytest.mark.parametrize("family", [*TEXT_CONFIGS, "whisper"])

@@ -13,7 +13,7 @@ from mmdecode.draft.medusa import Medusa
 from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing import drafts
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     NEW,
     TEXT_DRAFTS,
     TREE,

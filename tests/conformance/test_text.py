@@ -6,7 +6,7 @@ import torch
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     NEW,
     PROCESSORS,
     TEXT_CONFIGS,

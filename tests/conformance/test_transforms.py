@@ -12,7 +12,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide.linear import Linear
-from tests.conformance.tiny_vlm import (
+from tests.support.tiny_vlm import (
     IMAGE,
     NEW,
     QWEN,

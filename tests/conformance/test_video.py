@@ -6,7 +6,7 @@ import torch
 from mmdecode.adapters import pictures
 from mmdecode.errors import IncompatibleError
 from tests.conformance.test_transforms import seen
-from tests.conformance.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model
+from tests.support.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model
 
 VIDEO = 77
 GRID = (2, 4, 4)  # two groups of frames of 16 x 16 pixels: 2 x 4 tokens

@@ -27,8 +27,9 @@ from mmdecode.guide.linear import Linear
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import check_adapter
 from tests.conformance.test_protocol import state_of
-from tests.conformance.tiny import DifferentError
-from tests.conformance.tiny_vlm import (
+from tests.support import seams
+from tests.support.tiny import DifferentError
+from tests.support.tiny_vlm import (
     CONFIGS,
     DRAFTS,
     NEW,
@@ -39,7 +40,6 @@ from tests.conformance.tiny_vlm import (
     vision_inputs,
     vision_model,
 )
-from tests.support import seams
 
 FAMILIES = pytest.mark.parametrize("family", CONFIGS)
 TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])

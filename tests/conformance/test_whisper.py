@@ -12,7 +12,7 @@ from mmdecode.adapters import lean_step
 from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import shallow
 from mmdecode.draft.medusa import Medusa
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     ALWAYS_SUPPRESSED,
     NO_TIMESTAMPS,
     SPECIAL,

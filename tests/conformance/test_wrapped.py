@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdecode.decoder import Decoder
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     DifferentError,
     HiddenPath,
     generated,

@@ -16,8 +16,8 @@ from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, law_of, run_rows
 from mmdecode.testing.table import Table
-from tests.draft.rounds import rounds_of
 from tests.support.clock import call_after
+from tests.support.rounds import rounds_of
 
 MODEL, OTHER = Table(5, seed=3), Table(5, seed=8, sharpness=3.0)
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])

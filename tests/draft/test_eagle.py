@@ -23,9 +23,9 @@ from mmdecode.guide.vcd import VCD
 from mmdecode.models import eagle as models
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.testing import check_draft
-from tests.conformance.tiny import NEW, VOCAB, WIDTH, prompts, text_model
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.support.sessions import noting
+from tests.support.tiny import NEW, VOCAB, WIDTH, prompts, text_model
+from tests.support.tiny_vlm import vision_inputs, vision_model
 from tests.support.traced import traced
 
 SIZES = {

@@ -13,8 +13,8 @@ from mmdecode.errors import OptionError
 from mmdecode.models import eagle, vispec
 from mmdecode.models.feature_drafter import Rows
 from mmdecode.train.drafters.recipes import RECIPES, Batch, Options, Unrolled, targets_of
-from tests.conformance.tiny import VOCAB, WIDTH
 from tests.draft.test_eagle import SIZES, decode, model_of, random_drafter
+from tests.support.tiny import VOCAB, WIDTH
 
 OWN = {"feature_sampling": True}
 

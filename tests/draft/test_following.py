@@ -29,13 +29,13 @@ from mmdecode.guide.linear import Contrast, Linear
 from mmdecode.guide.pai import PAI
 from mmdecode.guide.vcd import VCD
 from mmdecode.models.hydra import HydraHeads
-from tests.conformance import tiny
-from tests.conformance.tiny import TREE, WIDTH, model_of, random_heads
-from tests.conformance.tiny_vlm import vision_model
 from tests.draft import test_hydra
 from tests.draft.test_eagle import Oracle, decode, inputs_of, random_drafter, with_first
 from tests.draft.test_seeing import CLASSES, random_model
+from tests.support import tiny
 from tests.support.sessions import noting, warped
+from tests.support.tiny import TREE, WIDTH, model_of, random_heads
+from tests.support.tiny_vlm import vision_model
 
 GUIDES = {
     "vcd": lambda: VCD(alpha=1.5),

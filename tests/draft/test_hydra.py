@@ -15,9 +15,9 @@ from mmdecode.models.hydra import HydraHeads
 from mmdecode.testing import check_draft
 from mmdecode.train.drafters import recipes
 from mmdecode.train.drafters.recipes import RECIPES, Batch, Options
-from tests.conformance.tiny import VOCAB, WIDTH
 from tests.draft.test_eagle import decode, inputs_of, model_of
 from tests.support.sessions import noting
+from tests.support.tiny import VOCAB, WIDTH
 
 CONFIG = {"hidden_size": WIDTH, "vocab_size": VOCAB, "hydra_num_heads": 3}
 

@@ -17,10 +17,10 @@ from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.kangaroo import Kangaroo as Model
 from mmdecode.testing import check_draft
 from mmdecode.train.drafters.recipes import RECIPES, Options, unrolled
-from tests.conformance.tiny import NEW, text_model
-from tests.draft.rounds import rounds_of
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
 from tests.draft.test_feature_sampling import batch_of
+from tests.support.rounds import rounds_of
+from tests.support.tiny import NEW, text_model
 
 FAMILIES = ("llama", "llava", "qwen2_5_vl")
 

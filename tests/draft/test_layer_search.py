@@ -20,10 +20,10 @@ from mmdecode.draft.layer_search import (
 from mmdecode.draft.mirror import CopySession
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing import check_draft
-from tests.conformance.tiny import ours as whisper
-from tests.conformance.tiny import text_model
-from tests.conformance.tiny_vlm import ours, reference
-from tests.draft.rounds import sessions_of
+from tests.support.rounds import sessions_of
+from tests.support.tiny import ours as whisper
+from tests.support.tiny import text_model
+from tests.support.tiny_vlm import ours, reference
 
 NEW = 40
 IDLE = {0: "layer", 3: "layer", 4: "layer"}

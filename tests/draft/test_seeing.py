@@ -22,11 +22,11 @@ from mmdecode.models.feature_drafter import Rows
 from mmdecode.models.image_rows import at_last_places, members_of, numbered
 from mmdecode.testing import check_draft
 from mmdecode.train.drafters.recipes import Unrolled
-from tests.conformance.tiny import WIDTH
-from tests.conformance.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
 from tests.golden.given import Given, begin, commit
 from tests.support.sessions import noting
+from tests.support.tiny import WIDTH
+from tests.support.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
 
 MODELS = {
     "vispec": lambda config, own: vispec.ViSpec({**config, "num_queries": 3}, own),

@@ -13,7 +13,8 @@ from mmdecode.engine.attention import mean_weights
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.cfg_image import CFGImage
-from tests.conformance.tiny_vlm import (
+from tests.support.rounds import rounds_of
+from tests.support.tiny_vlm import (
     IMAGE,
     NEW,
     ours,
@@ -22,7 +23,6 @@ from tests.conformance.tiny_vlm import (
     vision_inputs,
     vision_model,
 )
-from tests.draft.rounds import rounds_of
 
 FAMILIES = pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "qwen3_vl"])
 

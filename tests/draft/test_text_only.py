@@ -11,9 +11,9 @@ from mmdecode.engine.adapter import MAIN
 from mmdecode.engine.call import Call, DraftTarget, Plan
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.guide.guidance import Guidance
-from tests.conformance.tiny import text_model
-from tests.conformance.tiny_vlm import CONFIGS, IMAGE, ours, reference, vision_inputs, vision_model
-from tests.draft.rounds import rounds_of
+from tests.support.rounds import rounds_of
+from tests.support.tiny import text_model
+from tests.support.tiny_vlm import CONFIGS, IMAGE, ours, reference, vision_inputs, vision_model
 
 
 def text_drafter():

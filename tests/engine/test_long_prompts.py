@@ -22,8 +22,8 @@ from mmdecode.decoder import Decoder
 from mmdecode.engine.masks import block_mask
 from mmdecode.errors import InputError
 from mmdecode.testing.drafts import RandomTrees
-from tests.conformance import tiny_vlm
-from tests.conformance.tiny import text_model
+from tests.support import tiny_vlm
+from tests.support.tiny import text_model
 
 WIDTH = 96
 

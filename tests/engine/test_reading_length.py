@@ -11,7 +11,7 @@ import torch
 
 import mmdecode
 from mmdecode import Decoder
-from tests.conformance.tiny import model_of
+from tests.support.tiny import model_of
 
 ROOT = f"{Path(mmdecode.__file__).parent}/"
 FILES, LINES, EVENTS = 26, 778, 9_300

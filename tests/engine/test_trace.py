@@ -13,7 +13,7 @@ from mmdecode.engine.proposal import Proposal, Tree
 from mmdecode.guide.linear import Linear, generated
 from mmdecode.testing import drafts
 from tests.conformance.test_edits import Edited, doubled
-from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
+from tests.support.tiny_vlm import NEW, vision_inputs, vision_model
 from tests.support.traced import Traced
 
 BETA = 0.05

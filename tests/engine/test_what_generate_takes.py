@@ -29,7 +29,7 @@ from mmdecode.engine.checks import refuse_settings
 from mmdecode.engine.settings import ARGUMENTS, SETTINGS, Refused
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.drafts import RandomTrees
-from tests.conformance.tiny import VOCAB, audio, text_model, whisper_model
+from tests.support.tiny import VOCAB, audio, text_model, whisper_model
 
 IDS = torch.randint(1, 60, (2, 6), generator=torch.Generator().manual_seed(4))
 NEW = 8

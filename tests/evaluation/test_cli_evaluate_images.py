@@ -44,7 +44,7 @@ from mmdecode.models.image_classifier import Classifier
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.items import Failed
-from tests.pages import checked
+from tests.support.pages import checked
 
 CODES, GRID, CLASSES = 12, 4, 3
 LANTERN = "jacobi:window=6 + lantern:delta=0.4"

@@ -22,7 +22,7 @@ from mmdecode.evaluation.nbest.n_best import Aligner
 from mmdecode.evaluation.nbest.report import NBestReport, save_reports
 from mmdecode.evaluation.report.layout import MADE_BY
 from mmdecode.evaluation.speech.wer import wer
-from tests.pages import checked
+from tests.support.pages import checked
 
 
 def some_lists(count=80):

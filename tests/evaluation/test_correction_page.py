@@ -17,7 +17,7 @@ from mmdecode.cli.app import app
 from mmdecode.evaluation.speech import correction_page
 from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
 from mmdecode.zoo.speech import speech_test
-from tests.pages import checked
+from tests.support.pages import checked
 
 MARKS = {"": "both", "a": "audio", "l": "language model"}
 

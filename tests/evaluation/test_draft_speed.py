@@ -21,7 +21,7 @@ from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, Setting, calls, 
 from mmdecode.evaluation.speed.stopwatch import Cost
 from mmdecode.runs.files import MAKER
 from mmdecode.vlm import Answerer
-from tests.asr.correctors import model
+from tests.support.correctors import model
 
 SETTING = Setting(max_new_tokens=12)
 

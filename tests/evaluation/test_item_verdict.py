@@ -7,7 +7,7 @@ import pytest
 from mmdecode.evaluation import CaptionReport, ChoiceReport, YesNoReport
 from mmdecode.evaluation.vision.items import CaptionItem, ChoiceItem, YesNoItem
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-from tests.pages import checked
+from tests.support.pages import checked
 
 BASIS = {"resamples": 100, "baseline_controls": False}
 

@@ -28,8 +28,8 @@ from mmdecode.guide.cfg import CFG
 from mmdecode.testing import drafts
 from mmdecode.testing.memory import LiveStorage
 from mmdecode.testing.table import decode
-from tests.conformance import test_encoder_decoder, tiny, tiny_vlm
-from tests.support import seams
+from tests.conformance import test_encoder_decoder
+from tests.support import seams, tiny, tiny_vlm
 
 LAYERS, WIDTH, FRAMES = 6, 96, 50
 TOLERANCE = 0.03  # of a row: a pass of few tokens, counters, masks

@@ -26,7 +26,7 @@ from mmdecode.evaluation.vision.tasks.pope import (
 )
 from mmdecode.evaluation.vision.yes_no_report import ALWAYS, YesNoReport, shifted
 from mmdecode.runs.files import MAKER
-from tests.pages import checked
+from tests.support.pages import checked
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -16,7 +16,7 @@ from mmdecode.evaluation.report.plots import words_per_minute
 from mmdecode.evaluation.speech.non_speech import LEVELS_DB, RATE, sound, sounds
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.silence import SilenceReport
-from tests.pages import checked
+from tests.support.pages import checked
 
 LEVELS = [(kind, level) for kind, levels in LEVELS_DB.items() for level in levels]
 

@@ -30,7 +30,7 @@ from mmdecode.evaluation.speech.word_report import WERReport, wer_report
 from mmdecode.runs.files import claimed, write_files
 from mmdecode.runs.tables import write_rows
 from mmdecode.zoo.speech import speech_test
-from tests.pages import checked
+from tests.support.pages import checked
 
 
 def sample(name="a", mode="plain", text="red green blue", heard="red green blue", **known):

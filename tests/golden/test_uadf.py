@@ -11,7 +11,7 @@ from mmdecode.asr.correction.calibration import confidence, temperature_for
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.guide.fusion import ACOUSTIC
 from mmdecode.guide.uadf import UADF
-from tests.guide.laws import law
+from tests.support.target_logits import law
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "uadf"
 FOUND = json.loads((DATA / "manifest.json").read_text())

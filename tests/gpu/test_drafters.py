@@ -29,14 +29,14 @@ from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.train.drafters.targets import Texts
 from mmdecode.train.drafters.trainer import train
 from mmdecode.vlm.requests import Request
-from tests.conformance.tiny import TREE, prompts, random_heads, text_model
-from tests.conformance.tiny_vlm import IMAGE, SQUARE, pixels, vision_inputs, vision_model
 from tests.draft.test_eagle import random_drafter, reduced
 from tests.draft.test_hydra import random_heads as hydra_heads
 from tests.draft.test_kangaroo import random_adapter
 from tests.draft.test_seeing import random_draft
 from tests.gpu.devices import DEVICES
-from tests.train.kinds import having
+from tests.support.kinds import having
+from tests.support.tiny import TREE, prompts, random_heads, text_model
+from tests.support.tiny_vlm import IMAGE, SQUARE, pixels, vision_inputs, vision_model
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "llava"])
 LAWS = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])

@@ -16,8 +16,8 @@ import mmdecode
 from mmdecode.checkpoints import local_path
 from mmdecode.testing import drafts
 from mmdecode.zoo.scenes import draw_scene, render
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.gpu.devices import DEVICES
+from tests.support.tiny_vlm import vision_inputs, vision_model
 from tests.support.traced import Traced
 
 GUIDES = [

@@ -15,9 +15,9 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.capture import Replayed
-from tests.conformance import tiny_images
 from tests.conformance.test_image_inputs import tiny_vq
 from tests.gpu.devices import DEVICES
+from tests.support import tiny_images
 
 FAMILIES = pytest.mark.parametrize("family", ["llamagen", "janus"])
 DRAFTS = {

@@ -17,8 +17,8 @@ from mmdecode.engine.noise import Noise
 from mmdecode.errors import OptionError
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.scalingvis import ScalingVis
-from tests.conformance.tiny_vlm import NEW, reference, vision_inputs, vision_model
 from tests.guide.test_inside import decoded
+from tests.support.tiny_vlm import NEW, reference, vision_inputs, vision_model
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "adaptvis"
 EXPECTED = load_file(DATA / "expected.safetensors")

@@ -14,8 +14,8 @@ from mmdecode.guide import AGLA, ICD, M3ID, RITUAL, VCD, CFGImage, Linear, Promp
 from mmdecode.testing import drafts
 from tests.conformance import test_instructblip as instructblip
 from tests.conformance.test_transforms import FAMILIES, alone
-from tests.conformance.tiny import HiddenPath
-from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
+from tests.support.tiny import HiddenPath
+from tests.support.tiny_vlm import IMAGE, vision_inputs, vision_model
 
 STEPS = 5
 TILED = ("idefics3", "smolvlm")  # several images may be parts of one

@@ -16,9 +16,9 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide import causalmm
 from mmdecode.guide.causalmm import INTERVENTIONS, CausalMM, counterfactual, patch_map
 from mmdecode.guide.linear import Linear
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.guide import uncached
-from tests.guide.vision import (
+from tests.support.tiny_vlm import vision_inputs, vision_model
+from tests.support.vision import (
     Watched,
     assert_contrast_is_live,
     assert_drafts_change_nothing,

@@ -18,7 +18,7 @@ from mmdecode.testing import check_guide, drafts
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, run_rows
 from mmdecode.testing.table import Table
 from mmdecode.vlm import Answerer
-from tests.guide.laws import context
+from tests.support.target_logits import context
 from tests.vlm.conftest import build_model, build_processor, picture
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})

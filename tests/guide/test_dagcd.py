@@ -11,7 +11,7 @@ from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dagcd import DAGCD, Words
-from tests.guide.vision import decode
+from tests.support.vision import decode
 
 V, P = 12, 7
 ADAPTER = SimpleNamespace(num_layers=1)

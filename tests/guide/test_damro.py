@@ -19,9 +19,9 @@ from mmdecode.engine.branches import ModelRunner
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.damro import DAMRO
 from mmdecode.guide.linear import Linear
-from tests.conformance.tiny import text_model
-from tests.conformance.tiny_vlm import QWEN, plain, reference, vision_inputs, vision_model
-from tests.guide.vision import (
+from tests.support.tiny import text_model
+from tests.support.tiny_vlm import QWEN, plain, reference, vision_inputs, vision_model
+from tests.support.vision import (
     Watched,
     assert_contrast_is_live,
     assert_drafts_change_nothing,

@@ -9,7 +9,7 @@ from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
 from mmdecode.guide.dcla import DCLA
-from tests.conformance import tiny
+from tests.support import tiny
 
 
 def layers(count, batch=2, seed=0):

@@ -13,7 +13,7 @@ from mmdecode.engine.contracts import BranchOutput
 from mmdecode.errors import OptionError
 from mmdecode.guide.dfd import DFD
 from mmdecode.testing.table import call_of
-from tests.conformance import tiny
+from tests.support import tiny
 
 CALL = call_of([[0]], SimpleNamespace(num_layers=4))
 

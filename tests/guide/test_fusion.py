@@ -14,8 +14,8 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.fusion import ACOUSTIC, Shallow, Static, second_model
 from mmdecode.guide.uadf import UADF
 from mmdecode.testing import check_guide
-from tests.conformance.tiny import whisper_model
-from tests.guide.laws import context, law
+from tests.support.target_logits import context, law
+from tests.support.tiny import whisper_model
 
 BRANCH = BranchSpec(name=ACOUSTIC)
 SALTED = BranchSpec(name=ACOUSTIC, transform="salt", transform_options={"by": 9})

@@ -25,8 +25,8 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import NOTHING, Table
-from tests.conformance.tiny import prompts, text_model
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
+from tests.support.tiny import prompts, text_model
+from tests.support.tiny_vlm import vision_inputs, vision_model
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "llamagen"
 MODEL = Table(5, seed=3)

@@ -7,8 +7,8 @@ import mmdecode
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.guide.dagcd import DAGCD
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
-from tests.law.test_syncs import Counter
+from tests.exactness.test_syncs import Counter
+from tests.support.tiny_vlm import vision_inputs, vision_model
 
 ASK = ("icd", "ritual", "prompt_bias")  # for questions or eight-bit images
 NAMES = [entry.name for entry in registry.describe("guide")]

@@ -14,8 +14,8 @@ from mmdecode.errors import OptionError
 from mmdecode.guide.conscious_gaze import ConsciousGaze, harsanyi, uniform_noise
 from mmdecode.guide.pai import PAI
 from mmdecode.guide.scalingvis import ScalingVis
-from tests.conformance.tiny_vlm import plain
 from tests.guide.test_inside import LENGTH, decoded
+from tests.support.tiny_vlm import plain
 
 EDITS = {
     "pai": lambda alpha=0.7: PAI(alpha).edits[0],

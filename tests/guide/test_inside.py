@@ -19,10 +19,10 @@ from mmdecode.guide.pai import PAI
 from mmdecode.guide.scalingvis import ScalingVis
 from mmdecode.testing import drafts
 from tests.conformance.test_transforms import FAMILIES
-from tests.conformance.tiny import TEXT_CONFIGS, HiddenPath
-from tests.conformance.tiny_vlm import IMAGE
 from tests.guide import uncached
 from tests.guide.uncached import Pass, alone, images_of, inputs_of, model_of
+from tests.support.tiny import TEXT_CONFIGS, HiddenPath
+from tests.support.tiny_vlm import IMAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:guide DFD is inert in greedy:UserWarning")
 

@@ -25,7 +25,7 @@ from mmdecode.guide import (
     TemperatureMatched,
 )
 from mmdecode.guide.linear import plausible
-from tests.guide.laws import law
+from tests.support.target_logits import law
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 

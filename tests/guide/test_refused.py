@@ -10,7 +10,7 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.linear import Linear
 from tests.conformance import test_instructblip as instructblip
 from tests.conformance.test_whisper import inner_generate
-from tests.guide.vision import decode
+from tests.support.vision import decode
 
 
 @pytest.mark.parametrize(("name", "cls"), [("dola", "DoLa"), ("dfd", "DFD"), ("dcla", "DCLA")])

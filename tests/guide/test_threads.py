@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.guide.vision import decode
+from tests.support.vision import decode
 
 GUIDES = ["dcla:tau=2", "dola:bucket=all", "pai", "causalmm:released=true"]
 

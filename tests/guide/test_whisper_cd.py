@@ -24,7 +24,7 @@ from mmdecode.guide.whisper_cd import (
     scrambled,
     silent,
 )
-from tests.conformance.tiny import prompts, text_model, whisper_model
+from tests.support.tiny import prompts, text_model, whisper_model
 
 V, END, NO_TIMES = 12, 8, 10  # text, end, a special token, no times, one time
 ADAPTER = SimpleNamespace(vocab=V, end=END, no_timestamps=NO_TIMES)

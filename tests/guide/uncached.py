@@ -13,8 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from mmdecode import registry
 from mmdecode._compat import attention_configs
 from tests.conformance import test_instructblip as instructblip
-from tests.conformance import tiny
-from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
+from tests.support import tiny
+from tests.support.tiny_vlm import IMAGE, vision_inputs, vision_model
 
 NAME = "of_the_test"
 EDIT = {}

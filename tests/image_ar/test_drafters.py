@@ -26,7 +26,8 @@ from mmdecode.testing.checks import LEVEL, p_value
 from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, sizes_of, unrolled
 from mmdecode.train.drafters.targets import Drawing, Images, requests_for
 from mmdecode.train.drafters.trainer import collect, train
-from tests.conformance.tiny_images import (
+from tests.image_ar.conftest import drawn, tiny_llamagen
+from tests.support.tiny_images import (
     GUIDED,
     SHAPES,
     draw,
@@ -34,7 +35,6 @@ from tests.conformance.tiny_images import (
     feature_drafter,
     image_model,
 )
-from tests.image_ar.conftest import drawn, tiny_llamagen
 from tests.support.traced import Traced
 from tests.train.test_drafter import SMALL
 

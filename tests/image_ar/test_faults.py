@@ -9,7 +9,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError
 from mmdecode.image_ar import ImageGenerator, jobs
 from mmdecode.image_ar.loading import load
-from tests.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, said
 
 BAD = 2  # a class
 CONDITIONS = [0, 1, BAD, 3]

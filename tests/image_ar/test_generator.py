@@ -33,8 +33,8 @@ from mmdecode.image_ar.sampling import guided
 from mmdecode.models.var import VarForImageGeneration
 from mmdecode.models.vq import VQConfig, VQModel
 from tests.conformance.test_image_inputs import tokenizer
-from tests.conformance.tiny_images import image_model
 from tests.image_ar.test_next_scale import model_of, tokenizer_of
+from tests.support.tiny_images import image_model
 
 CELLS = 25
 

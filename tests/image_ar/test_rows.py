@@ -17,7 +17,8 @@ from mmdecode.image_ar.rows import ZipAR, raster_mask, schedule
 from mmdecode.models.image_layout import Layout
 from mmdecode.testing.checks import LEVEL, p_value
 from mmdecode.testing.table import Table, TableAdapter
-from tests.conformance.tiny_images import (
+from tests.support.seams import edited
+from tests.support.tiny_images import (
     MODELS,
     SAMPLING,
     SEED,
@@ -26,7 +27,6 @@ from tests.conformance.tiny_images import (
     image_model,
     scale_of,
 )
-from tests.support.seams import edited
 
 BATCH = (0, 1, 2)
 

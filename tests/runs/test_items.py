@@ -8,7 +8,7 @@ import torch
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.items import ENOUGH, Failed, Watch, each, tried
-from tests.faults import ERRORS, said
+from tests.support.faults import ERRORS, said
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -40,8 +40,8 @@ def janus(folder: Path) -> None:
         PreTrainedTokenizerFast,
     )
 
-    from tests.conformance.tiny_images import BEGINS, CLOSES, CODES, ENDS, OPENS, PAD, WORDS
-    from tests.conformance.tiny_vlm import TOWER, VQ, WIDTH
+    from tests.support.tiny_images import BEGINS, CLOSES, CODES, ENDS, OPENS, PAD, WORDS
+    from tests.support.tiny_vlm import TOWER, VQ, WIDTH
 
     seen = {"image_size": 16, "patch_size": 2, "num_image_tokens": 64}
     drawn = {"num_embeddings": CODES, "channel_multiplier": [1, 1, 1], "num_patches": 8}

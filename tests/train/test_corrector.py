@@ -26,7 +26,7 @@ from mmdecode.train.corrector import (
     train_from_lists,
 )
 from mmdecode.train.loop import BITS, FitOptions
-from tests.asr.correctors import TEMPLATE, model, tokenizer
+from tests.support.correctors import TEMPLATE, model, tokenizer
 
 WORDS = "ant bee cat dog eel fox gnu hen".split()
 LISTS = [

@@ -34,10 +34,10 @@ from mmdecode.train.drafters.recipes import (
 from mmdecode.train.drafters.targets import Texts, with_answers
 from mmdecode.train.drafters.trainer import answered, collect, train
 from mmdecode.vlm.requests import Request
-from tests.conformance.tiny import VOCAB, WIDTH, text_model
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_eagle import SECTIONS, random_drafter
-from tests.train.kinds import having
+from tests.support.kinds import having
+from tests.support.tiny import VOCAB, WIDTH, text_model
+from tests.support.tiny_vlm import vision_inputs, vision_model
 
 NEAR = {"atol": 1e-8, "rtol": 1e-8}
 

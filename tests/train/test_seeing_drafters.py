@@ -14,9 +14,9 @@ from mmdecode.train.drafters.losses import ranking_loss
 from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, eagle_losses, targets_of
 from mmdecode.train.drafters.targets import Texts
 from mmdecode.train.drafters.trainer import collect
-from tests.conformance.tiny import text_model
-from tests.conformance.tiny_vlm import vision_inputs, vision_model
 from tests.draft.test_seeing import random_model
+from tests.support.tiny import text_model
+from tests.support.tiny_vlm import vision_inputs, vision_model
 from tests.train.test_drafter import build, having, requests, samples
 
 QUIET = Options(noise=0.0, passes=1)

@@ -25,8 +25,8 @@ from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.train.drafters.targets import Texts
 from mmdecode.train.drafters.trainer import train
 from mmdecode.train.loop import FitOptions, fit
-from tests.conformance.tiny import text_model
-from tests.train.kinds import having
+from tests.support.kinds import having
+from tests.support.tiny import text_model
 from tests.train.test_drafter import SMALL, build, requests
 
 FIT = FitOptions(steps=6, every=2, batch=3, peak_rate=1e-2)

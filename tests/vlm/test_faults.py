@@ -9,7 +9,7 @@ from mmdecode.evaluation.vision.runs import Recorder, modes_of
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.requests import Request
-from tests.faults import ERRORS, FEW, Faulty, said
+from tests.support.faults import ERRORS, FEW, Faulty, said
 
 TEXTS = ["Is there a red circle in the image?", "What?", "the bad one", "How many rings?", "Is it?"]
 BAD = 2

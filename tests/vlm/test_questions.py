@@ -33,7 +33,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.questions import Prompts
-from tests.conformance.tiny_vlm import CONFIGS, image_tokens
+from tests.support.tiny_vlm import CONFIGS, image_tokens
 
 SIZE = {"height": 8, "width": 8}
 

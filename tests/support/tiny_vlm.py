@@ -27,7 +27,7 @@ from mmdecode.draft.lookup import PromptLookup
 from mmdecode.draft.medusa import Medusa
 from mmdecode.draft.none import NoDraft
 from mmdecode.testing import drafts
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     PROCESSORS,
     TREE,
     VOCAB,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("mmdecode", "benchmarks", "asr", "vlm", "image_ar", "examples")
 OWN = "mmdecode/runs/files.py"
 

@@ -1,7 +1,7 @@
 """Which ids every shipped model generates with every drafter and guide, kept in a file.
 
-    python -m tests.law.baseline --write            # makes the file
-    python -m tests.law.baseline [PREFIX ...]       # says which entries differ from it
+    python -m tests.exactness.baseline --write            # makes the file
+    python -m tests.exactness.baseline [PREFIX ...]       # says which entries differ from it
 
 Only public names are used, so that whatever stands under them can be rewritten. An entry is called
 ``model/guide/drafter/rule/how``, with ``none`` for no guide and no drafter; ``how`` is one of

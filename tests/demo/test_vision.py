@@ -23,7 +23,7 @@ from mmdecode.guide.edited import Edited
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import image_name, scenes_from
 from mmdecode.zoo.scenes import COMPANIONS
-from tests.pages import checked
+from tests.support.pages import checked
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import mmdecode
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import Guide
 from mmdecode.testing import drafts
-from tests.conformance.tiny import HiddenPath
-from tests.conformance.tiny_vlm import NEW, vision_inputs, vision_model
+from tests.support.tiny import HiddenPath
+from tests.support.tiny_vlm import NEW, vision_inputs, vision_model
 
 SEED = 3
 

@@ -50,7 +50,7 @@ from tests.draft.test_hydra import table_draft as hydra_draft
 from tests.draft.test_kangaroo import table_draft as kangaroo_draft
 from tests.draft.test_seeing import CLASSES as SEEING
 from tests.draft.test_seeing import table_draft
-from tests.law import guides
+from tests.exactness import guides
 
 V = 4
 MODEL = Table(V, seed=11, sharpness=1.5)

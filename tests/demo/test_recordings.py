@@ -17,9 +17,9 @@ from mmdecode.demo.speech.clips_page import page
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import wer
 from mmdecode.zoo.real_clips import all_clips, real_clips
-from tests.pages import checked
+from tests.demo.test_speech import report
 from tests.support.moonshine import NAME, hide_wheel, needs_wheel, show_wheel
-from tests.test_demo import report
+from tests.support.pages import checked
 
 
 def recording(**changes):

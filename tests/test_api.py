@@ -19,7 +19,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.testing.drafts import Known, TestDrafter
-from tests.conformance.tiny import (
+from tests.support.tiny import (
     NEW,
     VOCAB,
     audio,
@@ -30,7 +30,7 @@ from tests.conformance.tiny import (
     text_model,
     whisper_model,
 )
-from tests.conformance.tiny_vlm import IMAGE, vision_inputs, vision_model
+from tests.support.tiny_vlm import IMAGE, vision_inputs, vision_model
 
 
 def letters(words=None):

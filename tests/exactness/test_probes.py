@@ -21,7 +21,7 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of, left_pad
-from tests.law.windows import window
+from tests.exactness.windows import window
 from tests.support.sessions import Wrapped
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})

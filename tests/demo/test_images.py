@@ -12,7 +12,7 @@ from mmdecode.demo.images import command as demo_image
 from mmdecode.demo.images import page
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.runs.files import is_own
-from tests.pages import checked
+from tests.support.pages import checked
 
 
 def run(*words):

@@ -19,8 +19,8 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table
-from tests.law import guides
-from tests.law.test_distribution import ensemble_joint
+from tests.exactness import guides
+from tests.exactness.test_distribution import ensemble_joint
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SMALL = Table(4, seed=11, sharpness=1.5)

@@ -15,9 +15,9 @@ from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import align_as_written, wer
 from mmdecode.runs.files import is_own
 from mmdecode.zoo.speech import speech_test
-from tests.pages import checked
+from tests.support.pages import checked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = {1: " six", 2: " spoons", 3: "ful", 4: " of", 5: " <b>", 6: "0.40 s", 7: "end"}
 
 

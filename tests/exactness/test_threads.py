@@ -12,7 +12,7 @@ from mmdecode.draft.assistant import Assistant
 from mmdecode.engine.contracts import DraftSession
 from mmdecode.testing.checks import run_rows
 from mmdecode.testing.table import Table
-from tests.law.test_matrix import GUIDES, MODEL, OTHER, SEED, V, make
+from tests.exactness.test_matrix import GUIDES, MODEL, OTHER, SEED, V, make
 
 DRAFTERS = registry.names("draft")
 LEARN = ("adaptive", "swift")

@@ -27,7 +27,7 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
-from tests.law.windows import window
+from tests.exactness.windows import window
 
 MODEL = Table(4, seed=11, sharpness=1.5)
 TREE = Tree((-1, -1, 0, 0, 2))

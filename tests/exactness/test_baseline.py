@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from tests.law import baseline
-from tests.law.baseline import Case
+from tests.exactness import baseline
+from tests.exactness.baseline import Case
 
 QUICK = [
     Case("lm-synth", guide, drafter, rule, how)

@@ -27,7 +27,7 @@ from mmdecode.guide.linear import Linear, plausible
 from mmdecode.testing import check_accept, check_adapter, check_draft, check_guide, drafts
 from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, bigram, law_of, run_rows
 from mmdecode.testing.table import Table, TableAdapter, decode, left_pad, new_tokens
-from tests.law.windows import window
+from tests.exactness.windows import window
 
 EOS = 4
 MODEL = Table(5, seed=3, bias={0: 1.0, EOS: -0.5})

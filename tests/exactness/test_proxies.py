@@ -7,7 +7,7 @@ from mmdecode.decoder import Decoder
 from mmdecode.errors import IncompatibleError
 from mmdecode.testing.checks import PROMPTS, SEED, run_rows
 from mmdecode.testing.table import TableAdapter
-from tests.law.test_matrix import MODEL, TRIPLES, make, mode
+from tests.exactness.test_matrix import MODEL, TRIPLES, make, mode
 from tests.support import proxies
 
 

@@ -23,7 +23,7 @@ from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.eagle import KINDS
 from mmdecode.models.llamagen import LlamaGenConfig, LlamaGenForImageGeneration
 from mmdecode.train.drafters.recipes import sizes_of
-from tests.conformance.tiny_vlm import TEXT, TOWER, VQ, WIDTH
+from tests.support.tiny_vlm import TEXT, TOWER, VQ, WIDTH
 
 CODES = 24
 FIRST = 50  # of the ids that codes have among words, which are below 40

@@ -11,7 +11,7 @@ from mmdecode.evaluation.vision.items import CaptionItem, YesNoItem
 from mmdecode.evaluation.vision.runs import comparisons_of, modes_of
 from mmdecode.evaluation.vision.tasks.chair import Vocabulary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SPLITS = ("random", "popular", "adversarial")
 
 

@@ -34,10 +34,10 @@ from mmdecode.testing.checks import (
     run_rows,
 )
 from mmdecode.testing.table import Table, TableAdapter, decode
-from tests.conformance.tiny_images import GRID as EMU3_GRID
-from tests.conformance.tiny_images import draw, image_model
-from tests.law.test_syncs import most_syncs
+from tests.exactness.test_syncs import most_syncs
 from tests.support.sessions import Wrapped
+from tests.support.tiny_images import GRID as EMU3_GRID
+from tests.support.tiny_images import draw, image_model
 
 V = 4
 GRID = Layout(rows=2, columns=2, ids=torch.arange(V))
