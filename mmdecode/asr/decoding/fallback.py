@@ -135,9 +135,7 @@ class Attempts:
     def searched(
         self, prompt: Tensor, encoded: Encoded, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of ``beams`` beams at each window, see
-        `mmdecode.asr.decoding.beams`.
-        """
+        """The ``keep`` best of each window's beams, see `mmdecode.asr.decoding.beams`."""
         limits = self._limits(encoded)
         found: dict[int, list[Scored]] = {}
         for rows in grouped(limits):

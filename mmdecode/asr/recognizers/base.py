@@ -474,9 +474,7 @@ class Recognizer:
     def searched(
         self, prompt: Tensor, encoded: Encoded, config: GenerationConfig, beams: int, keep: int
     ) -> list[list[Scored]]:
-        """The ``keep`` best of ``beams`` beams at each window, see
-        `mmdecode.asr.decoding.beams`.
-        """
+        """The ``keep`` best of each window's beams, see `mmdecode.asr.decoding.beams`."""
         raise NotImplementedError
 
     def no_speech(self, prompt: Tensor, encoded: Encoded) -> list[float | None]:

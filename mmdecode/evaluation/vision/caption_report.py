@@ -83,9 +83,7 @@ class CaptionReport(ItemReport[CaptionItem]):
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
-        """``(seeds, images, 7)`` of `mmdecode.evaluation.vision.tasks.chair.count_mentions`, by
-        mode.
-        """
+        """Counts of `chair.count_mentions` by mode, (seeds, images, 7)."""
         return {
             mode: np.stack(
                 [

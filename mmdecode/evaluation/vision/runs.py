@@ -158,9 +158,7 @@ def _drawn(spec: str) -> str:
 
 
 def comparisons_of(modes: Iterable[Mode]) -> dict[str, tuple[str, ...]]:
-    """What each mode is compared with, as `mmdecode.evaluation.report.item_report.ItemReport` wants
-    it.
-    """
+    """The modes that each mode is compared with, by name."""
     return {mode.name: mode.against for mode in modes}
 
 

@@ -131,9 +131,7 @@ class YesNoReport(ItemReport[YesNoItem]):
 
     @cached_property
     def counts(self) -> dict[str, np.ndarray]:
-        """``(seeds, questions, 6)`` of `mmdecode.evaluation.vision.yes_no.count_answers`, by
-        mode.
-        """
+        """Counts of `yes_no.count_answers` by mode, (seeds, questions, 6)."""
         targets = [item.target for item in self.questions]
         return {
             mode: np.stack([count_answers(one, targets) for one in self.verdicts(mode)])

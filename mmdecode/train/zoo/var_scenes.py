@@ -402,8 +402,8 @@ def write_cards(options: Options, out: Path) -> dict[str, Any]:
     found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
     images = {"images": len(classes)}
     facts = [
-        "Data: pictures of `mmdecode/train/zoo/scene_images.py`, rendered while it trains; none
-        occurs " "twice.",
+        "Data: pictures of `mmdecode/train/zoo/scene_images.py`, rendered while it trains; none "
+        "occurs twice.",
         f"Held out by seed, and for digits by scan; the numbers are of {len(classes)} images that "
         "training never saw and that did not decide when to stop.",
     ]
