@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode._compat import attention_implementation
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.text import DecoderOnlyAdapter
 from mmdecode.engine.adapter import MAIN, BranchSpec, Prompt
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.call import Call

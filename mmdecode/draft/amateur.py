@@ -29,7 +29,7 @@ class Amateur(Assistant):
 
     Args:
         length: Tokens per round; 0 is neutral.
-        transform: What the drafting branch is shown, see `mmdecode.adapters.image_transforms`;
+        transform: What the drafting branch is shown, see `mmdecode.adapters.vision.transforms`;
             ``None``: as the prompt says.
         prompt: Its prompt, as in `mmdecode.engine.contracts.BranchSpec`.
         transform_options: Arguments of the transform.

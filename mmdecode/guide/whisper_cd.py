@@ -57,7 +57,7 @@ from mmdecode.errors import OptionError
 from mmdecode.guide.linear import checked_cut, generated, not_negative, plausible
 
 if TYPE_CHECKING:
-    from mmdecode.adapters.audio_transforms import Change
+    from mmdecode.adapters.audio.transforms import Change
 
 NOISED, SILENT, SCRAMBLED = "noised", "silent", "scrambled"
 _FLOOR = -100.0  # log-probability below which a token is ruled out, in a negative branch

@@ -32,7 +32,7 @@ from mmdecode.models.llamagen import LlamaGenForImageGeneration
 from mmdecode.models.vq import VQModel
 
 if TYPE_CHECKING:
-    from mmdecode.adapters.images import ImageAdapter, Preset
+    from mmdecode.adapters.images.base import ImageAdapter, Preset
 
 _OF_A_CHAT = ("janus",)  # published to draw of a turn of a chat; others have a template for words
 

@@ -20,7 +20,7 @@ from mmdecode.draft.jacobi import Jacobi
 from mmdecode.errors import OptionError, UnknownNameError, refuse_unknown
 
 if TYPE_CHECKING:
-    from mmdecode.adapters.images import ImageAdapter
+    from mmdecode.adapters.images.base import ImageAdapter
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
 
 WINDOW = 32

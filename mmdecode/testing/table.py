@@ -28,7 +28,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
+from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import Adapter, BranchSpec, Prompt
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.noise import Noise, Role, request_key

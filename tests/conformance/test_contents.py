@@ -6,7 +6,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.adapters import image_transforms
+from mmdecode.adapters.vision import transforms as image_transforms
 from mmdecode.decoder import Decoder
 from tests.conformance.test_transforms import CHANGED, UNCHANGED, alone, seen
 from tests.support.tiny_vlm import (

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from mmdecode import registry
-from mmdecode.adapters.bart import BartAdapter
-from mmdecode.adapters.encoder_decoder import SourcePast
-from mmdecode.adapters.t5 import T5Adapter, UMT5Adapter
+from mmdecode.adapters.seq2seq.bart import BartAdapter
+from mmdecode.adapters.seq2seq.base import SourcePast
+from mmdecode.adapters.seq2seq.t5 import T5Adapter, UMT5Adapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip

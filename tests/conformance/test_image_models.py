@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmdecode import registry
-from mmdecode.adapters.images import ImageAdapter
-from mmdecode.adapters.llamagen import LlamaGenAdapter, LlamaGenPast
+from mmdecode.adapters.images.base import ImageAdapter
+from mmdecode.adapters.images.llamagen import LlamaGenAdapter, LlamaGenPast
 from mmdecode.decoder import Decoder
 from mmdecode.draft.amateur import Amateur
 from mmdecode.draft.assistant import Assistant

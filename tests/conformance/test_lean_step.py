@@ -11,10 +11,10 @@ from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderLay
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
 from mmdecode import registry
-from mmdecode.adapters import lean_step
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
-from mmdecode.adapters.lean_step import LeanAdapter
-from mmdecode.adapters.moonshine import MoonshineAdapter
+from mmdecode.adapters.audio import lean_step
+from mmdecode.adapters.audio.lean_step import LeanAdapter
+from mmdecode.adapters.audio.moonshine import MoonshineAdapter
+from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from tests.support.tiny import NEW, generated, inputs_of, model_of

@@ -7,9 +7,9 @@ import torch
 from transformers import MoonshineForConditionalGeneration
 
 import mmdecode
-from mmdecode.adapters import moonshine
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
-from mmdecode.adapters.moonshine import MoonshineAdapter, by_column
+from mmdecode.adapters.audio import moonshine
+from mmdecode.adapters.audio.moonshine import MoonshineAdapter, by_column
+from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.lookup import PromptLookup

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
-from mmdecode.adapters.whisper import WhisperAdapter
+from mmdecode.adapters.audio.whisper import WhisperAdapter
+from mmdecode.adapters.text import DecoderOnlyAdapter
 from tests.support import seams
 from tests.support.tiny import TEXT_CONFIGS, DifferentError, assert_same, reference
 

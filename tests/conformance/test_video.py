@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmdecode.adapters import pictures
+from mmdecode.adapters.vision import pixels as pictures
 from mmdecode.errors import IncompatibleError
 from tests.conformance.test_transforms import seen
 from tests.support.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmdecode
-from mmdecode.adapters.vision_language import (
+from mmdecode.adapters.vision.base import (
     ChameleonAdapter,
     PaliGemmaAdapter,
     QwenVLAdapter,

@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from mmdecode import registry
-from mmdecode.adapters import lean_step
+from mmdecode.adapters.audio import lean_step
 from mmdecode.decoder import Decoder
 from mmdecode.draft.layer_skip import shallow
 from mmdecode.draft.medusa import Medusa

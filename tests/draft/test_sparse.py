@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from mmdecode.adapters.vision_language import VisionLanguageAdapter
+from mmdecode.adapters.vision.base import VisionLanguageAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.mirror import CacheCopyDrafter, CopySession
 from mmdecode.draft.sparse import Sparse, most_attended

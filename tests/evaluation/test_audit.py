@@ -10,7 +10,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsP
 
 from mmdecode.accept import exact, follow
 from mmdecode.accept.exact import Coupled, SampleMatch
-from mmdecode.adapters.whisper import WhisperAdapter
+from mmdecode.adapters.audio.whisper import WhisperAdapter
 from mmdecode.asr.transcriber import load
 from mmdecode.cli.audit import read_tokens, speech_cases
 from mmdecode.decoder import Decoder

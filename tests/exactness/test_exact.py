@@ -12,7 +12,7 @@ from mmdecode.accept.exact import Coupled, GreedyMatch, SampleMatch
 from mmdecode.accept.rejection import Rejection
 from mmdecode.accept.relative_threshold import RelativeThreshold
 from mmdecode.accept.typical import Typical
-from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
+from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.jacobi import Jacobi

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.text import DecoderOnlyAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine.adapter import MAIN, BranchSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.adapters import pictures
+from mmdecode.adapters.vision import pixels as pictures
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal

@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration
 import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
-from mmdecode.adapters import image_transforms
+from mmdecode.adapters.vision import transforms as image_transforms
 from mmdecode.decoder import Decoder
 from mmdecode.engine import attention
 from mmdecode.engine.branches import ModelRunner

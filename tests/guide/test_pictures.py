@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from mmdecode.adapters import pictures
+from mmdecode.adapters.vision import pixels as pictures
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide import transforms
 from mmdecode.guide.transforms import TRANSFORMS

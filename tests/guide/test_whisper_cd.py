@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mmdecode as mm
-from mmdecode.adapters.audio_transforms import changed
+from mmdecode.adapters.audio.transforms import changed
 from mmdecode.decoder import Decoder
 from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import BranchOutput

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.accept.rejection import Rejection
-from mmdecode.adapters.llamagen import LlamaGenPast
+from mmdecode.adapters.images.llamagen import LlamaGenPast
 from mmdecode.cli.train import app
 from mmdecode.decoder import Decoder
 from mmdecode.draft import features

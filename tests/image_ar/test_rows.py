@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mmdecode import registry
-from mmdecode.adapters.images import Preset
+from mmdecode.adapters.images.base import Preset
 from mmdecode.engine.adapter import Prompt
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import IncompatibleError, OptionError

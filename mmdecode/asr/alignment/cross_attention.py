@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
+from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.asr.alignment.ctc import CTCModel, Letters, letters_of
 from mmdecode.asr.alignment.words import Token, is_marks, opens, split_units
 from mmdecode.asr.audio.reading import import_or_explain

@@ -320,7 +320,7 @@ class Recognizer:
         return None
 
     def heard(self, recording: Recording, seek: int, count: int) -> Any:
-        """A window as a waveform that guides may change: `mmdecode.adapters.audio_transforms`."""
+        """A window as a waveform that guides may change: `mmdecode.adapters.audio.transforms`."""
         raise NotImplementedError
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:

@@ -157,7 +157,7 @@ class Speech(Recording):
 
 @dataclass(frozen=True)
 class Heard:
-    """A window as a waveform that can be changed; see `mmdecode.adapters.audio_transforms`.
+    """A window as a waveform that can be changed; see `mmdecode.adapters.audio.transforms`.
 
     Attributes:
         samples: ``(T,)``, with half a frame of what stands before and behind the window.

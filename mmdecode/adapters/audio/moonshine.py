@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mmdecode.adapters.lean_step import (
+from mmdecode.adapters.audio.lean_step import (
     Layer,
     LeanAdapter,
     Rotation,

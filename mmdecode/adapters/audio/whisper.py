@@ -10,9 +10,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer
 
-from mmdecode.adapters import audio_transforms
-from mmdecode.adapters.lean_step import Layer, LeanAdapter, LeanPast, affine, norm, run_layer, split
-from mmdecode.adapters.whisper_timestamps import NODE_PROCESSORS
+from mmdecode.adapters.audio import transforms as audio_transforms
+from mmdecode.adapters.audio.lean_step import (
+    Layer,
+    LeanAdapter,
+    LeanPast,
+    affine,
+    norm,
+    run_layer,
+    split,
+)
+from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.request import token_ids

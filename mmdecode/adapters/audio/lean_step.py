@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from mmdecode._compat import attention_implementation
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
+from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.cache import RaggedCache, RaggedLayer, bucket
 from mmdecode.engine.masks import block_mask

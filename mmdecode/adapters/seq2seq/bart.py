@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter
+from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter
 from mmdecode.engine.adapter import Mask
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmdecode.adapters import image_transforms
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
-from mmdecode.adapters.vision_language import VisionLanguageAdapter, placeholders
+from mmdecode.adapters.text import DecoderOnlyAdapter
+from mmdecode.adapters.vision import transforms as image_transforms
+from mmdecode.adapters.vision.base import VisionLanguageAdapter, placeholders
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.hooks import of_this_thread

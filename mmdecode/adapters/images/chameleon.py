@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.adapters.images import AmongWordsAdapter, Preset, named_id, to_unit
+from mmdecode.adapters.images.base import AmongWordsAdapter, Preset, named_id, to_unit
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmdecode.adapters.encoder_decoder import EncoderDecoderAdapter, SourcePast
+from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.masks import distances
 from mmdecode.errors import UnsupportedModelError

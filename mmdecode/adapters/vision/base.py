@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode._compat import caps_logits
-from mmdecode.adapters import image_transforms, pictures
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.text import DecoderOnlyAdapter
+from mmdecode.adapters.vision import pixels as pictures
+from mmdecode.adapters.vision import transforms as image_transforms
 from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.hooks import of_this_thread

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmdecode.adapters.images import ImageAdapter, Preset, to_unit
+from mmdecode.adapters.images.base import ImageAdapter, Preset, to_unit
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.errors import IncompatibleError, OptionError, ShapeError
 from mmdecode.models.image_layout import Layout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmdecode.adapters.images import Preset, PromptedAdapter, named_id, to_unit
+from mmdecode.adapters.images.base import Preset, PromptedAdapter, named_id, to_unit
 from mmdecode.engine.adapter import Mask
 from mmdecode.errors import OptionError, UnsupportedModelError
 from mmdecode.models.image_layout import Layout

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from mmdecode import registry
 from mmdecode.adapters.attention import refuse_attention
-from mmdecode.adapters.decoder_only import DecoderOnlyAdapter
+from mmdecode.adapters.text import DecoderOnlyAdapter
 from mmdecode.engine.adapter import BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
 from mmdecode.engine.request import left_padded

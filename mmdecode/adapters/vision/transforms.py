@@ -8,7 +8,8 @@ A guide names a transform and its options; which tensors that touches is the fam
   the caller hands over ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
 - ``pictures``: ``change(picture (..., 3, H, W), draw) -> picture`` of each image with channels of
   0..1 and in one piece: the images of ``mm_inputs["questions"]`` where these are at hand, else what
-  the pixels were made of, see `mmdecode.adapters.pictures`. Sizes stay, and so does the layout.
+  the pixels were made of, see `mmdecode.adapters.vision.pixels`. Sizes stay, and so does the
+  layout.
 - ``no_image``: the placeholders are left out; what stands around them stays.
 - ``only_images``: the image tokens and the last token of the prompt, which has to be there for the
   first one to follow; between two images the token before the second, which keeps them apart.
@@ -42,14 +43,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
-from mmdecode.adapters import pictures as painting
+from mmdecode.adapters.vision import pixels as painting
 from mmdecode.engine.adapter import BranchSpec, Prompt
 from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
 from mmdecode.engine.call import Call
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:
-    from mmdecode.adapters.vision_language import VisionLanguageAdapter
+    from mmdecode.adapters.vision.base import VisionLanguageAdapter
 
 Heads = Literal["mean", "joined"]
 """How the heads of an image encoder say together what they attend to."""

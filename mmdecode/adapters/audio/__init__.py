@@ -1,0 +1,1 @@
+"""Adapters of speech recognisers."""

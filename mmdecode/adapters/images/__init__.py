@@ -1,0 +1,1 @@
+"""Adapters of models that write image tokens, one file a family."""

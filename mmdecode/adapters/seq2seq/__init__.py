@@ -1,0 +1,1 @@
+"""Adapters of encoder-decoders of text."""

@@ -1,0 +1,1 @@
+"""Adapters of vision-language models, one file a family."""
