@@ -39,9 +39,9 @@ from pages import parsed, warn_if_busy, write_page, write_result
 from peers import GENERATE, UNDRAFTED, Checkpoint, Engine, rows_of
 from speech import clips, encode, windows
 
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine
+from mmdecode.runs.console import only_our_output
 
 HERE = Path(__file__).parent
 WARM = 4

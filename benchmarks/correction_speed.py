@@ -22,10 +22,10 @@ from pages import parsed, warn_if_busy, write_result
 
 from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.n_best_lists import read_lists, split
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import SHIPPED
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
+from mmdecode.runs.console import only_our_output
 from mmdecode.train.corrector import JUDGED
 
 HERE = Path(__file__).parent

@@ -32,12 +32,12 @@ from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForCondi
 
 from mmdecode import registry
 from mmdecode.checkpoints import local_path
-from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.draft import Adaptive, Assistant, FirstOf, Medusa, Source
 from mmdecode.draft.trees import expected_length, plan
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
+from mmdecode.runs.console import only_our_output
 from mmdecode.testing.drafts import Siblings
 from mmdecode.train.drafters.medusa import MedusaOptions, collect, ranks, whisper_prompt
 from mmdecode.zoo import grammar

@@ -33,7 +33,7 @@ from mmdecode.asr.correction.n_best_lists import NBestList, lists_of
 from mmdecode.asr.correction.selection import TextScorer, highest, joined_scores
 from mmdecode.asr.correction.transcripts import FusedCorrection, LanguageModelCorrection
 from mmdecode.asr.recognizers.whisper_prompts import Prompts
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
 from mmdecode.evaluation.speech.wer import count_steps, summed
@@ -41,6 +41,7 @@ from mmdecode.evaluation.speed.stopwatch import load
 from mmdecode.evaluation.stats.intervals import mapsswe, paired_bootstrap
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
+from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import (
     append_line,
     check_settings,

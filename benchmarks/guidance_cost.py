@@ -26,10 +26,10 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import interleaved, load, machine, ratio
+from mmdecode.runs.console import only_our_output
 from mmdecode.vlm import Answerer
 from mmdecode.zoo.scene_sets import scene_of, scene_rows
 from mmdecode.zoo.scenes import render

@@ -35,11 +35,11 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 from mmdecode import registry
 from mmdecode.api import generate
 from mmdecode.cli.bench import SCENES, prompts_of
-from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.engine.stats import Stats
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
+from mmdecode.runs.console import only_our_output
 from mmdecode.vlm import Answerer
 
 HERE = Path(__file__).parent

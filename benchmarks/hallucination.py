@@ -24,11 +24,12 @@ from hallucination_tables import main_table, read, tables
 from pages import parsed, write_page, write_result
 from plot_hallucination import draw
 
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.evaluation.vision.runs import INERT, Recorder, modes_of
+from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import run_of
 from mmdecode.vlm.answerer import load
 

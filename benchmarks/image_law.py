@@ -27,13 +27,13 @@ import torch
 from image_speed import Subject, Way
 from pages import parsed, table, write_page, write_result
 
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
 from mmdecode.evaluation.images.runs import forced_logits
 from mmdecode.evaluation.images.samples import likelihood
 from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.evaluation.stats.image_means import equivalence, mean_of, welch
 from mmdecode.image_ar.backends import RoundCounts
+from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import write_arrays
 from mmdecode.testing import mistakes
 

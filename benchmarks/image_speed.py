@@ -31,7 +31,6 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode import registry
 from mmdecode.checkpoints import paired
-from mmdecode.cli.progress import only_our_output
 from mmdecode.decoder import Decoder
 from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.errors import run_script
@@ -40,6 +39,7 @@ from mmdecode.image_ar import raster
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.loading import load as load_model
 from mmdecode.image_ar.sampling import Sampling, guided
+from mmdecode.runs.console import only_our_output
 
 HERE = Path(__file__).parent
 PLAIN = "plain"

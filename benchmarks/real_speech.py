@@ -63,10 +63,10 @@ from recordings import joined
 
 from mmdecode.asr import Transcriber
 from mmdecode.asr.transcriber import make_options
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import IncompatibleError, MissingExtraError, OptionError, run_script
 from mmdecode.evaluation.speed.stopwatch import Cost, interleaved, load, machine
 from mmdecode.models.moonshine.wheel import assets
+from mmdecode.runs.console import only_our_output
 from mmdecode.zoo.real_clips import RealClip, all_clips
 
 HERE = Path(__file__).parent

@@ -19,11 +19,11 @@ import torch
 from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode.asr import Stream, Transcriber
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speech.wer import wer
 from mmdecode.evaluation.speed.latency import StreamMeter, StreamReport
 from mmdecode.evaluation.speed.stopwatch import load, machine
+from mmdecode.runs.console import only_our_output
 from mmdecode.zoo.speech import speech_test
 
 HERE = Path(__file__).parent

@@ -25,10 +25,10 @@ from pages import parsed, table, warn_if_busy, write_page, write_result
 
 from mmdecode import registry
 from mmdecode.cli.bench import SCENES, prompts_of
-from mmdecode.cli.progress import only_our_output
 from mmdecode.errors import MMDecodeError, run_script
 from mmdecode.evaluation.speed.draft_speed import PEERS, Setting, Speed, measure, sureness, working
 from mmdecode.evaluation.speed.stopwatch import load, machine
+from mmdecode.runs.console import only_our_output
 from mmdecode.testing.drafts import Random
 from mmdecode.vlm import Answerer
 

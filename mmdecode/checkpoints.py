@@ -22,7 +22,7 @@ from mmdecode.errors import (
     UnknownNameError,
     did_you_mean,
 )
-from mmdecode.model_names import SHORT, full_name
+from mmdecode.model_names import REAL, SHORT, SYNTHETIC, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -567,3 +567,8 @@ def fill(model: Model, weights: dict[str, Any], source: str | Path) -> Model:
         )
     model.load_state_dict(weights)
     return model.float().eval()
+
+
+def default_recogniser() -> str:
+    """The published recogniser where it is installed, else the synthetic Whisper that ships."""
+    return REAL if is_installed(REAL) else SYNTHETIC

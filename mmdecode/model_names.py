@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+REAL, SYNTHETIC = "moonshine:tiny-en", "zoo:whisper-synth"
+"""Recognisers that need no download: of people, and of 489 words that a program speaks."""
+
 _WHISPER = {
     name: f"openai/whisper-{name}"
     for name in (

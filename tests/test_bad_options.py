@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from mmdecode.cli.app import main
-from mmdecode.cli.output import console
+from mmdecode.runs.console import console
 from mmdecode.zoo.speech import speech_test
 from tests.support.commands import all_commands
 

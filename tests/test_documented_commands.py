@@ -19,8 +19,8 @@ import pytest
 import typer
 
 from mmdecode.cli.app import app
-from mmdecode.cli.output import console
 from mmdecode.errors import InputError
+from mmdecode.runs.console import console
 
 ROOT = Path(__file__).parents[1]
 ROOMS = "asr vlm image_ar benchmarks docs examples mmdecode notebooks".split()

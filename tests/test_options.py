@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from mmdecode.cli import transcribe
 from mmdecode.cli.app import app, main
-from mmdecode.cli.output import console
 from mmdecode.cli.shared import given_in, with_devices
 from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.console import console
 from tests.support.commands import all_commands
 
 GONE = "--manifest --input --output --batch --image-folder --precision --norm --n".split()

@@ -28,9 +28,9 @@ from typer.core import TyperCommand
 
 import mmdecode
 from mmdecode.cli.models import with_models
-from mmdecode.cli.output import console, print_line
 from mmdecode.cli.shared import Group, in_panels, with_devices, with_shared
 from mmdecode.errors import one_line
+from mmdecode.runs.console import console, print_line
 
 __all__ = ["COMMANDS", "app", "main"]
 

@@ -16,8 +16,9 @@ import typer
 from rich.progress import TextColumn
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
-from mmdecode.cli.progress import progress_bar, without_other_bars
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.cli.progress import progress_bar
+from mmdecode.runs.console import console, out, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.runs.items import Failed

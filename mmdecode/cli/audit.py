@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype, model_help
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, warnings_shown
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
+from mmdecode.runs.console import console, only_our_output, out, warnings_shown
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.audit.audit import AuditReport, Finding

@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group
 from mmdecode.errors import OptionError
+from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:

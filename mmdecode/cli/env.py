@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 import mmdecode
-from mmdecode.cli.output import JsonFlag, emit_json, out
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.runs.console import out
 
 # distribution -> the extras that install it; empty for what is always needed
 PACKAGES = {

@@ -21,9 +21,10 @@ from mmdecode.cli.flags import (
     model_help,
     refuse_without,
 )
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line, show_tables
-from mmdecode.cli.progress import only_our_output, recorded
+from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.cli.progress import recorded
 from mmdecode.cli.shared import Group
+from mmdecode.runs.console import console, only_our_output, out, print_line
 
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry

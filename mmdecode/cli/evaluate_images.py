@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help
-from mmdecode.cli.output import (
-    JsonFlag,
-    console,
-    emit_json,
-    print_line,
-    show_tables,
-    warnings_shown,
-)
-from mmdecode.cli.progress import only_our_output, progress_bar
+from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.cli.progress import progress_bar
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.images.report import ImageReport

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Overwrite, Resume, model_help
-from mmdecode.cli.output import JsonFlag, console, emit_json, print_line, show_tables
-from mmdecode.cli.progress import only_our_output, recorded
+from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.cli.progress import recorded
+from mmdecode.runs.console import console, only_our_output, print_line
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,15 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmdecode.cli.flags import Device, Dtype, Overwrite, model_help, refuse_without
-from mmdecode.cli.output import (
-    JsonFlag,
-    console,
-    emit_json,
-    print_line,
-    show_tables,
-    warnings_shown,
-)
-from mmdecode.cli.progress import only_our_output, progress_bar, tell_changed
+from mmdecode.cli.output import JsonFlag, emit_json, show_tables
+from mmdecode.cli.progress import progress_bar, tell_changed
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mmdecode.cli.models import REAL, SYNTHETIC, default_recogniser
+from mmdecode.checkpoints import default_recogniser
 from mmdecode.errors import OptionError
+from mmdecode.model_names import REAL, SYNTHETIC
 
 
 def model_help(what: str, example: str) -> str:

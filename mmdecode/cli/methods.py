@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode import registry
-from mmdecode.cli.output import JsonFlag, emit_json, out
+from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import UnknownNameError
+from mmdecode.runs.console import out
 
 
 def command(

@@ -19,7 +19,8 @@ from typing import Any
 import typer
 
 import mmdecode
-from mmdecode.cli.output import console, print_line
+from mmdecode.model_names import REAL, SYNTHETIC
+from mmdecode.runs.console import console, print_line
 
 MODELS = ("model", "refiner", "corrector", "correct", "methods")
 """Parameters that name models: alone, or somewhere in the value."""
@@ -30,8 +31,6 @@ OWN_FILES = (
 )
 """Parameters that name what a model is run on, among other things."""
 
-REAL, SYNTHETIC = "moonshine:tiny-en", "zoo:whisper-synth"
-"""Recognisers that need no download: of people, and of 489 words that a program speaks."""
 
 INSTEAD = {
     "whisper": f"openai/whisper-small, or another Whisper, or {REAL}",
@@ -41,13 +40,6 @@ INSTEAD = {
     "lm": "a corrector that 'mmdecode train corrector' made for your recogniser",
 }
 """What to give in the place of a shipped model, by how its name begins."""
-
-
-def default_recogniser() -> str:
-    """The published recogniser where it is installed, else the synthetic Whisper that ships."""
-    from mmdecode.checkpoints import is_installed
-
-    return REAL if is_installed(REAL) else SYNTHETIC
 
 
 def with_models(command: Any) -> Any:

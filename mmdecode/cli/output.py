@@ -6,45 +6,19 @@ With ``--json`` a command writes nothing to stdout but the line of ``emit_json``
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-__all__ = ["JsonFlag", "console", "emit_json", "out", "print_line", "show_tables", "warnings_shown"]
+from mmdecode.runs.console import out, print_line
 
+__all__ = ["JsonFlag", "emit_json", "show_tables"]
 
-class Stderr(Console):
-    """The console of stderr.
-
-    Attributes:
-        errors_only: ``--quiet``: only what is red is printed, errors and failures.
-        tells_all: ``--verbose``: what other libraries say is shown too, and where errors come from.
-    """
-
-    errors_only = False
-    tells_all = False
-
-    def print(self, *objects: Any, style: Any = None, **how: Any) -> None:
-        """As in rich."""
-        if style == "red" or not self.errors_only:
-            super().print(*objects, style=style, **how)
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether bars can be drawn, and should be."""
-        return super().is_terminal and not self.errors_only
-
-
-console = Stderr(stderr=True)
-out = Console()
 
 JsonFlag = Annotated[
     bool,
@@ -59,24 +33,6 @@ def emit_json(obj: Any) -> None:
     that JSON cannot hold (NaN, infinities) as null.
     """
     print(json.dumps(_plain(obj), allow_nan=False), flush=True)
-
-
-@contextlib.contextmanager
-def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
-    """Shows our warnings as lines for people: each time, or each text once."""
-
-    def shown(message: Any, *_: Any) -> None:
-        print_line(f"{message}", console, "yellow")
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings(how, module=r"mmdecode\.")
-        warnings.showwarning = shown  # type: ignore[assignment]
-        yield
-
-
-def print_line(text: str, where: Console = out, style: str | None = None) -> None:
-    """One line as it is: no markup, no highlights, no breaks."""
-    where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_tables(tables: Iterable[Sequence[Mapping[str, str]]]) -> None:

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from mmdecode.cli.output import console
+from mmdecode.runs.console import console
 
 if TYPE_CHECKING:
     from mmdecode.asr.output.manifest import Entry
@@ -37,22 +37,6 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         transient=True,
         disable=not console.is_terminal,  # all that it leaves in a file is an empty line
     )
-
-
-def without_other_bars() -> None:
-    """Keeps transformers' bars out of a command's output; what it warns of is still shown."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def only_our_output() -> None:
-    """Keeps transformers' bars and warnings out of a command's output."""
-    from transformers.utils import logging
-
-    without_other_bars()
-    if not console.tells_all:
-        logging.set_verbosity_error()
 
 
 def tell_changed(journal: Journal[Any]) -> None:

@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mmdecode.cli.output import console, print_line
 from mmdecode.errors import InputError, OptionError, did_you_mean
 from mmdecode.model_names import full_name
+from mmdecode.runs.console import console, print_line
 
 __all__ = ["Group", "in_panels", "refuse_file", "with_devices", "with_shared"]
 

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from mmdecode.cli.flags import Device, Dtype, Language, MaxNewTokens, Recogniser
-from mmdecode.cli.output import console, emit_json, out
-from mmdecode.cli.progress import without_other_bars
+from mmdecode.cli.output import emit_json
+from mmdecode.runs.console import console, out, without_other_bars
 
 if TYPE_CHECKING:
     import numpy as np

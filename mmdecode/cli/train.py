@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from mmdecode.cli.flags import Device, Overwrite, model_help
-from mmdecode.cli.output import JsonFlag, console, emit_json
+from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.shared import Group
+from mmdecode.runs.console import console
 
 RESULTS = {
     "whisper-synth": "model",

@@ -28,8 +28,9 @@ from mmdecode.cli.flags import (
     Timestamps,
     refuse_without,
 )
-from mmdecode.cli.output import JsonFlag, console, emit_json, out, print_line, warnings_shown
-from mmdecode.cli.progress import progress_bar, without_other_bars
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.cli.progress import progress_bar
+from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode.checkpoints import ZOO, scheme_card, scheme_names, zoo_names
-from mmdecode.cli.output import JsonFlag, emit_json, out
+from mmdecode.cli.output import JsonFlag, emit_json
+from mmdecode.runs.console import out
 
 
 def command(json: JsonFlag = False) -> None:

@@ -29,7 +29,7 @@ from mmdecode.train.zoo.llamagen_scenes import (
     encode,
     run,
 )
-from mmdecode.train.zoo.scene_images import draw_picture, pictures, to_pixels
+from mmdecode.zoo.scene_images import draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*scalar.*")

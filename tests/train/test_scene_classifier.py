@@ -20,7 +20,7 @@ from mmdecode.train.zoo.scene_classifier import (
     run,
     worn,
 )
-from mmdecode.train.zoo.scene_images import to_pixels
+from mmdecode.zoo.scene_images import to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 TINY = FitOptions(steps=2, batch=4, every=1, condition_dropout=0.0)

@@ -12,7 +12,6 @@ from mmdecode.models.multiscale_vq import MultiScaleVQ
 from mmdecode.train import loop as fitting
 from mmdecode.train.loop import BITS, FitOptions
 from mmdecode.train.zoo import var_scenes
-from mmdecode.train.zoo.scene_images import class_of, draw_picture, pictures, shown, to_pixels
 from mmdecode.train.zoo.var_scenes import (
     TOKENIZER,
     ModelShape,
@@ -27,6 +26,7 @@ from mmdecode.train.zoo.var_scenes import (
     seeds_of,
     train_transformer,
 )
+from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, shown, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 QUICK = FitOptions(steps=4, batch=3, every=2)

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.output import console, print_line, warnings_shown
-from mmdecode.cli.progress import only_our_output
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
     from mmdecode.demo.images.page import Drawn, Way, Ways

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mmdecode.demo.speech.clips_page import asset, card, data_url, head, keyed
+from mmdecode.evaluation.report.pages import asset, card, data_url, head, keyed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.models import REAL, SYNTHETIC
-from mmdecode.cli.output import console, print_line
-from mmdecode.cli.progress import only_our_output
+from mmdecode.model_names import REAL, SYNTHETIC
+from mmdecode.runs.console import console, only_our_output, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from mmdecode.decoder import Decoder
     from mmdecode.demo.speech.clips_page import Item, Opening, Report
     from mmdecode.engine.trace import Round
-    from mmdecode.evaluation.speech.wer import WER
     from mmdecode.zoo.speech import Clip
 
 HEADS = f"{SYNTHETIC}-medusa"
@@ -411,13 +409,6 @@ def _conditions(ways: tuple[Way, Way], dtype: str, repeats: int, load: str) -> d
     }
 
 
-def score(score: WER) -> dict[str, Any]:
-    """A score, as JSON holds it."""
-    names = ("value", "low", "high", "words", "substitutions", "deletions", "insertions")
-    found = {name: getattr(score, name) for name in (*names, "utterances", "normaliser")}
-    return found | ({"low": None, "high": None} if score.utterances == 1 else {})
-
-
 def _times(items: Sequence[Item]) -> dict[str, float]:
     names = ("plain_s", "drafted_s", "plain_total_s", "drafted_total_s")
     sums = {name: sum(getattr(item, name) for item in items) for name in names}
@@ -429,6 +420,8 @@ def _times(items: Sequence[Item]) -> dict[str, float]:
 
 
 def _summary(report: Report, items: Sequence[Item], short: int) -> dict[str, Any]:
+    from mmdecode.demo.speech.clips_page import score
+
     found: dict[str, Any] = {
         "model": report.model,
         "draft": report.draft,

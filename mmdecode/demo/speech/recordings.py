@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.models import REAL, default_recogniser
-from mmdecode.cli.output import console
+from mmdecode.checkpoints import default_recogniser
+from mmdecode.model_names import REAL
+from mmdecode.runs.console import console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +139,7 @@ def _generate(way: Way, clip: RealClip) -> tuple[list[list[list[int]]] | None, f
 
 def summary(found: Recordings) -> dict[str, Any]:
     """The numbers, as JSON holds them."""
-    from mmdecode.demo.speech.command import score
+    from mmdecode.demo.speech.clips_page import score
 
     times = {name: round(seconds, 4) for name, seconds in found.times().items()}
     return {

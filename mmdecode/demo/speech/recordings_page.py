@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.demo.speech.clips_page import LEGEND, Opening, card, legend, marked, player, strip
+from mmdecode.demo.speech.clips_page import Opening, legend, strip
+from mmdecode.evaluation.report.pages import LEGEND, card, marked, player
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.cli.output import console, print_line, warnings_shown
-from mmdecode.cli.progress import only_our_output
+from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.demo.speech.clips_page import asset, card, data_url, head, keyed, legend, strip
+from mmdecode.demo.speech.clips_page import legend, strip
+from mmdecode.evaluation.report.pages import asset, card, data_url, head, keyed
 
 if TYPE_CHECKING:
     from mmdecode.demo.vision.attention_map import AttentionMap

@@ -48,7 +48,7 @@ def truth_of(
     side = _side(model)
     classes, trained = None, None
     if real == SCENES:
-        from mmdecode.train.zoo.scene_images import class_of, draw_picture
+        from mmdecode.zoo.scene_images import class_of, draw_picture
 
         seeds = range(UNSEEN, UNSEEN + count)
         classes = np.array([class_of(draw_picture(seed)) for seed in seeds])
@@ -82,14 +82,14 @@ def _side(model: RasterModel) -> tuple[int, int]:
 
 def _seeds_of_training() -> range:
     """Scenes that ``zoo:llamagen-scenes`` learned from."""
-    from mmdecode.train.zoo.llamagen_scenes import CORPUS_SEED, Options
+    from mmdecode.zoo.scene_images import CORPUS_PICTURES, CORPUS_SEED
 
-    return range(CORPUS_SEED, CORPUS_SEED + Options().pictures)
+    return range(CORPUS_SEED, CORPUS_SEED + CORPUS_PICTURES)
 
 
 def _scenes(seeds: range, side: tuple[int, int]) -> Iterator[Tensor]:
     """Rendered, batches ``(B, 3, H, W)`` from 0 to 1."""
-    from mmdecode.train.zoo.scene_images import pictures
+    from mmdecode.zoo.scene_images import pictures
     from mmdecode.zoo.scenes import SIDE
 
     if side != (SIDE, SIDE):

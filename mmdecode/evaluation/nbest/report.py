@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mmdecode.asr.correction.n_best_lists import NBestList
-from mmdecode.demo.speech.clips_page import marked
 from mmdecode.evaluation.nbest.methods import FIRST, Output, Parts
 from mmdecode.evaluation.nbest.n_best import Aligner, changes, count_lists, reference_of
 from mmdecode.evaluation.report.layout import (
@@ -25,6 +24,7 @@ from mmdecode.evaluation.report.layout import (
     markdown_page,
     without_empty,
 )
+from mmdecode.evaluation.report.pages import marked
 from mmdecode.evaluation.speech.comparison import Comparison, Scored, compared
 from mmdecode.evaluation.speech.normalisers import ORIGINS
 from mmdecode.evaluation.speech.samples import Sample

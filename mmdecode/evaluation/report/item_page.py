@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.demo.speech.clips_page import data_url
 from mmdecode.evaluation.report.item_comparison import compared_rows
 from mmdecode.evaluation.report.layout import document, html_table
+from mmdecode.evaluation.report.pages import data_url
 from mmdecode.evaluation.vision.items import Item
 
 if TYPE_CHECKING:

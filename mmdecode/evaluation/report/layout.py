@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmdecode.demo.speech.clips_page import data_url, head
+from mmdecode.evaluation.report.pages import data_url, head
 from mmdecode.runs.files import MAKER
 
 Rows = Sequence[Mapping[str, str]]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.correction.corrector import words_of
 from mmdecode.asr.correction.transcripts import By, DecidedWord, places_in
-from mmdecode.demo.speech.clips_page import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.report.layout import html_table, percent
+from mmdecode.evaluation.report.pages import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
 from mmdecode.evaluation.speech.word_page import MARKS, PLAYED
 

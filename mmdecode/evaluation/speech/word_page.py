@@ -7,9 +7,9 @@ import html
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmdecode.demo.speech.clips_page import marked, player
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.layout import document, html_table
+from mmdecode.evaluation.report.pages import marked, player
 from mmdecode.evaluation.speech.samples import Sample
 from mmdecode.evaluation.speech.wer import align_as_written
 

@@ -28,7 +28,7 @@ from mmdecode.models.vq import VQConfig, VQModel
 from mmdecode.runs.files import append_line, open_append
 from mmdecode.train.drafters.medusa import write_state
 from mmdecode.train.loop import progress, save_half
-from mmdecode.train.zoo.scene_images import to_pixels
+from mmdecode.zoo.scene_images import to_pixels
 
 Pictures = Callable[[Sequence[int]], np.ndarray]
 """Seeds to pixels, ``(B, H, W, 3)`` uint8."""

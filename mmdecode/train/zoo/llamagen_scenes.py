@@ -33,7 +33,9 @@ from mmdecode.train.loop import FitOptions, progress, save_half
 from mmdecode.train.zoo import image_codes, image_tokenizer
 from mmdecode.train.zoo.image_codes import Setting
 from mmdecode.train.zoo.image_tokenizer import TokenizerOptions
-from mmdecode.train.zoo.scene_images import (
+from mmdecode.zoo.scene_images import (
+    CORPUS_PICTURES,
+    CORPUS_SEED,
     SCATTERED,
     draw_picture,
     pictures,
@@ -51,7 +53,6 @@ NAMES: dict[Part, str] = {
 }
 
 STEPS_ON_CUDA: dict[Part, int] = {"class": 5000, "small": 5000, "caption": 5000}
-CORPUS_SEED = 2**32  # the tokenizer learns from seeds below it
 SHARD = 2000
 SLOTS = 24
 
@@ -99,7 +100,7 @@ class Options:
     """
 
     tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
-    pictures: int = 40000
+    pictures: int = CORPUS_PICTURES
     development: int = 256
     test: int = 512
     plans: dict[Part, Plan] = field(default_factory=_plans)
@@ -427,7 +428,7 @@ def describe(part: Part, numbers: dict[str, Any], options: Options, folder: Path
     plan, guided = options.plans[part], numbers["guided"]
     scale = options.setting.scale
     facts = [
-        "Data: pictures of `mmdecode/train/zoo/scene_images.py`, their digits from real scans (see "
+        "Data: pictures of `mmdecode/zoo/scene_images.py`, their digits from real scans (see "
         f"`data/digits.md`); {options.pictures} were encoded once, {numbers['steps']} steps of "
         f"{plan.fit.batch} drawn from them.",
         f"Held out by seed, and for digits by scan: {options.development} pictures decided when to "

@@ -1,6 +1,6 @@
 """Recipe of ``zoo:scene-classifier``: names the large thing of a scene, to judge image models.
 
-A narrow ResNet of timm over the renderer's pictures of `mmdecode.train.zoo.scene_images`, drawn
+A narrow ResNet of timm over the renderer's pictures of `mmdecode.zoo.scene_images`, drawn
 from seeds that no image model of the zoo learns from. Pictures are worn at random, blurred and with
 noise, since what it will judge came through a tokenizer.
 """
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from mmdecode.models.image_classifier import Classifier, import_timm
 from mmdecode.runs.files import marked_json, write_file, write_folder
 from mmdecode.train.loop import BITS, FitOptions, fit
-from mmdecode.train.zoo.scene_images import class_of, draw_picture, pictures, to_pixels
+from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS, SIDE
 
 OWN_SEEDS = 2**34

@@ -2,7 +2,7 @@
 
 What it makes: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
 two `VarForImageGeneration`, a large one and a small one for CoDe, conditional on the large thing of
-a scene. Pictures are rendered while it trains (`mmdecode.train.zoo.scene_images`) and depend on the
+a scene. Pictures are rendered while it trains (`mmdecode.zoo.scene_images`) and depend on the
 step alone; none occurs twice, so that nothing can be learnt by heart.
 
 The tokenizer begins as an autoencoder without codes; then the codebook is laid over what is left of
@@ -35,7 +35,7 @@ from mmdecode.train.drafters.ahead import Ahead
 from mmdecode.train.loop import BITS, FitOptions, fit, save_half
 from mmdecode.train.zoo.image_codes import entropy_of, write_card
 from mmdecode.train.zoo.image_tokenizer import reconstruction_loss
-from mmdecode.train.zoo.scene_images import pictures, shown, to_pixels
+from mmdecode.zoo.scene_images import pictures, shown, to_pixels
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 TOKENIZER = "var-scenes-tokenizer"
@@ -402,7 +402,7 @@ def write_cards(options: Options, out: Path) -> dict[str, Any]:
     found = {TOKENIZER: measure_tokenizer(tokenizer, to_pixels(pictures(options.test())))}
     images = {"images": len(classes)}
     facts = [
-        "Data: pictures of `mmdecode/train/zoo/scene_images.py`, rendered while it trains; none "
+        "Data: pictures of `mmdecode/zoo/scene_images.py`, rendered while it trains; none "
         "occurs twice.",
         f"Held out by seed, and for digits by scan; the numbers are of {len(classes)} images that "
         "training never saw and that did not decide when to stop.",

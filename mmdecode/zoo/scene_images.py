@@ -28,6 +28,10 @@ from mmdecode.zoo.scenes import (
     visible_shares,
 )
 
+CORPUS_SEED, CORPUS_PICTURES = 2**32, 40000
+"""First seed and number of the pictures that image models learn from; tokenizers learn from seeds
+below it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

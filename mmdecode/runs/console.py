@@ -1,0 +1,73 @@
+"""Where programs write for people: results on stdout, all else on stderr.
+
+Results go to ``out``; progress, warnings and errors go to ``console``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rich.console import Console
+
+
+class Stderr(Console):
+    """The console of stderr.
+
+    Attributes:
+        errors_only: ``--quiet``: only what is red is printed, errors and failures.
+        tells_all: ``--verbose``: what other libraries say is shown too, and where errors come from.
+    """
+
+    errors_only = False
+    tells_all = False
+
+    def print(self, *objects: Any, style: Any = None, **how: Any) -> None:
+        """As in rich."""
+        if style == "red" or not self.errors_only:
+            super().print(*objects, style=style, **how)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether bars can be drawn, and should be."""
+        return super().is_terminal and not self.errors_only
+
+
+console = Stderr(stderr=True)
+out = Console()
+
+
+def print_line(text: str, where: Console = out, style: str | None = None) -> None:
+    """One line as it is: no markup, no highlights, no breaks."""
+    where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def warnings_shown(how: Literal["always", "default"]) -> Iterator[None]:
+    """Shows our warnings as lines for people: each time, or each text once."""
+
+    def shown(message: Any, *_: Any) -> None:
+        print_line(f"{message}", console, "yellow")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings(how, module=r"mmdecode\.")
+        warnings.showwarning = shown  # type: ignore[assignment]
+        yield
+
+
+def without_other_bars() -> None:
+    """Keeps transformers' bars out of a command's output; what it warns of is still shown."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def only_our_output() -> None:
+    """Keeps transformers' bars and warnings out of a command's output."""
+    from transformers.utils import logging
+
+    without_other_bars()
+    if not console.tells_all:
+        logging.set_verbosity_error()
