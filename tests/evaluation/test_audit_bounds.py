@@ -257,4 +257,4 @@ def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_law():
 
 
 def test_audit_is_called_by_the_name_of_its_package():
-    assert mmdecode.evaluation.audit.audit is audit
+    assert mmdecode.evaluation.audit is audit

@@ -1,0 +1,174 @@
+"""The rooms of the package: which may import which, no circles, and how long a module may be."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mmdecode"
+
+LAYERS = (
+    {"errors", "_compat", "__init__"},
+    {"options", "entries", "model_names", "runs"},
+    {"registry"},
+    {"checkpoints"},
+    {"engine"},
+    {"models"},
+    {"adapters", "draft", "accept", "guide"},
+    {"decoder"},
+    {"api"},
+    {"asr", "vlm", "image_ar"},
+    {"zoo", "loading", "testing"},
+    {"evaluation"},
+    {"train", "demo"},
+    {"cli"},
+    {"__main__"},
+)
+"""A room may import itself and those of the layers above it in this list."""
+NOT_FOR = {"engine": {"registry", "checkpoints"}}
+"""The loop is handed its parts as objects: it looks up no names."""
+
+LONGEST = 500
+LONGER = {
+    "adapters/vision/base.py": 724,
+    "adapters/vision/transforms.py": 525,
+    "asr/correction/corrector.py": 797,
+    "asr/correction/fusion.py": 624,
+    "asr/correction/transcripts.py": 565,
+    "asr/decoding/long_form.py": 516,
+    "asr/recognizers/base.py": 559,
+    "asr/transcriber.py": 580,
+    "image_ar/generator.py": 691,
+    "vlm/answerer.py": 604,
+    "checkpoints.py": 574,
+    "cli/evaluate_vlm.py": 667,
+    "cli/transcribe.py": 699,
+    "demo/vision/command.py": 520,
+    "evaluation/audit/audit.py": 614,
+    "evaluation/images/report.py": 539,
+    "evaluation/speech/word_report.py": 580,
+    "evaluation/vision/yes_no_report.py": 567,
+    "models/llamagen.py": 559,
+    "runs/files.py": 671,
+    "testing/checks.py": 656,
+    "train/drafters/recipes.py": 745,
+    "train/zoo/llava_scenes.py": 584,
+}
+"""Lines of modules elsewhere that are longer; the numbers only shrink."""
+
+
+def modules(package):
+    """Files by dotted name, in which a package has its own name."""
+    found = {}
+    for file in sorted(package.rglob("*.py")):
+        parts = ("mmdecode", *file.relative_to(package).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)] = file
+    return found
+
+
+def imported(name, file, known):
+    """Modules that a file imports anywhere, late imports too, but for type checkers only."""
+    tree = ast.parse(file.read_text())
+    package = name if file.stem == "__init__" else name.rpartition(".")[0]
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(id(inner) for child in node.body for inner in ast.walk(child))
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            whole = [f"{base}.{alias.name}" for alias in node.names]
+            # a name of a module is a module or what the module holds
+            found.update(one if one in known or base == "mmdecode" else base for one in whole)
+    return {one for one in found if one.startswith("mmdecode.")} - {name}
+
+
+def room(name):
+    return name.split(".")[1]
+
+
+def imports(package=PACKAGE):
+    """Imported modules by importing module."""
+    known = modules(package)
+    return {name: imported(name, file, known) for name, file in known.items()}
+
+
+def misdirected(package=PACKAGE):
+    """Imports against the layers, as ``module imports room``."""
+    level = {one: number for number, layer in enumerate(LAYERS) for one in layer}
+    found = []
+    for name, others in imports(package).items():
+        own = room(name)
+        assert own in level, f"{name} is in no known room; add it to LAYERS"
+        for other in sorted({room(other) for other in others} & set(level) - {own}):
+            if level[other] >= level[own] or other in NOT_FOR.get(own, ()):
+                found.append(f"{name.removeprefix('mmdecode.')} imports {other}")
+    return found
+
+
+def circle(package=PACKAGE):
+    """Modules that import each other in a circle, or nothing."""
+    try:
+        TopologicalSorter(imports(package)).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_rooms_import_in_one_direction():
+    assert misdirected() == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("engine/a.py", "import mmdecode.draft.lookup", ["engine.a imports draft"]),
+        ("engine/a.py", "from ..accept import exact", ["engine.a imports accept"]),
+        ("engine/a.py", "from mmdecode import registry", ["engine.a imports registry"]),
+        ("engine/sub/a.py", "from ...asr import x", ["engine.sub.a imports asr"]),
+        ("draft/a.py", "from mmdecode import adapters", ["draft.a imports adapters"]),
+        ("asr/a.py", "def f():\n    from mmdecode.vlm.b import c", ["asr.a imports vlm"]),
+        ("zoo/a.py", "from mmdecode.cli import app", ["zoo.a imports cli"]),
+        ("evaluation/a.py", "from mmdecode.train import b", ["evaluation.a imports train"]),
+        ("demo/a.py", "from mmdecode.cli.app import main", ["demo.a imports cli"]),
+        ("draft/a.py", "from mmdecode.engine.proposal import Proposal", []),
+        ("engine/a.py", "from . import cache\nfrom mmdecode import errors", []),
+        ("engine/a.py", "if TYPE_CHECKING:\n    from mmdecode.draft import lookup", []),
+    ],
+)
+def test_the_walk_finds_imports_against_the_direction(tmp_path, file, line, expected):
+    target = tmp_path / file
+    target.parent.mkdir(parents=True)
+    target.write_text(line + "\n")
+    assert misdirected(tmp_path) == expected
+
+
+def test_the_walk_finds_a_circle_of_late_imports(tmp_path):
+    (tmp_path / "asr").mkdir()
+    (tmp_path / "asr" / "a.py").write_text("from mmdecode.asr.b import c\n")
+    (tmp_path / "asr" / "b.py").write_text("def f():\n    from mmdecode.asr import a\n")
+    assert set(circle(tmp_path)) == {"mmdecode.asr.a", "mmdecode.asr.b"}
+    (tmp_path / "asr" / "b.py").write_text("c = 1\n")
+    assert circle(tmp_path) == []
+
+
+def test_modules_are_short():
+    lines = {
+        file.relative_to(PACKAGE).as_posix(): len(file.read_text().splitlines())
+        for file in PACKAGE.rglob("*.py")
+    }
+    long = {name: count for name, count in lines.items() if count > LONGEST}
+    assert {name for name, count in long.items() if count > LONGER.get(name, 0)} == set()
