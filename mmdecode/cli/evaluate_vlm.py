@@ -549,7 +549,7 @@ def _decoded(
 ) -> list[Any]:
     """Rows of all modes; appended to the output as they come."""
     from mmdecode.evaluation.vision.runs import journal_of
-    from mmdecode.runs.crashes import Journal, suspects_in
+    from mmdecode.runs.crashes import InFlight, suspects_in
     from mmdecode.vlm.crashes import watched
 
     def noted(name: str, source: ImageSource) -> ImageSource:
@@ -567,7 +567,7 @@ def _decoded(
         task = bar.add_task("asking", total=recorder.total)
         if journal and output:
             stack.callback(journal.close)
-            reading = Journal(output / READING, suspects_in([output / READING]))
+            reading = InFlight(output / READING, suspects_in([output / READING]))
             stack.enter_context(contextlib.closing(reading))
             recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
             tell_changed(journal)

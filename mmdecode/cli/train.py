@@ -325,7 +325,7 @@ def corrector(
     from mmdecode.runs.files import overwriting
     from mmdecode.train import corrector as recipe
 
-    usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.Options(method=method)
+    usual = recipe.FROM_SCRATCH if method == "scratch" else recipe.CorrectorOptions(method=method)
     asked: dict[str, Any] = {"template": template, "count": n_best}
     pace: dict[str, Any] = {"steps": steps, "batch": batch_size, "peak_rate": rate, "seed": seed}
     options = replace(
@@ -398,7 +398,7 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
     from mmdecode.train.zoo import whisper_synth
 
     if name == "whisper-synth":
-        return whisper_synth.run(whisper_synth.Options(minutes=minutes), work, out)
+        return whisper_synth.run(whisper_synth.WhisperSynthOptions(minutes=minutes), work, out)
     if name == "whisper-synth-medusa":
         return whisper_synth.run_heads(base, work, out)
     if name == "aligner":
@@ -410,7 +410,7 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
     if name == "lm-synth":
         from mmdecode.train.zoo import lm_synth
 
-        return lm_synth.run(lm_synth.Options(), work, out)
+        return lm_synth.run(lm_synth.LMSynthOptions(), work, out)
     if name == "joined-words":
         from mmdecode.zoo.joined_words import build_joined_words
 
@@ -424,7 +424,7 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
     if name == "llava-scenes":
         from mmdecode.train.zoo import llava_scenes
 
-        return llava_scenes.run(llava_scenes.Options(), work, out)
+        return llava_scenes.run(llava_scenes.LlavaScenesOptions(), work, out)
     if name == "scenes-test":
         from mmdecode.zoo import scene_sets
 
@@ -434,17 +434,21 @@ def _rebuilt(name: str, work: Path, out: Path, minutes: float, base: str, device
     if name == "llamagen-scenes":
         from mmdecode.train.zoo import llamagen_scenes
 
-        plan = llamagen_scenes.Options() if device == "cpu" else llamagen_scenes.on_cuda()
+        plan = (
+            llamagen_scenes.LlamaGenScenesOptions()
+            if device == "cpu"
+            else llamagen_scenes.on_cuda()
+        )
         return llamagen_scenes.run(plan, work, out)
     if name == "llamagen-digits":
         from mmdecode.train.zoo import llamagen_digits
 
-        return llamagen_digits.run(llamagen_digits.Options(device=device), work, out)
+        return llamagen_digits.run(llamagen_digits.LlamaGenDigitsOptions(device=device), work, out)
     if name == "var-scenes":
         from mmdecode.train.zoo import var_scenes
 
-        shapes = var_scenes.Options() if device == "cpu" else var_scenes.on_cuda()
+        shapes = var_scenes.VarScenesOptions() if device == "cpu" else var_scenes.on_cuda()
         return var_scenes.run(shapes, work, out)
     from mmdecode.train.zoo import scene_classifier
 
-    return scene_classifier.run(scene_classifier.Options(), work, out)
+    return scene_classifier.run(scene_classifier.SceneClassifierOptions(), work, out)

@@ -23,8 +23,7 @@ from mmdecode.engine.adapter import Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.errors import OptionError
-from mmdecode.models.dream import Dream as Model
-from mmdecode.models.dream import most_received
+from mmdecode.models.dream import DreamModel, most_received
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 
 
@@ -43,7 +42,7 @@ class Dream(FeatureDraft):
 
     summary = "three blocks that cross-attend to the model's own states draft a tree"
     source = "DREAM, Hu et al. 2025"
-    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {DreamModel.kind: DreamModel}
 
     def __init__(self, drafter: FeatureDrafter, *, share: float = 1.0, **options: Any) -> None:
         if not 0 < share <= 1:

@@ -25,7 +25,7 @@ from mmdecode.draft.target import gathered
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
-from mmdecode.models.flash import Flash as Model
+from mmdecode.models.flash import FlashModel
 
 
 class Flash(FeatureDraft):
@@ -33,7 +33,7 @@ class Flash(FeatureDraft):
 
     summary = "several tokens a pass of a layer that sees latents of each image"
     source = "FLASH, Wang et al. 2025"
-    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {FlashModel.kind: FlashModel}
 
     def begin(self, call: Call, prefill: BranchOutput) -> FlashSession:
         """Reads the prompt."""
@@ -47,7 +47,7 @@ class FlashSession(FeatureSession):
         """As of `FeatureSession`; only every so many steps make a pass."""
         assert self.state is not None, "observe was not called"
         drafter, adapter = self.drafter, self.call.plan.adapter
-        assert isinstance(drafter, Model)
+        assert isinstance(drafter, FlashModel)
         width, steps = drafter.width, drafter.steps
         made, sees = self.state, None  # of each node of the frontier, (B, k, steps * H)
         unread: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of the levels since a pass

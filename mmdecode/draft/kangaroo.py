@@ -28,8 +28,7 @@ from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
-from mmdecode.models.kangaroo import Exit
-from mmdecode.models.kangaroo import Kangaroo as Model
+from mmdecode.models.kangaroo import Exit, KangarooModel
 
 
 class Kangaroo(LayerSkip):
@@ -52,9 +51,11 @@ class Kangaroo(LayerSkip):
 
     summary = "the model's own first layers and a trained adapter draft while they are sure"
     source = "Kangaroo, Liu et al. 2024"
-    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {KangarooModel.kind: KangarooModel}
 
-    def __init__(self, drafter: Model, length: int = 6, confidence_threshold: float = 0.6) -> None:
+    def __init__(
+        self, drafter: KangarooModel, length: int = 6, confidence_threshold: float = 0.6
+    ) -> None:
         super().__init__(exit_layer=drafter.exit_layer, length=length)
         if not 0 <= confidence_threshold <= 1:
             raise OptionError(
@@ -71,7 +72,7 @@ class Kangaroo(LayerSkip):
             InputError: The checkpoint holds no such adapter.
         """
         drafter = load_drafter(name, cls.modules)
-        assert isinstance(drafter, Model)
+        assert isinstance(drafter, KangarooModel)
         return cls(drafter, **options)
 
     @classmethod
@@ -103,7 +104,7 @@ class Kangaroo(LayerSkip):
             call, branch, warp_alone(call), self.length, self.confidence_threshold
         )
 
-    def _view(self, adapter: Any, own: Model) -> Any:
+    def _view(self, adapter: Any, own: KangarooModel) -> Any:
         """The model's first layers with the drafter ``own`` after them."""
         first, count = own.exit_layer, len(adapter.layers())
         if not 1 <= first <= count:

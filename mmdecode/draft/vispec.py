@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from mmdecode.draft.features import FeatureDraft
 from mmdecode.models.feature_drafter import FeatureDrafter
-from mmdecode.models.vispec import ViSpec as Model
+from mmdecode.models.vispec import ViSpecModel
 
 
 class ViSpec(FeatureDraft):
@@ -21,4 +21,4 @@ class ViSpec(FeatureDraft):
 
     summary = "a layer like eagle's that sees a few learned summaries of each image"
     source = "ViSpec, Kang et al. 2025"
-    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {Model.kind: Model}
+    modules: ClassVar[Mapping[str, type[FeatureDrafter]]] = {ViSpecModel.kind: ViSpecModel}

@@ -21,14 +21,14 @@ from transformers import PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError
-from mmdecode.models.vqgan import CodeDecoder, Decoder
+from mmdecode.models.vqgan import CodeDecoder, PixelDecoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 class ChameleonVQConfig(PreTrainedConfig):
-    """Shape of the decoder, named as in `mmdecode.models.vqgan.Decoder`.
+    """Shape of the decoder, named as in `mmdecode.models.vqgan.PixelDecoder`.
 
     Attributes:
         codebook_size, codebook_dim: Rows of the codebook and their width.
@@ -61,7 +61,7 @@ class ChameleonVQDecoder(CodeDecoder):
         super().__init__(config)
         self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.latent_channels, 1)
-        self.decoder = Decoder(
+        self.decoder = PixelDecoder(
             config.channels,
             config.channel_multipliers,
             config.residual_blocks,

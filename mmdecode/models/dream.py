@@ -95,7 +95,7 @@ class CrossBlock(nn.Module):
         return states + self.cross_attn_mlp_gate.tanh() * made
 
 
-class Dream(FeatureDrafter):
+class DreamModel(FeatureDrafter):
     """DREAM's three blocks over embeddings and the target's last states, and the target's head."""
 
     kind: ClassVar[str] = "dream"

@@ -1,8 +1,8 @@
 """EAGLE's drafters: a layer over the target's last states, or over three levels of them.
 
-`Eagle` reads the states after the final norm and uses the target's own head; `Eagle3` fuses states
-of three layers, norms both inputs, and has a head over a vocabulary of its own, which may be a part
-of the target's. Both load the published layouts, key by key.
+`EagleModel` reads the states after the final norm and uses the target's own head; `Eagle3Model`
+fuses states of three layers, norms both inputs, and has a head over a vocabulary of its own, which
+may be a part of the target's. Both load the published layouts, key by key.
 
 Sources: Li et al. 2024, arXiv:2401.15077, section 3 (EAGLE); arXiv:2406.16858 (EAGLE-2, the same
 weights); 2025, arXiv:2503.01840, section 3 (EAGLE-3); checked against SafeAILab/EAGLE. Differs from
@@ -80,7 +80,7 @@ class Sampled(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states), gate=embeds)
 
 
-class Eagle(FeatureDrafter):
+class EagleModel(FeatureDrafter):
     """EAGLE and EAGLE-2: ``layers(W [e; h] + b)`` over the target's last states, and its head.
 
     With ``feature_sampling`` in the configuration it is FSPAD's: `Sampled` stands before the
@@ -159,7 +159,7 @@ class Eagle3Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3(FeatureDrafter):
+class Eagle3Model(FeatureDrafter):
     """EAGLE-3: three levels of the target's states, a norm and a head of its own.
 
     The inputs of layers 2, n // 2 and n - 3 of n are read unless the configuration names others:
@@ -220,5 +220,5 @@ class Eagle3(FeatureDrafter):
         return key.endswith("rotary_emb.inv_freq") or key in ("d2t", "t2d")
 
 
-KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3, "eagle": Eagle}
+KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Model, "eagle": EagleModel}
 """By name, those with more of their own first."""

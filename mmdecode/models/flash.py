@@ -33,7 +33,7 @@ class Head(Attention):
         )
 
 
-class Flash(FeatureDrafter):
+class FlashModel(FeatureDrafter):
     """FLASH: ``k`` states a row, side by side, and the target's head for each.
 
     ``k`` and ``compress_len`` (rows of A) are read from the configuration. With ``k = 1`` it is

@@ -32,7 +32,7 @@ class KangarooLayer(nn.Module):
         return states + self.self_attn(self.input_layernorm(states), rotation, mask, past)
 
 
-class Kangaroo(FeatureDrafter):
+class KangarooModel(FeatureDrafter):
     """The adapter of a target's first ``exit_layer`` layers (of the configuration; default 2)."""
 
     kind: ClassVar[str] = "kangaroo"
@@ -84,7 +84,7 @@ class Exit(nn.Module):
         adapter: Read with what the layer was called with.
     """
 
-    def __init__(self, layer: nn.Module, adapter: Kangaroo) -> None:
+    def __init__(self, layer: nn.Module, adapter: KangarooModel) -> None:
         super().__init__()
         self.layer, self.adapter = layer, adapter
 

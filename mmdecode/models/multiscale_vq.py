@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, ShapeError
-from mmdecode.models.vqgan import ConvolutionalModel, Decoder, Encoder, split_joint_projection
+from mmdecode.models.vqgan import ConvolutionalModel, Encoder, PixelDecoder, split_joint_projection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,7 +119,7 @@ class MultiScaleVQ(ConvolutionalModel):
         width, around = config.codebook_dim, config.kernel // 2
         shape = (config.channels, config.channel_multipliers, config.residual_blocks, width)
         self.encoder = Encoder(*shape, groups=config.norm_groups)
-        self.decoder = Decoder(*shape, groups=config.norm_groups)
+        self.decoder = PixelDecoder(*shape, groups=config.norm_groups)
         self.quant_conv = nn.Conv2d(width, width, config.kernel, padding=around)
         self.post_quant_conv = nn.Conv2d(width, width, config.kernel, padding=around)
         self.codebook = nn.Embedding(config.codebook_size, width)

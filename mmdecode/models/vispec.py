@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mmdecode.models.eagle import Eagle
+from mmdecode.models.eagle import EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
 from mmdecode.models.image_rows import at_last_places, members_of
 
@@ -50,7 +50,7 @@ class Adaptor(nn.Module):
         return self.o_proj(torch.einsum("bihql,blhd->biqhd", weights, value).flatten(-2))
 
 
-class ViSpec(Eagle):
+class ViSpecModel(EagleModel):
     """EAGLE with `Adaptor` for images, and ``W_g [h; g]`` in place of the feature h of text.
 
     ``num_queries`` of the configuration counts the global vector. At first ``W_g`` is the identity

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from mmdecode.checkpoints import fill, published_weights
 from mmdecode.errors import InputError, ShapeError
-from mmdecode.models.vqgan import GROUPS, CodeDecoder, Decoder, Encoder
+from mmdecode.models.vqgan import GROUPS, CodeDecoder, Encoder, PixelDecoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ class VQModel(CodeDecoder):
             config.norm_groups,
         )
         self.encoder = Encoder(*shape)
-        self.decoder = Decoder(*shape)
+        self.decoder = PixelDecoder(*shape)
         self.quantize = Quantizer(config)
         self.quant_conv = nn.Conv2d(config.latent_channels, config.codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.latent_channels, 1)

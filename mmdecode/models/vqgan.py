@@ -162,7 +162,7 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
-class Decoder(nn.Module):
+class PixelDecoder(nn.Module):
     """Latents ``(B, z_channels, h, w)`` to pixels ``(B, 3, h f, w f)``; a block more per level.
 
     Args:

@@ -1,9 +1,9 @@
 """Files that crash the library that decodes them, and with it the process.
 
 Files are read in the process itself: among ten thousand broken recordings none crashed libsndfile
-or FFmpeg. Instead a `Journal` beside the results notes what is being read. Where a run died, those
-that follow read what it died over in a process apart first, and a file that ends that process is a
-failure like any other.
+or FFmpeg. Instead an `InFlight` next to the results notes what is being read. Where a run died,
+those that follow read what it died over in a process apart first, and a file that ends that process
+is a failure like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFTEN = 2
 Item = TypeVar("Item")
 
 
-class Journal:
+class InFlight:
     """A file of the names over which runs have died, and of the one that is being read.
 
     Args:
@@ -82,7 +82,7 @@ class Batches:
 
     def __init__(self, path: Path, alone: Mapping[str, int]) -> None:
         self.alone = dict(alone)
-        self._journal = Journal(path)
+        self._journal = InFlight(path)
         self._write([])
 
     @contextmanager

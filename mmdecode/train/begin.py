@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mmdecode.checkpoints import code_trusted, loading, local_path, unlike
 from mmdecode.draft.medusa import Medusa, MedusaHeads
 from mmdecode.errors import InputError, OptionError
-from mmdecode.models.eagle import Eagle
+from mmdecode.models.eagle import EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
 from mmdecode.models.hydra import HydraHeads
-from mmdecode.models.vispec import ViSpec
+from mmdecode.models.vispec import ViSpecModel
 
-ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpec: Eagle}
+ELDERS: dict[type[FeatureDrafter], type[FeatureDrafter]] = {ViSpecModel: EagleModel}
 """What else a kind may start from: its weights are a part of those of the kind."""
 
 

@@ -57,7 +57,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "q", "k", "v", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CorrectorOptions:
     """Settings of a training.
 
     Attributes:
@@ -99,7 +99,7 @@ class Options:
             )
 
 
-FROM_SCRATCH = Options(
+FROM_SCRATCH = CorrectorOptions(
     method="scratch",
     prompts=PromptOptions(template="{best}\n{others}", count=2),
     longest=256,
@@ -181,7 +181,9 @@ class Batches:
         options: Settings; a batch depends on them and the step alone.
     """
 
-    def __init__(self, prompts: ListPrompts, lists: Sequence[NBestList], options: Options) -> None:
+    def __init__(
+        self, prompts: ListPrompts, lists: Sequence[NBestList], options: CorrectorOptions
+    ) -> None:
         self.prompts, self.options = prompts, options
         pairs = [(example_of(prompts, *pair), pair) for pair in map(_pair, lists)]
         fitting = [pair for pair in pairs if pair[0].size <= options.longest]
@@ -244,7 +246,7 @@ def bits_per_token(
     return total / tokens * BITS
 
 
-def with_adapters(model: Any, base: str, options: Options) -> Any:
+def with_adapters(model: Any, base: str, options: CorrectorOptions) -> Any:
     """The model with LoRA's adapters, which alone learn.
 
     Raises:
@@ -267,7 +269,13 @@ def with_adapters(model: Any, base: str, options: Options) -> Any:
 
 
 def train(
-    model: Any, tokenizer: Any, data: Data, options: Options, work: Path, out: Path, base: str = ""
+    model: Any,
+    tokenizer: Any,
+    data: Data,
+    options: CorrectorOptions,
+    work: Path,
+    out: Path,
+    base: str = "",
 ) -> dict[str, Any]:
     """Trains a corrector; run again to go on.
 
@@ -347,7 +355,7 @@ def train(
 
 
 def decoded(
-    model: Any, tokenizer: Any, lists: Sequence[NBestList], options: Options
+    model: Any, tokenizer: Any, lists: Sequence[NBestList], options: CorrectorOptions
 ) -> dict[str, Any]:
     """What greedy correction makes of held-out lists: word error rates, and how it was decoded."""
     chosen = lists[: options.decoded]
@@ -375,7 +383,7 @@ def train_from_lists(
     model_id: str | None,
     lists: Sequence[NBestList],
     out: Path,
-    options: Options,
+    options: CorrectorOptions,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """``mmdecode train corrector``.
@@ -437,7 +445,7 @@ def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
     )
 
 
-def build_model(tokenizer: Any, options: Options) -> Any:
+def build_model(tokenizer: Any, options: CorrectorOptions) -> Any:
     """A small untrained encoder-decoder: layers as Pegasus has them, positions as sines."""
     from transformers import PegasusConfig, PegasusForConditionalGeneration
 

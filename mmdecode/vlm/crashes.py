@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mmdecode.runs.crashes import Journal, read_apart
+from mmdecode.runs.crashes import InFlight, read_apart
 from mmdecode.vlm.images import ImageSource
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ except MMDecodeError:
 """
 
 
-def watched(source: ImageSource, journal: Journal) -> ImageSource:
+def watched(source: ImageSource, journal: InFlight) -> ImageSource:
     """The source, noted while it is read; a suspected one is read in a process apart first."""
 
     def read() -> Image:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.changes import Inputs
-from mmdecode.runs.crashes import Batches, Journal, ended_over, suspects_in
+from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in
 from mmdecode.runs.files import (
     append_line,
     check_settings,
@@ -96,7 +96,7 @@ class AnswerFile:
                     self._forget_changed()
                     note_settings(path, settings, overwrite)
                 reading = path.with_name(f".{path.name}.reading")
-                self.journal = Journal(reading, suspects_in([reading]))
+                self.journal = InFlight(reading, suspects_in([reading]))
                 note = path.with_name(f".{path.name}.decoding")
                 todo = {request.id for request in requests} - self.done
                 alone = {} if overwrite and not resume else ended_over([note], todo)

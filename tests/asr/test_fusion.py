@@ -41,14 +41,14 @@ from mmdecode.draft.source import Source
 from mmdecode.errors import OptionError
 from mmdecode.guide.fusion import Given, SecondModel, Shallow, Static
 from mmdecode.guide.uadf import UADF
-from mmdecode.train.zoo.lm_synth import TEMPLATE, Options, build_tokenizer
+from mmdecode.train.zoo.lm_synth import TEMPLATE, LMSynthOptions, build_tokenizer
 from mmdecode.zoo import grammar
 from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test
 from tests.support import tiny_recognizers
 from tests.support.moonshine import NAME, needs_wheel
 
-OPTIONS = Options(vocabulary=400)
+OPTIONS = LMSynthOptions(vocabulary=400)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from mmdecode.asr.output.jobs import ResultFolder, finish, merge, prepare
 from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.transcriber import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
-from mmdecode.runs.crashes import Journal, suspects_in
+from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import LISTING, claimed, note_settings
 from tests.support.faults import ERRORS, said
@@ -341,7 +341,7 @@ def test_a_hundred_killed_runs_lose_nothing_and_end_as_one_that_was_left_alone(t
 
 def test_a_journal_names_the_recording_whose_block_is_decoded_and_no_other(tmp_path):
     path = tmp_path / ".reading-0.tmp"
-    journal = Journal(path)
+    journal = InFlight(path)
     seen = []
 
     def read():

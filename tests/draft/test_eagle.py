@@ -231,7 +231,7 @@ def test_a_random_drafter_changes_no_token(family, draft, do_sample):
 def table_drafter():
     torch.manual_seed(0)
     sizes = {"hidden_size": 4, "target_hidden_size": 1, "vocab_size": 5, "intermediate_size": 4}
-    return models.Eagle3({**sizes, "num_attention_heads": 2}, own_embedding=True)
+    return models.Eagle3Model({**sizes, "num_attention_heads": 2}, own_embedding=True)
 
 
 def test_it_passes_the_public_check():

@@ -118,7 +118,7 @@ def test_a_random_drafter_changes_no_token(family, do_sample):
     torch.manual_seed(0)
     for draft in (
         Eagle(random_drafter(**OWN), depth=3, top_k=2, nodes=6),
-        ViSpec(vispec.ViSpec({**SIZES, **OWN, "num_queries": 3}), depth=3, top_k=1),
+        ViSpec(vispec.ViSpecModel({**SIZES, **OWN, "num_queries": 3}), depth=3, top_k=1),
     ):
         found, decoder = decode(family, draft, do_sample=do_sample)
         assert found == expected
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_read_back(told, tmp_path):
         parameter.data = parameter.data.half().float()
     drafter.save_pretrained(tmp_path)
     if not told:  # the authors' configuration does not say
-        eagle.Eagle(SIZES).save_pretrained(tmp_path / "plain")
+        eagle.EagleModel(SIZES).save_pretrained(tmp_path / "plain")
         config = (tmp_path / "plain" / "config.json").read_text()
         assert "feature_sampling" not in config
         (tmp_path / "config.json").write_text(config)

@@ -14,7 +14,7 @@ from mmdecode.draft.layer_skip import LayerSkip, shallow
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.guide.vcd import VCD
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.models.kangaroo import Kangaroo as Model
+from mmdecode.models.kangaroo import KangarooModel
 from mmdecode.testing import check_draft
 from mmdecode.train.drafters.recipes import RECIPES, Options, unrolled
 from tests.draft.test_eagle import SIZES, decode, inputs_of, model_of
@@ -161,7 +161,7 @@ def table_draft(vocabulary):
             return shallow(adapter, [0])
 
     sizes = {"hidden_size": 4, "target_hidden_size": 1, "num_attention_heads": 2}
-    module = Model({**sizes, "vocab_size": vocabulary, "exit_layer": 1})
+    module = KangarooModel({**sizes, "vocab_size": vocabulary, "exit_layer": 1})
     return First(module, length=3, confidence_threshold=0.4)
 
 
@@ -181,19 +181,19 @@ def test_the_model_is_left_as_it_was():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(IncompatibleError, match=r"layer 3.*2 layers"):
-        decode("llama", Kangaroo(Model({**SIZES, "exit_layer": 3})))
+        decode("llama", Kangaroo(KangarooModel({**SIZES, "exit_layer": 3})))
     with pytest.raises(IncompatibleError, match="depth in layers of 9"):
-        decode("llama", Kangaroo(Model({**SIZES, "target_num_layers": 9})))
+        decode("llama", Kangaroo(KangarooModel({**SIZES, "target_num_layers": 9})))
     mistral = text_model("mistral")
     with pytest.raises(IncompatibleError, match="layer_skip"):
-        decoder = Decoder(Kangaroo(Model({**SIZES, "exit_layer": 1})))
+        decoder = Decoder(Kangaroo(KangarooModel({**SIZES, "exit_layer": 1})))
         mmdecode.generate(mistral, decoder=decoder, **inputs_of("llama"), max_new_tokens=4)
     with pytest.raises(IncompatibleError, match="layer_skip"):  # before it is trained, too
         options = Options(kind="kangaroo", exit_layer=1)
         RECIPES["kangaroo"].build(registry.adapter_for(mistral), [], options)
     for options in ({"confidence_threshold": 1.5}, {"length": -1}):
         with pytest.raises(OptionError):
-            Kangaroo(Model(SIZES), **options)
+            Kangaroo(KangarooModel(SIZES), **options)
     adapter = registry.adapter_for(model_of("llama"))
     for options in ({"exit_layer": 2}, {"exit_layer": 1, "passes": 2}):
         with pytest.raises(OptionError):

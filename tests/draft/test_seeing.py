@@ -29,9 +29,9 @@ from tests.support.tiny import WIDTH
 from tests.support.tiny_vlm import CONFIGS, IMAGE, pixels, vision_inputs
 
 MODELS = {
-    "vispec": lambda config, own: vispec.ViSpec({**config, "num_queries": 3}, own),
-    "dream": lambda config, own: dream.Dream({"first_row": "zero", **config}, own),
-    "flash": lambda config, own: flash.Flash({"k": 2, "compress_len": 2, **config}, own),
+    "vispec": lambda config, own: vispec.ViSpecModel({**config, "num_queries": 3}, own),
+    "dream": lambda config, own: dream.DreamModel({"first_row": "zero", **config}, own),
+    "flash": lambda config, own: flash.FlashModel({"k": 2, "compress_len": 2, **config}, own),
 }
 CLASSES = {"vispec": ViSpec, "dream": Dream, "flash": Flash}
 kinds = pytest.mark.parametrize("kind", MODELS)
@@ -379,7 +379,7 @@ def eagle_of(model):
     config = {key: value for key, value in model.config.items() if key != "num_queries"}
     weights = model.state_dict()
     mine = {k: v for k, v in weights.items() if not k.startswith(("imadpt.", "img_fc."))}
-    return eagle.Eagle.from_weights(config, mine, "")
+    return eagle.EagleModel.from_weights(config, mine, "")
 
 
 def untrained_vispec():
@@ -407,7 +407,7 @@ def test_at_first_it_is_eagle_with_summaries_for_images():
     summaries = (packed.images > 0)[..., None]
     assert summaries.sum() == 4
 
-    class Told(eagle.Eagle):
+    class Told(eagle.EagleModel):
         def read(self, rows):
             return torch.where(summaries, packed.embeds, read)
 

@@ -34,7 +34,7 @@ from mmdecode.guide.controls.margin_shift import MarginShift
 from mmdecode.guide.controls.near_ties import NearTies
 from mmdecode.guide.guidance import Guidance
 from mmdecode.guide.linear import Linear
-from mmdecode.models.eagle import Eagle3
+from mmdecode.models.eagle import Eagle3Model
 from mmdecode.testing import drafts
 from mmdecode.testing.checks import (
     LEVEL,
@@ -68,7 +68,7 @@ def medusa():
 def eagle():
     sizes = {"hidden_size": 4, "target_hidden_size": 1, "vocab_size": V, "intermediate_size": 4}
     torch.manual_seed(0)
-    drafter = Eagle3({**sizes, "num_attention_heads": 2}, own_embedding=True)
+    drafter = Eagle3Model({**sizes, "num_attention_heads": 2}, own_embedding=True)
     return Eagle(drafter, depth=2, top_k=2, nodes=4)
 
 

@@ -17,7 +17,6 @@ from mmdecode.decoder import Decoder
 from mmdecode.draft.jacobi import Jacobi
 from mmdecode.engine import window
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.evaluation.relaxed import one_token
 from mmdecode.image_ar.grammar import Grammar
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.models.image_layout import Layout
@@ -35,6 +34,7 @@ from mmdecode.testing.checks import (
 )
 from mmdecode.testing.table import Table, TableAdapter, decode
 from tests.exactness.test_syncs import most_syncs
+from tests.support.relaxed import one_token
 from tests.support.sessions import Wrapped
 from tests.support.tiny_images import GRID as EMU3_GRID
 from tests.support.tiny_images import draw, image_model

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.models.flash import Flash
+from mmdecode.models.flash import FlashModel
 from mmdecode.train.drafters.recipes import Batch, targets_of
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "flashsd"
@@ -20,7 +20,7 @@ def test_text_is_fused_as_published():
     config = json.loads((DATA / "drafter" / "config.json").read_text()) | {"compress_len": 4}
     config |= {"num_key_value_heads": 4}
     weights |= {"A": torch.zeros(4, config["hidden_size"])}
-    drafter = Flash.from_weights(config, weights, DATA)
+    drafter = FlashModel.from_weights(config, weights, DATA)
     rows = Rows(
         embeds=drafter.embed_tokens(EXPECTED["input_ids"]),
         features=EXPECTED["hidden_states"],

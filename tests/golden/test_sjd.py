@@ -18,9 +18,9 @@ from mmdecode.engine.call import Call, Plan
 from mmdecode.engine.contracts import Block, BranchOutput, DraftWindow
 from mmdecode.engine.noise import Role
 from mmdecode.engine.proposal import Proposal
-from mmdecode.evaluation.relaxed import one_token
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.image_layout import Layout
+from tests.support.relaxed import one_token
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "sjd"
 SETUP = json.loads((DATA / "config.json").read_text())

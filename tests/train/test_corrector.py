@@ -18,8 +18,8 @@ from mmdecode.train.corrector import (
     FROM_SCRATCH,
     JUDGED,
     Batches,
+    CorrectorOptions,
     Data,
-    Options,
     bits_per_token,
     example_of,
     train,
@@ -36,7 +36,7 @@ LISTS = [
 DATA = Data.of(LISTS)
 ASKED = PromptOptions(template=TEMPLATE, count=2)
 FIT = FitOptions(steps=6, batch=4, peak_rate=1e-2, every=3)
-OPTIONS = Options(prompts=ASKED, fit=FIT, decoded=4, rank=2)
+OPTIONS = CorrectorOptions(prompts=ASKED, fit=FIT, decoded=4, rank=2)
 families = pytest.mark.parametrize("family", ["llama", "t5"])
 
 
@@ -257,7 +257,7 @@ def test_a_method_and_a_model_that_do_not_go_together_are_refused(method, given,
 )
 def test_settings_out_of_range_are_refused(wrong, error):
     with pytest.raises(error):
-        Options(**wrong)
+        CorrectorOptions(**wrong)
 
 
 def test_the_command_trains_from_files_and_leaves_the_test_part_alone(tmp_path, monkeypatch):

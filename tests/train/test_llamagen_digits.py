@@ -7,10 +7,10 @@ import torch
 from mmdecode.models.llamagen import LlamaGenForImageGeneration
 from mmdecode.runs.files import MAKER
 from mmdecode.train.loop import FitOptions
-from mmdecode.train.zoo.llamagen_digits import LEVELS, Options, run, shift, split
+from mmdecode.train.zoo.llamagen_digits import LEVELS, LlamaGenDigitsOptions, run, shift, split
 from mmdecode.zoo.scenes import digit_scans
 
-OPTIONS = Options(
+OPTIONS = LlamaGenDigitsOptions(
     width=24,
     layers=1,
     heads=2,

@@ -22,7 +22,7 @@ from mmdecode.train.zoo.llamagen_scenes import (
     NAMES,
     SLOTS,
     Learner,
-    Options,
+    LlamaGenScenesOptions,
     Plan,
     build_text_tokenizer,
     caption,
@@ -35,7 +35,7 @@ from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS
 pytestmark = pytest.mark.filterwarnings("ignore:.*scalar.*")
 FIT = FitOptions(steps=4, batch=4, every=2, matrix_rate=0.01)
 TINY = Plan(width=24, layers=2, heads=2, inner=32, fit=FIT)
-OPTIONS = Options(
+OPTIONS = LlamaGenScenesOptions(
     tokenizer=TokenizerOptions(
         steps=6, plain_steps=2, batch=4, codebook_size=32, channels=8, norm_groups=2
     ),
@@ -305,7 +305,7 @@ def test_bits_per_code_are_those_of_the_laws(loud):
 def test_pictures():
     """Some of those that the cards report on, in codes."""
     folder = ZOO / NAMES["class"] / "vq"
-    first = HELD_OUT + Options().development
+    first = HELD_OUT + LlamaGenScenesOptions().development
     vq = VQModel.from_pretrained(folder).eval()
     return vq, encode(vq, range(first, first + 48))
 
@@ -318,7 +318,7 @@ def test_a_shipped_model_is_as_good_as_its_card_says(part, test_pictures):
     folder = ZOO / NAMES[part]
     _, corpus = test_pictures
     card = json.loads((folder / "card.json").read_text())
-    learner = Learner(part, Options(), 16).eval()
+    learner = Learner(part, LlamaGenScenesOptions(), 16).eval()
     learner.transformer = LlamaGenForImageGeneration.from_pretrained(folder).eval()
     if learner.reader is not None:
         learner.reader.encoder = T5EncoderModel.from_pretrained(folder / "text_encoder").eval()
@@ -330,7 +330,7 @@ def test_a_shipped_model_is_as_good_as_its_card_says(part, test_pictures):
     assert card["guided"]["law_entropy_bits"] >= 2
     assert card["bits_per_code"] <= card["position_entropy_bits"] - 1
     assert learner.transformer.num_parameters() == card["parameters"]
-    plan = Options().plans[part]
+    plan = LlamaGenScenesOptions().plans[part]
     assert learner.transformer.config.hidden_size == plan.width
     assert learner.transformer.config.num_hidden_layers == plan.layers
 

@@ -10,7 +10,7 @@ from mmdecode.train.zoo import llava_scenes
 from mmdecode.train.zoo.llava_scenes import (
     PATCHES,
     Learner,
-    Options,
+    LlavaScenesOptions,
     Packer,
     build_model,
     build_processor,
@@ -29,7 +29,7 @@ from mmdecode.zoo.scenes import COLOURS, HELD_OUT, NOUNS, Scene, Thing, draw_sce
 pytest.importorskip("PIL")
 from PIL import Image
 
-OPTIONS = Options(
+OPTIONS = LlavaScenesOptions(
     tower_steps=2,
     steps=4,
     vision_width=32,
@@ -119,7 +119,7 @@ def test_an_exchange_sees_its_image_and_neither_its_neighbours_nor_padding(proce
 
 
 def test_rate_rises_twice_and_falls_twice():
-    options = Options(tower_steps=1000, steps=3000)
+    options = LlavaScenesOptions(tower_steps=1000, steps=3000)
     rates = [rate_at(step, options) / options.peak_rate for step in range(3000)]
     assert rates[0] == rates[1000] == pytest.approx(1 / 200)
     assert rates[500] == rates[2000] == 1

@@ -12,7 +12,7 @@ from mmdecode.train.loop import FitOptions
 from mmdecode.train.zoo.lm_synth import (
     Confusions,
     Examples,
-    Options,
+    LMSynthOptions,
     build_model,
     build_tokenizer,
     loss_of,
@@ -22,7 +22,7 @@ from mmdecode.zoo import grammar
 from mmdecode.zoo.rebuilt import UNSEEN, utterances
 from mmdecode.zoo.speech import speech_test
 
-SMALL = Options(
+SMALL = LMSynthOptions(
     lists=100,
     vocabulary=300,
     width=32,

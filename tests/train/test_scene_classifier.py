@@ -12,8 +12,8 @@ from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
 from mmdecode.train.loop import FitOptions
 from mmdecode.train.zoo.scene_classifier import (
     OWN_SEEDS,
-    Options,
     Pictures,
+    SceneClassifierOptions,
     build,
     loss_at,
     measured,
@@ -85,7 +85,7 @@ def test_a_step_has_pictures_of_its_own_and_the_loss_falls():
 
 
 def test_the_recipe_leaves_a_folder_that_loads(tmp_path):
-    options = Options(fit=TINY, development=8, test=8)
+    options = SceneClassifierOptions(fit=TINY, development=8, test=8)
     result = run(options, tmp_path / "work", tmp_path / "out")
     again = run(options, tmp_path / "work", tmp_path / "out")
     assert again["held_out"] == result["held_out"]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mmdecode import registry
 from mmdecode.errors import OptionError
 from mmdecode.models.dream import early_layers
-from mmdecode.models.eagle import Eagle
+from mmdecode.models.eagle import EagleModel
 from mmdecode.train.drafters.losses import ranking_loss
 from mmdecode.train.drafters.recipes import RECIPES, Options, Sample, eagle_losses, targets_of
 from mmdecode.train.drafters.targets import Texts
@@ -58,7 +58,7 @@ def test_with_one_token_a_pass_flash_is_asked_what_eagle_is():
     options = replace(QUIET, kind="flash", feature_weight=0.7)
     seen = {}
 
-    class Told(Eagle):
+    class Told(EagleModel):
         """Makes what FLASH made."""
 
         def forward(self, rows, mask, past):

@@ -15,8 +15,8 @@ from mmdecode.train.zoo import var_scenes
 from mmdecode.train.zoo.var_scenes import (
     TOKENIZER,
     ModelShape,
-    Options,
     TokenizerLearner,
+    VarScenesOptions,
     code_losses,
     encoded,
     lay_codebook,
@@ -30,7 +30,7 @@ from mmdecode.zoo.scene_images import class_of, draw_picture, pictures, shown, t
 from mmdecode.zoo.scenes import HELD_OUT, NOUNS
 
 QUICK = FitOptions(steps=4, batch=3, every=2)
-OPTIONS = Options(
+OPTIONS = VarScenesOptions(
     channels=8,
     channel_multipliers=(1, 1, 1, 1),
     codebook_size=24,
@@ -85,7 +85,7 @@ def test_cards_say_what_was_measured(made):
 
 def test_the_shipped_sizes_fit_the_zoo():
     """All three together within 5 MB in half precision."""
-    options = Options()
+    options = VarScenesOptions()
     models = [options.tokenizer(), *map(options.transformer, options.models.values())]
     assert 2 * sum(p.numel() for model in models for p in model.parameters()) < 5e6
     assert models[0].config.side == 64
@@ -122,7 +122,7 @@ def test_the_large_thing_is_the_class_and_all_are_drawn():
 
 
 def test_pictures_of_steps_parts_and_tests_differ():
-    options = Options()
+    options = VarScenesOptions()
     used = [seeds_of(step, options.fitting, part) for step in (0, 1) for part in (0, 1, 2, 3)]
     used += [options.development(), options.test()]
     seeds = [seed for some in used for seed in some]

@@ -14,7 +14,7 @@ from mmdecode.train.speech_windows import (
 )
 from mmdecode.train.zoo.whisper_synth import (
     CTCHead,
-    Options,
+    WhisperSynthOptions,
     build_model,
     build_processor,
     encode,
@@ -25,7 +25,7 @@ from mmdecode.train.zoo.whisper_synth import (
 )
 from mmdecode.zoo import grammar
 
-OPTIONS = Options(width=32, encoder_layers=1, decoder_layers=2, merges=60)
+OPTIONS = WhisperSynthOptions(width=32, encoder_layers=1, decoder_layers=2, merges=60)
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +147,11 @@ def test_exported_folder_loads_as_a_whisper_in_float32(processor, tmp_path):
     reason="espeak-ng, the system package that speaks the training data, is not installed",
 )
 def test_recipe_runs_and_resumes(tmp_path):
-    options = Options(
+    options = WhisperSynthOptions(
         minutes=0.2, utterances=2000, width=32, encoder_layers=1, decoder_layers=1, batch=4
     )
     first = run(options, tmp_path / "work", tmp_path / "out")
-    longer = Options(**{**vars(options), "minutes": 0.3})
+    longer = WhisperSynthOptions(**{**vars(options), "minutes": 0.3})
     second = run(longer, tmp_path / "work", tmp_path / "out")
     assert second["step"] > first["step"]
     assert (tmp_path / "out" / "ctc_head.safetensors").exists()

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.models.eagle import Eagle
-from mmdecode.models.vispec import ViSpec
+from mmdecode.models.eagle import EagleModel
+from mmdecode.models.vispec import ViSpecModel
 from mmdecode.train import distributed as workers
 from mmdecode.train.begin import begun
 from mmdecode.train.distributed import Alone, Worker
@@ -202,16 +202,16 @@ def test_vispec_starts_from_a_drafter_of_eagle(tmp_path):
     target = Texts(text_model("llama"), build)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 80}
-    eagle, built = Eagle(sizes), ViSpec({**sizes, "num_queries": 2})
+    eagle, built = EagleModel(sizes), ViSpecModel({**sizes, "num_queries": 2})
     own = {name: value.clone() for name, value in built.state_dict().items()}
     eagle.half().float().save_pretrained(tmp_path)
     module = begun(built, str(tmp_path), "a model")
-    assert type(module) is ViSpec
+    assert type(module) is ViSpecModel
     learnt = eagle.state_dict()
     for name, value in module.state_dict().items():
         assert torch.equal(value, learnt.get(name, own[name]))
     with pytest.raises(InputError, match="holds no drafter"):
-        begun(Eagle(sizes), "zoo:llava-scenes-medusa", "a model")
+        begun(EagleModel(sizes), "zoo:llava-scenes-medusa", "a model")
     options = replace(SMALL, kind="eagle")
     with pytest.raises(
         InputError, match=r"zoo:llava-scenes-eagle .* LlamaForCausalLM.* there, .* here"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs import crashes as journals
-from mmdecode.runs.crashes import Journal
+from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
 from mmdecode.vlm.answerer import Answer
@@ -316,7 +316,7 @@ def test_what_is_being_read_is_noted(tmp_path):
         noted.append(path.read_bytes())
         raise InputError("no image")
 
-    journal = Journal(path)
+    journal = InFlight(path)
     with pytest.raises(InputError):
         crashes.watched(ImageSource("one.png", read), journal).read()
     assert noted == [b"one.png"] and path.read_bytes() == b""
@@ -353,7 +353,7 @@ def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
 
 def test_a_crash_in_a_process_apart_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(crashes, "_READ", "import os; os.abort()")
-    journal = Journal(tmp_path / "reading", ["one.png"])
+    journal = InFlight(tmp_path / "reading", ["one.png"])
     with pytest.raises(InputError, match=r"one.png: crashes the library .* \(exit code -6\)"):
         crashes.watched(ImageSource("one.png", lambda: None), journal).read()
     journal.close()
@@ -362,7 +362,7 @@ def test_a_crash_in_a_process_apart_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("code", ["raise MemoryError", "import sys; sys.exit(3)"])
 def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, monkeypatch, code):
     monkeypatch.setattr(crashes, "_READ", code)
-    journal = Journal(tmp_path / "reading", ["one.png"])
+    journal = InFlight(tmp_path / "reading", ["one.png"])
     assert crashes.watched(ImageSource("one.png", lambda: "image"), journal).read() == "image"
     assert not journal.suspects
     journal.close()

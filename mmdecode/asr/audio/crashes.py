@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmdecode.asr.audio.reading import Blocks, Source
-from mmdecode.runs.crashes import Journal, read_apart
+from mmdecode.runs.crashes import InFlight, read_apart
 
 _READ = """
 import sys
@@ -19,7 +19,7 @@ except MMDecodeError:
 """
 
 
-def watched(source: Source, journal: Journal) -> Source:
+def watched(source: Source, journal: InFlight) -> Source:
     """The source, noted while one of its blocks is decoded."""
 
     def read() -> Blocks:

@@ -35,7 +35,7 @@ from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.transcriber import Failure, Transcript, failure_of
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.changes import Inputs
-from mmdecode.runs.crashes import Batches, Journal, ended_over, suspects_in
+from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in
 from mmdecode.runs.files import (
     RUN,
     append_line,
@@ -240,7 +240,7 @@ class ResultFolder:
                 self._part = folder / PARTS / f"rank-{rank}.jsonl"
             self._anew = anew
             self._file = self._opened() if anew is None else None
-            self.journal = Journal(folder / JOURNAL.format(rank or 0), suspects)
+            self.journal = InFlight(folder / JOURNAL.format(rank or 0), suspects)
             self.batches = Batches(folder / BATCHES.format(rank or 0), alone or {})
         self._names = _named(entries, self._names)
         self._entries = {entry.id: (place, entry) for place, entry in enumerate(entries)}

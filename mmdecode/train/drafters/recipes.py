@@ -26,24 +26,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdecode.draft.assistant import Assistant
-from mmdecode.draft.dream import Dream as DreamDraft
-from mmdecode.draft.eagle import Eagle as EagleDraft
+from mmdecode.draft.dream import Dream
+from mmdecode.draft.eagle import Eagle
 from mmdecode.draft.features import FeatureDraft
-from mmdecode.draft.flash import Flash as FlashDraft
-from mmdecode.draft.hydra import Hydra as HydraDraft
-from mmdecode.draft.kangaroo import Kangaroo as KangarooDraft
-from mmdecode.draft.kangaroo import refuse_unsuited
+from mmdecode.draft.flash import Flash
+from mmdecode.draft.hydra import Hydra
+from mmdecode.draft.kangaroo import Kangaroo, refuse_unsuited
 from mmdecode.draft.medusa import Medusa, MedusaHeads
-from mmdecode.draft.vispec import ViSpec as ViSpecDraft
+from mmdecode.draft.vispec import ViSpec
 from mmdecode.engine.contracts import Drafter
 from mmdecode.errors import OptionError, UnknownNameError
-from mmdecode.models.dream import Dream
-from mmdecode.models.eagle import Eagle, Eagle3
+from mmdecode.models.dream import DreamModel
+from mmdecode.models.eagle import Eagle3Model, EagleModel
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows
-from mmdecode.models.flash import Flash
+from mmdecode.models.flash import FlashModel
 from mmdecode.models.hydra import HydraHeads
-from mmdecode.models.kangaroo import Kangaroo, rope_of
-from mmdecode.models.vispec import ViSpec
+from mmdecode.models.kangaroo import KangarooModel, rope_of
+from mmdecode.models.vispec import ViSpecModel
 from mmdecode.runs.files import write_folder
 from mmdecode.train.drafters.losses import divergence, smooth_distance, vispec_loss
 from mmdecode.train.drafters.medusa import head_losses
@@ -243,7 +242,7 @@ class FeatureRecipe(Recipe):
     """
 
     passes = 1
-    drafts: type[FeatureDraft] = EagleDraft
+    drafts: type[FeatureDraft] = Eagle
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
@@ -292,7 +291,7 @@ class EagleRecipe(FeatureRecipe):
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes."""
-        return Eagle({**sizes_of(adapter), "feature_sampling": options.feature_sampling})
+        return EagleModel({**sizes_of(adapter), "feature_sampling": options.feature_sampling})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
@@ -315,7 +314,7 @@ class Eagle3Recipe(FeatureRecipe):
                 f"draft_vocabulary={size}; the target's has {adapter.vocab} tokens: give as many "
                 "or fewer"
             )
-        module = Eagle3({**sizes_of(adapter), "draft_vocab_size": size})
+        module = Eagle3Model({**sizes_of(adapter), "draft_vocab_size": size})
         if module.d2t is not None and module.t2d is not None:
             counts = Counter(token for sample in samples for token in sample.answer)
             # of equals, unseen ones among them, the lower id
@@ -341,12 +340,12 @@ class ViSpecRecipe(FeatureRecipe):
     """
 
     passes = 2
-    drafts = ViSpecDraft
+    drafts = ViSpec
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes, and queries."""
         own = {"num_queries": options.queries or 2, "feature_sampling": options.feature_sampling}
-        return ViSpec({**sizes_of(adapter), **own})
+        return ViSpecModel({**sizes_of(adapter), **own})
 
     def pass_loss(
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
@@ -362,11 +361,11 @@ class DreamRecipe(FeatureRecipe):
     than 8 layers has no early ones.
     """
 
-    drafts = DreamDraft
+    drafts = Dream
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """Three blocks of the target's sizes."""
-        return Dream({**sizes_of(adapter), "first_row": "zero"})
+        return DreamModel({**sizes_of(adapter), "first_row": "zero"})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
         """The weighted mean of the losses of the passes, and that of the crossing block."""
@@ -392,7 +391,7 @@ class DreamRecipe(FeatureRecipe):
 class FlashRecipe(FeatureRecipe):
     """FLASH: the losses of EAGLE for each of the states that one pass makes."""
 
-    drafts = FlashDraft
+    drafts = Flash
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of attention of the target's sizes, and latents."""
@@ -402,7 +401,7 @@ class FlashRecipe(FeatureRecipe):
                 "leave passes out"
             )
         own = {"k": options.tokens, "compress_len": options.queries or 64}
-        return Flash({**sizes_of(adapter), **own})
+        return FlashModel({**sizes_of(adapter), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
         """The mean over the states of a row: state i is that of the token i + 1 places on."""
@@ -539,7 +538,7 @@ class HydraRecipe(Recipe):
 
     def draft(self, module: Any, length: int) -> Drafter:
         """As many heads as tokens, at most."""
-        return HydraDraft(module, depth=min(length, len(module)), top_k=1)
+        return Hydra(module, depth=min(length, len(module)), top_k=1)
 
     def save(self, module: Any, out: Path, adapter: Any) -> None:
         """With the published keys."""
@@ -564,7 +563,7 @@ class KangarooRecipe(FeatureRecipe):
             )
         config = adapter.model.config.get_text_config(decoder=True)
         own = {"exit_layer": options.exit_layer}
-        return Kangaroo({**sizes_of(adapter), **rope_of(config), **own})
+        return KangarooModel({**sizes_of(adapter), **rope_of(config), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
         """Cross-entropy between the laws after the same token."""
@@ -576,7 +575,7 @@ class KangarooRecipe(FeatureRecipe):
 
     def draft(self, module: Any, length: int) -> Drafter:
         """A chain, however sure."""
-        return KangarooDraft(module, length, confidence_threshold=0.0)
+        return Kangaroo(module, length, confidence_threshold=0.0)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -32,7 +32,7 @@ from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Drafter, Requirements
 from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.edited import Edited
-from mmdecode.models.dream import Dream
+from mmdecode.models.dream import DreamModel
 from mmdecode.models.feature_drafter import FeatureDrafter
 from mmdecode.runs.files import (
     RUN,
@@ -106,7 +106,7 @@ def collect(target: Target, drafter: FeatureDrafter | None, samples: Sequence[Sa
         drafter: Whose rows are wanted.
         samples: Of which.
     """
-    early = EarlyStates(target.adapter) if isinstance(drafter, Dream) else None
+    early = EarlyStates(target.adapter) if isinstance(drafter, DreamModel) else None
     collector = Collector(drafter, target.branches, early)
     target.read(Decoder(guide=collector), samples)
     rows, ids, last, words = collector.found

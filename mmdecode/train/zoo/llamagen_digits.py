@@ -29,7 +29,7 @@ DIGITS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LlamaGenDigitsOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -94,7 +94,7 @@ def shift(codes: Tensor, share: float, dice: torch.Generator) -> Tensor:
     return picked.flatten(1)
 
 
-def build(options: Options) -> LlamaGenForImageGeneration:
+def build(options: LlamaGenDigitsOptions) -> LlamaGenForImageGeneration:
     """The untrained transformer."""
     torch.manual_seed(options.fit.seed)
     return LlamaGenForImageGeneration(
@@ -113,7 +113,7 @@ def build(options: Options) -> LlamaGenForImageGeneration:
 
 
 def loss_at(
-    model: LlamaGenForImageGeneration, training: Scans, options: Options, step: int
+    model: LlamaGenForImageGeneration, training: Scans, options: LlamaGenDigitsOptions, step: int
 ) -> Tensor:
     """Mean negative log-likelihood of a step's batch in nats."""
     fit = options.fit
@@ -126,7 +126,7 @@ def loss_at(
     return image_codes.code_loss(model, classes, codes.to(model.device))
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable."""
     torch.set_num_threads(1)
     training, development, test = split()
@@ -164,7 +164,9 @@ def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
     return {"folder": str(out)} | describe(numbers, options, out)
 
 
-def describe(numbers: dict[str, Any], options: Options, folder: Path) -> dict[str, Any]:
+def describe(
+    numbers: dict[str, Any], options: LlamaGenDigitsOptions, folder: Path
+) -> dict[str, Any]:
     """Card and README."""
     bits, scale = numbers["bits_per_code"], options.setting.scale
     return image_codes.write_card(

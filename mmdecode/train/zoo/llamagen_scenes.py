@@ -83,7 +83,7 @@ def _plans() -> dict[Part, Plan]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LlamaGenScenesOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -112,13 +112,13 @@ class Options:
     workers: int = 0
 
 
-def on_cuda() -> Options:
+def on_cuda() -> LlamaGenScenesOptions:
     """The same parts, learning for as long as a GPU can in ten minutes; the zoo's are these."""
     plans = {
         part: replace(plan, fit=replace(plan.fit, steps=STEPS_ON_CUDA[part], batch=64, every=500))
         for part, plan in _plans().items()
     }
-    return Options(pictures=80000, plans=plans, device="cuda", workers=4)
+    return LlamaGenScenesOptions(pictures=80000, plans=plans, device="cuda", workers=4)
 
 
 # What is said about pictures
@@ -192,7 +192,7 @@ def encode(model: VQModel, seeds: Sequence[int], *, batch: int = 50, workers: in
     )
 
 
-def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
+def build_corpus(model: VQModel, options: LlamaGenScenesOptions, folder: Path) -> Corpus:
     """The training pictures' codes, in shards that are kept; resumable."""
     parts = []
     for start in progress(range(0, options.pictures, SHARD), "encoding"):
@@ -216,7 +216,9 @@ def build_corpus(model: VQModel, options: Options, folder: Path) -> Corpus:
 # Models
 
 
-def build_transformer(part: Part, options: Options, grid: int) -> LlamaGenForImageGeneration:
+def build_transformer(
+    part: Part, options: LlamaGenScenesOptions, grid: int
+) -> LlamaGenForImageGeneration:
     """The untrained transformer of a part."""
     plan, captioned = options.plans[part], part == "caption"
     torch.manual_seed(plan.fit.seed)
@@ -241,7 +243,7 @@ def build_transformer(part: Part, options: Options, grid: int) -> LlamaGenForIma
 class CaptionReader(nn.Module):
     """A tiny text encoder and its tokenizer."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LlamaGenScenesOptions) -> None:
         super().__init__()
         self.tokenizer = build_text_tokenizer()
         width = options.text_width
@@ -290,7 +292,7 @@ class Batch:
 class Learner(nn.Module):
     """All that learns of a part: the transformer, and the reader of captions if it has one."""
 
-    def __init__(self, part: Part, options: Options, grid: int) -> None:
+    def __init__(self, part: Part, options: LlamaGenScenesOptions, grid: int) -> None:
         super().__init__()
         self.transformer = build_transformer(part, options, grid)
         if options.device == "cpu":
@@ -347,7 +349,7 @@ class Learner(nn.Module):
             write_folder(folder, self.reader.tokenizer.save_pretrained)
 
 
-def held_out(model: VQModel, options: Options) -> tuple[Corpus, Corpus]:
+def held_out(model: VQModel, options: LlamaGenScenesOptions) -> tuple[Corpus, Corpus]:
     """Pictures for development and for the test."""
     first = HELD_OUT + options.development
     return (
@@ -356,7 +358,9 @@ def held_out(model: VQModel, options: Options) -> tuple[Corpus, Corpus]:
     )
 
 
-def measured(learner: Learner, train: Corpus, test: Corpus, options: Options) -> dict[str, Any]:
+def measured(
+    learner: Learner, train: Corpus, test: Corpus, options: LlamaGenScenesOptions
+) -> dict[str, Any]:
     """The card's numbers of a transformer: likelihood, and what its laws are like."""
     model = learner.transformer.eval()
     with torch.no_grad():
@@ -375,7 +379,7 @@ def train_part(
     tokenizer: VQModel,
     corpus: Corpus,
     held: tuple[Corpus, Corpus],
-    options: Options,
+    options: LlamaGenScenesOptions,
     work: Path,
     out: Path,
 ) -> dict[str, Any]:
@@ -423,7 +427,9 @@ _CONDITIONS: dict[Part, str] = {
 }
 
 
-def describe(part: Part, numbers: dict[str, Any], options: Options, folder: Path) -> dict[str, Any]:
+def describe(
+    part: Part, numbers: dict[str, Any], options: LlamaGenScenesOptions, folder: Path
+) -> dict[str, Any]:
     """Card and README of a part."""
     plan, guided = options.plans[part], numbers["guided"]
     scale = options.setting.scale
@@ -458,7 +464,7 @@ def describe(part: Part, numbers: dict[str, Any], options: Options, folder: Path
     )
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: LlamaGenScenesOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable. ``out`` receives one folder per part."""
     torch.set_num_threads(1)
     vq = work / "vq"

@@ -70,7 +70,7 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LlavaScenesOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -99,7 +99,7 @@ class Options:
     seed: int = 0
 
 
-def build_processor(options: Options) -> LlavaProcessor:
+def build_processor(options: LlavaScenesOptions) -> LlavaProcessor:
     """A processor in LLaVA's layout: byte-level BPE of the scenes' language, 64 x 64 images."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import TemplateProcessing
@@ -145,7 +145,9 @@ def build_processor(options: Options) -> LlavaProcessor:
     )
 
 
-def build_model(options: Options, processor: LlavaProcessor) -> LlavaForConditionalGeneration:
+def build_model(
+    options: LlavaScenesOptions, processor: LlavaProcessor
+) -> LlavaForConditionalGeneration:
     """The untrained model with its generation config."""
     tokenizer = processor.tokenizer
     torch.manual_seed(options.seed)
@@ -202,7 +204,7 @@ class TowerHeads(nn.Module):
 class Learner(nn.Module):
     """All that is trained: the model and the heads that are left out of the result."""
 
-    def __init__(self, options: Options, processor: LlavaProcessor) -> None:
+    def __init__(self, options: LlavaScenesOptions, processor: LlavaProcessor) -> None:
         super().__init__()
         self.model = build_model(options, processor)
         self.model.set_attn_implementation("eager")  # a fifth faster per step on a CPU
@@ -260,7 +262,9 @@ def tower_loss(states: Tensor, pooled: Tensor, heads: TowerHeads, batch: Picture
     return 2 * noun + 0.5 * colour + 4 * present
 
 
-def drawn_exchanges(scene: Scene, rng: random.Random, options: Options) -> list[Exchange]:
+def drawn_exchanges(
+    scene: Scene, rng: random.Random, options: LlavaScenesOptions
+) -> list[Exchange]:
     """What is asked about a scene in training: questions, and a caption four times in five."""
     made = scene_text.exchanges(scene, rng, rng.randint(*options.questions))
     if rng.random() < 0.8:
@@ -383,7 +387,7 @@ def losses(
     packer: Packer,
     scenes: Sequence[Scene],
     rng: random.Random,
-    options: Options,
+    options: LlavaScenesOptions,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of the answers, and the loss of the tower's own task."""
     rows = []
@@ -410,7 +414,7 @@ def losses_of_the_tower(learner: Learner, scenes: Sequence[Scene]) -> tuple[Tens
     return own.new_zeros(()), own
 
 
-def rate_at(step: int, options: Options) -> float:
+def rate_at(step: int, options: LlavaScenesOptions) -> float:
     """Rises over 200 steps at the start of either part and falls at its end."""
     if step < options.tower_steps:
         begun, left = step, (options.tower_steps - step) / (0.3 * options.tower_steps)
@@ -420,7 +424,7 @@ def rate_at(step: int, options: Options) -> float:
     return options.peak_rate * min(1.0, (begun + 1) / 200, left + 0.02)
 
 
-def optimizer_of(learner: Learner, options: Options) -> torch.optim.AdamW:
+def optimizer_of(learner: Learner, options: LlavaScenesOptions) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only; the tower's groups come first."""
     tower = set(learner.model.model.vision_tower.parameters())
     groups: list[dict[str, Any]] = []
@@ -433,7 +437,9 @@ def optimizer_of(learner: Learner, options: Options) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.98))
 
 
-def train(options: Options, work: Path, out: Path, *, save_every_s: float = 240.0) -> None:
+def train(
+    options: LlavaScenesOptions, work: Path, out: Path, *, save_every_s: float = 240.0
+) -> None:
     """Run the recipe; ``work`` holds the training state and log, ``out`` receives the model.
 
     Run again with the same ``work`` it goes on where it was; the result is the same as without
@@ -561,7 +567,10 @@ def pope_accuracy(
 
 
 def export(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, options: Options, out: Path
+    model: LlavaForConditionalGeneration,
+    processor: LlavaProcessor,
+    options: LlavaScenesOptions,
+    out: Path,
 ) -> None:
     """Half-precision weights, float32 in the config, and the processor beside them."""
     clone = LlavaForConditionalGeneration(model.config)
@@ -577,7 +586,7 @@ def export(
     write_folder(out, fill)
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: LlavaScenesOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable."""
     train(options, work, out)
     last = (work / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1]

@@ -43,7 +43,7 @@ HELD_OUT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LMSynthOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -76,7 +76,7 @@ class Options:
     )
 
 
-def build_tokenizer(options: Options) -> Any:
+def build_tokenizer(options: LMSynthOptions) -> Any:
     """BPE of the grammar's training sentences; a line begins as if behind a space."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
@@ -107,7 +107,7 @@ def build_tokenizer(options: Options) -> Any:
     )
 
 
-def build_model(tokenizer: Any, options: Options) -> Any:
+def build_model(tokenizer: Any, options: LMSynthOptions) -> Any:
     """The untrained model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -132,7 +132,7 @@ def build_model(tokenizer: Any, options: Options) -> Any:
 # Lists
 
 
-def make_lists(folder: Path, options: Options) -> list[NBestList]:
+def make_lists(folder: Path, options: LMSynthOptions) -> list[NBestList]:
     """Speaks training sentences in noise and has the recogniser hear them; resumable by shards."""
     from mmdecode.asr import Transcriber
 
@@ -237,7 +237,7 @@ class Examples:
         options: Settings.
     """
 
-    def __init__(self, tokenizer: Any, lists: Sequence[NBestList], options: Options) -> None:
+    def __init__(self, tokenizer: Any, lists: Sequence[NBestList], options: LMSynthOptions) -> None:
         self.options, self.lists = options, list(lists)
         self.prompts = ListPrompts(tokenizer, seq2seq=False, options=options.prompts)
         self.bos = int(tokenizer.bos_token_id)
@@ -283,7 +283,7 @@ def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: LMSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe: lists, tokenizer, training; run again to go on."""
     lists = make_lists(work / "lists", options)
     held_out, learnt = split(lists, HELD_OUT)

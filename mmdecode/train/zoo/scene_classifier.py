@@ -33,7 +33,7 @@ LEAST_WORN = 0.25  # share of pictures that stay as they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SceneClassifierOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -143,7 +143,7 @@ def export(network: nn.Module, folder: Path) -> None:
     write_folder(folder, fill)
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: SceneClassifierOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable. ``out`` receives weights, configuration and card."""
     torch.set_num_threads(1)
     network = build()

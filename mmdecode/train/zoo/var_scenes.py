@@ -60,7 +60,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class VarScenesOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -145,10 +145,10 @@ class Options:
         return range(HELD_OUT + 2**20, HELD_OUT + 2**20 + self.held_out)
 
 
-def on_cuda() -> Options:
+def on_cuda() -> VarScenesOptions:
     """The same models, learning for as long as a GPU can in ten minutes; the zoo's are these."""
     plain = FitOptions(steps=400, batch=32, weight_decay=0.0, every=200)
-    return Options(
+    return VarScenesOptions(
         plain=plain,
         coded=replace(plain, steps=6000, every=500),
         fitting=FitOptions(steps=5000, batch=64, every=500),
@@ -235,7 +235,7 @@ def lay_codebook(tokenizer: MultiScaleVQ, latents: Tensor, dice: torch.Generator
         f_hat = tokenizer.add_scale(f_hat, codes, scale)
 
 
-def train_tokenizer(options: Options, work: Path, out: Path) -> MultiScaleVQ:
+def train_tokenizer(options: VarScenesOptions, work: Path, out: Path) -> MultiScaleVQ:
     """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
     learner = TokenizerLearner(options.tokenizer()).to(options.device)
     tokenizer = learner.tokenizer
@@ -320,7 +320,7 @@ def mean_losses(
 
 
 def train_transformer(
-    name: str, options: Options, tokenizer: MultiScaleVQ, work: Path, out: Path
+    name: str, options: VarScenesOptions, tokenizer: MultiScaleVQ, work: Path, out: Path
 ) -> VarForImageGeneration:
     """Trains into ``out``; goes on from what ``work`` holds. Returns what was written."""
     model = options.transformer(options.models[name]).to(options.device)
@@ -395,7 +395,7 @@ def measure_transformer(
     }
 
 
-def write_cards(options: Options, out: Path) -> dict[str, Any]:
+def write_cards(options: VarScenesOptions, out: Path) -> dict[str, Any]:
     """Measures what lies in ``out`` and writes the cards; all numbers by name."""
     tokenizer = MultiScaleVQ.from_pretrained(out / TOKENIZER).eval()
     classes, codes = encoded(tokenizer, *shown(options.test()))
@@ -433,7 +433,7 @@ def write_cards(options: Options, out: Path) -> dict[str, Any]:
     return found
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: VarScenesOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe; resumable. ``out`` gets a folder for each member of the zoo."""
     tokenizer = train_tokenizer(options, work / "tokenizer", out / TOKENIZER)
     for name in options.models:

@@ -57,7 +57,7 @@ from mmdecode.zoo import grammar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class WhisperSynthOptions:
     """Settings of the recipe.
 
     Attributes:
@@ -106,7 +106,9 @@ def build_processor(merges: int, seed: int = 0) -> WhisperProcessor:
     return WhisperProcessor(feature_extractor=extractor, tokenizer=tokenizer)
 
 
-def build_model(options: Options, processor: WhisperProcessor) -> WhisperForConditionalGeneration:
+def build_model(
+    options: WhisperSynthOptions, processor: WhisperProcessor
+) -> WhisperForConditionalGeneration:
     """The untrained model with its generation config."""
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -221,7 +223,7 @@ def rate_at(progress: float, step: int, peak: float) -> float:
     return peak * min(1.0, (step + 1) / 400) * (0.02 + 0.98 * cosine)
 
 
-def train(options: Options, work: Path, out: Path) -> None:
+def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
     """Run the recipe; ``work`` holds corpus and training state, ``out`` receives the model."""
     processor = build_processor(options.merges, options.seed)
     model = build_model(options, processor)
@@ -316,7 +318,7 @@ def export(
     model: WhisperForConditionalGeneration,
     head: CTCHead,
     processor: WhisperProcessor,
-    options: Options,
+    options: WhisperSynthOptions,
     out: Path,
 ) -> None:
     """Half-precision weights, float32 in the config, processor and CTC head beside them."""
@@ -337,7 +339,7 @@ def export(
     write_folder(out, fill)
 
 
-def run(options: Options, work: Path, out: Path) -> dict[str, Any]:
+def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe: the corpus is spoken by a process beside the training; resumable."""
     import multiprocessing
 
