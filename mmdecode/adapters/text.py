@@ -44,7 +44,7 @@ class DecoderOnlyAdapter(Adapter):
         "gemma3_text",
     )
     shows_inside = True
-    no_views: ClassVar = (
+    no_transforms: ClassVar = (
         "a text model has no input to change",
         "use a prompt instead, or a model with images or audio; where another model gave it "
         "embeddings, call mmdecode.generate, or generate inside mmdecode.attach(model)",
@@ -73,7 +73,7 @@ class DecoderOnlyAdapter(Adapter):
             raise IncompatibleError.between(
                 f"branch {spec.name!r} with transform {spec.transform!r}",
                 self.name,
-                *self.no_views,
+                *self.no_transforms,
             )
         prompt = super().prompt(call, spec)
         embeds = call.request.model_kwargs.get(_EMBEDS)

@@ -208,7 +208,7 @@ class FeatureSession(DraftSession):
         self._carried = None if rows.carried is None else rows.carried[:, -1:]
         self._width = width = rows.embeds.shape[1]
         self._base = shift - width  # from a slot to its position
-        self._distances = _distances(self.drafter, call, self.target.specs)
+        self._offsets = _offsets(self.drafter, call, self.target.specs)
         tree = draft.depth * draft.top_k if call.plan.static_shapes else 0
         self.cache = RaggedCache(
             self.drafter.cache_layers, len(shift), call.device, call.reserved(width) + tree
@@ -239,7 +239,7 @@ class FeatureSession(DraftSession):
     def positions(self, slots: Tensor) -> Tensor:
         """Positions after the prompt, of slots ``(B, Q)``."""
         positions = turned(self.drafter, self.call.plan.adapter, slots + self._base[:, None])
-        return positions if self._distances is None else positions + self._distances
+        return positions if self._offsets is None else positions + self._offsets
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Reads the committed tokens: the states along the accepted path, each with what follows.
@@ -376,9 +376,9 @@ def _branch_rows(
         if 0 in hidden:  # image features stand where the placeholders were
             embeds = torch.where((images > 0)[..., None], hidden[0].to(embeds.dtype), embeds)
     positions = turned(drafter, adapter, (prompt.mask.long().cumsum(1) - 1).clamp_min(0))
-    distances = prompt.inputs.get("distances")
-    if drafter.rotary.sections is not None and distances is not None:
-        positions = positions + distances
+    offsets = prompt.inputs.get("offsets")
+    if drafter.rotary.sections is not None and offsets is not None:
+        positions = positions + offsets
     features = torch.cat([hidden[level] for level in _levels(drafter, adapter)], -1)
     features, kept = features[:, :-1], prompt.mask.bool()
     if drafter.reads_first:
@@ -461,11 +461,11 @@ def _levels(drafter: FeatureDrafter, adapter: Any) -> tuple[int | str, ...]:
     return levels
 
 
-def _distances(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec]) -> Tensor | None:
+def _offsets(drafter: FeatureDrafter, call: Call, specs: Sequence[BranchSpec]) -> Tensor | None:
     """After the prompt: from a token's number to its three positions, ``(M * B, 3, 1)``."""
     if drafter.rotary.sections is None:
         return None
-    found = [branch_prompt(call, spec).inputs.get("distances") for spec in specs]
+    found = [branch_prompt(call, spec).inputs.get("offsets") for spec in specs]
     if all(one is None for one in found):
         return None
     # tokens of a prompt without images are numbered as they stand

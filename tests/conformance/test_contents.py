@@ -6,7 +6,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 
 import mmdecode
 from mmdecode import registry
-from mmdecode.adapters.vision import transforms as image_transforms
+from mmdecode.adapters.vision import encoding
 from mmdecode.decoder import Decoder
 from tests.conformance.test_transforms import CHANGED, UNCHANGED, alone, seen
 from tests.support.tiny_vlm import (
@@ -123,7 +123,7 @@ def test_salience_is_of_the_features_beside_it_however_they_were_selected(tower)
     for strategy in ("default", "full"):
         adapter = llava(vision_config=vision, vision_feature_select_strategy=strategy)
         with torch.no_grad():
-            encoded[strategy] = image_transforms.encode(adapter, values, salient="mean")
+            encoded[strategy] = encoding.encode(adapter, values, salient="mean")
         assert len(encoded[strategy].salience) == len(encoded[strategy].features)
     fewer, more = (
         (own.features.unflatten(0, (3, -1)), own.salience.unflatten(0, (3, -1)))

@@ -1,4 +1,4 @@
-"""What a branch may be shown instead of the prompt, in every family: adapters.image_transforms."""
+"""Inputs that a branch reads instead of the prompt, in every family: `vision.transforms`."""
 
 import inspect
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from tests.support.tiny_vlm import (
     reference,
     vision_inputs,
     vision_model,
+    without_tokens,
 )
 
 FAMILIES = (
@@ -152,23 +153,9 @@ def alone(family, inputs, row):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_images_the_prompt_is_what_stands_around_them(family):
+def test_without_images_the_prompt_is_the_text_around_them(family):
     inputs = vision_inputs(family)
-    rows = [
-        [t for t, real in zip(ids, mask, strict=True) if real and t != IMAGE]
-        for ids, mask in zip(
-            inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True
-        )
-    ]
-    width = max(map(len, rows))
-    words = {
-        "input_ids": torch.tensor([[0] * (width - len(r)) + r for r in rows]),
-        "attention_mask": torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows]),
-    }
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in inputs:
-            words[name] = torch.zeros_like(words["input_ids"])
-    expected = plain(family, inputs=words)[:, -NEW:]
+    expected = plain(family, inputs=without_tokens(inputs, {IMAGE}))[:, -NEW:]
     assert seen(family, "no_image")[:, -NEW:].tolist() == expected.tolist()
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mmdecode.adapters.vision import pixels as pictures
+from mmdecode.adapters.vision import pixels
 from mmdecode.errors import IncompatibleError
 from tests.conformance.test_transforms import seen
-from tests.support.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model
+from tests.support.tiny_vlm import IMAGE, NEW, QWEN, VOCAB, plain, vision_model, without_tokens
 
 VIDEO = 77
 GRID = (2, 4, 4)  # two groups of frames of 16 x 16 pixels: 2 x 4 tokens
@@ -87,8 +87,8 @@ def test_the_frames_of_a_video_are_transformed_as_one(family):
     frames = torch.randint(0, 256, (4, 3, 16, 16), generator=generator) / 255
 
     def shown(frames):
-        mean, deviation = (torch.tensor(values)[:, None, None] for values in pictures.NORMS[0])
-        patches = pictures.to_patches((frames - mean) / deviation, GRID, 2, 2)
+        mean, deviation = (torch.tensor(values)[:, None, None] for values in pixels.NORMS[0])
+        patches = pixels.to_patches((frames - mean) / deviation, GRID, 2, 2)
         return video_inputs(family, [("video",)]) | {"pixel_values_videos": patches}
 
     seen_frames = []
@@ -104,21 +104,9 @@ def test_the_frames_of_a_video_are_transformed_as_one(family):
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_without_its_video_a_prompt_is_what_stands_around_it(family):
+def test_without_its_video_a_prompt_is_the_text_around_it(family):
     inputs = video_inputs(family)
-    rows = [
-        [t for t, real in zip(ids, mask, strict=True) if real and t not in (IMAGE, VIDEO)]
-        for ids, mask in zip(
-            inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True
-        )
-    ]
-    width = max(map(len, rows))
-    words = {
-        "input_ids": torch.tensor([[0] * (width - len(r)) + r for r in rows]),
-        "attention_mask": torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows]),
-    }
-    words["mm_token_type_ids"] = torch.zeros_like(words["input_ids"])
-    expected = plain(family, inputs=words)[:, -NEW:]
+    expected = plain(family, inputs=without_tokens(inputs, {IMAGE, VIDEO}))[:, -NEW:]
     assert seen(family, "no_image", inputs=inputs)[:, -NEW:].tolist() == expected.tolist()
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import mmdecode
-from mmdecode.adapters.vision.base import (
-    ChameleonAdapter,
-    PaliGemmaAdapter,
-    QwenVLAdapter,
-    VisionLanguageAdapter,
-)
+from mmdecode.adapters.vision.base import VisionLanguageAdapter
+from mmdecode.adapters.vision.chameleon import ChameleonAdapter
+from mmdecode.adapters.vision.paligemma import PaliGemmaAdapter
+from mmdecode.adapters.vision.qwen_vl import QwenVLAdapter
 from mmdecode.decoder import Decoder
 from mmdecode.draft.assistant import Assistant
 from mmdecode.draft.layer_skip import LayerSkip
@@ -300,7 +298,7 @@ def test_rows_that_forget_how_far_their_images_reach_are_noticed(family, monkeyp
 
     def at_the_token(self, cache, prompt):
         past = opened(self, cache, prompt)
-        past.distances = torch.zeros_like(past.distances)
+        past.offsets = torch.zeros_like(past.offsets)
         return past
 
     monkeypatch.setattr(QwenVLAdapter, "open", at_the_token)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdecode import registry
-from mmdecode.adapters.vision import pixels as pictures
+from mmdecode.adapters.vision import pixels
 from mmdecode.decoder import Decoder
 from mmdecode.engine.contracts import BranchOutput
 from mmdecode.engine.proposal import Proposal
@@ -234,10 +234,10 @@ def test_images_and_pixels_are_transformed_alike(parts):
     model, processor = parts
     answerer = Answerer(model, processor)
     question = answerer.prompts.question("What is beside the star?", [picture(1)])
-    pixels = question.build([question])["pixel_values"][0]
+    given = question.build([question])["pixel_values"][0]
     flip = RITUAL(transform="vertical_flip").branches[0].transform_options["change"]
-    seen = pictures.changed(pixels, flip, seed=0)
-    turned = pictures.changed_image(question.images[0], flip, torch.Generator())
+    seen = pixels.edit_normalised(given, flip, seed=0)
+    turned = pixels.edit_image(question.images[0], flip, torch.Generator())
     expected = answerer.prompts.question("What?", [turned])
     assert torch.allclose(seen, expected.build([expected])["pixel_values"][0], atol=1e-5)
 

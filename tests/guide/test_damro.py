@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration
 import mmdecode
 from mmdecode import registry
 from mmdecode._compat import attention_configs
-from mmdecode.adapters.vision import transforms as image_transforms
+from mmdecode.adapters.vision import encoding
 from mmdecode.decoder import Decoder
 from mmdecode.engine import attention
 from mmdecode.engine.branches import ModelRunner
@@ -40,7 +40,7 @@ def read(query, key, heads):
     plan = attention.TowerPlan(sites={id(module): 0}, reads={0}, joined=heads == "joined")
     with attention.planned(plan):
         attention.attend(module, query, key, key, None)
-    (found,) = image_transforms.salience(plan.chunks(), has_cls=True)
+    (found,) = encoding.salience(plan.chunks(), has_cls=True)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from mmdecode.adapters.vision import pixels as pictures
+from mmdecode.adapters.vision import pixels
 from mmdecode.errors import IncompatibleError
 from mmdecode.guide import transforms
 from mmdecode.guide.transforms import TRANSFORMS
@@ -97,8 +97,8 @@ def test_strengths_of_one_change_nothing_and_of_zero_all():
 
 def test_a_blur_is_as_pillow_has_it_and_scales_with_the_picture():
     values = picture(3, 48, 48)
-    image = pictures.to_image(values)
-    expected = pictures.of_image(image.filter(ImageFilter.GaussianBlur(1.0)))
+    image = pixels.to_image(values)
+    expected = pixels.of_image(image.filter(ImageFilter.GaussianBlur(1.0)))
     found = transforms.blurred(values, 1.0, radius=5)
     assert (found - expected)[:, 8:-8, 8:-8].abs().max() < 0.03
     spot = torch.zeros(3, 336, 336)
@@ -121,7 +121,7 @@ def test_a_crop_shows_a_part_at_full_size():
 
 
 def normalised(values, norm):
-    mean, deviation = (torch.tensor(part)[:, None, None] for part in pictures.NORMS[norm])
+    mean, deviation = (torch.tensor(part)[:, None, None] for part in pixels.NORMS[norm])
     return (values - mean) / deviation
 
 
@@ -130,39 +130,39 @@ def normalised(values, norm):
 def test_the_normalisation_is_told_from_the_pixels(norm, dtype):
     values = picture(3, 32, 32)
     seen = []
-    pixels = normalised(values, norm).to(dtype)
-    found = pictures.changed(pixels, lambda p, draw: seen.append(p) or p, seed=0)
+    given = normalised(values, norm).to(dtype)
+    found = pixels.edit_normalised(given, lambda p, draw: seen.append(p) or p, seed=0)
     assert torch.allclose(seen[0], values, atol=1e-5 if dtype == torch.float32 else 5e-3)
-    assert torch.allclose(found, pixels.float(), atol=1e-5)
+    assert torch.allclose(found, given.float(), atol=1e-5)
 
 
 def test_pixels_of_no_known_normalisation_are_refused():
-    for pixels in (torch.randn(3, 16, 16), normalised(picture(3, 16, 16), 0) * 1.3):
+    for given in (torch.randn(3, 16, 16), normalised(picture(3, 16, 16), 0) * 1.3):
         with pytest.raises(IncompatibleError, match="Answerer"):
-            pictures.changed(pixels, lambda p, draw: p, seed=0)
+            pixels.edit_normalised(given, lambda p, draw: p, seed=0)
 
 
 @pytest.mark.parametrize("norm", range(3))
 def test_flat_pictures_and_dark_or_pale_ones_are_told_in_half_precision(norm):
     pale = 0.8 + picture(3, 16, 16).mul(0.2 * 255).floor() / 255
     for values in (torch.ones(3, 4, 4), torch.full((3, 4, 4), 128 / 255), pale, 1 - pale):
-        pixels = normalised((values * 255).round() / 255, norm).bfloat16()
-        mean, _ = pictures.normalisation(pixels)
-        assert mean.flatten().tolist() == pytest.approx(list(pictures.NORMS[norm][0]))
+        given = normalised((values * 255).round() / 255, norm).bfloat16()
+        mean, _ = pixels.normalisation(given)
+        assert mean.flatten().tolist() == pytest.approx(list(pixels.NORMS[norm][0]))
 
 
 def test_images_and_pictures_are_the_same():
     image = Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
-    assert pictures.of_image(image).shape == (3, 4, 5)
-    back = pictures.to_image(pictures.of_image(image))
+    assert pixels.of_image(image).shape == (3, 4, 5)
+    back = pixels.to_image(pixels.of_image(image))
     assert back.tobytes() == image.tobytes()
 
 
 def test_tiles_are_put_together_and_cut_again():
     whole = picture(3, 8, 12)
-    tiles = pictures.to_tiles(whole, 2, 3)
+    tiles = pixels.to_tiles(whole, 2, 3)
     assert torch.equal(tiles[1, 2], whole[:, 4:, 8:])
-    assert torch.equal(pictures.of_tiles(tiles), whole)
+    assert torch.equal(pixels.of_tiles(tiles), whole)
 
 
 def test_patches_are_in_the_order_of_the_processor():
@@ -173,10 +173,10 @@ def test_patches_are_in_the_order_of_the_processor():
     processor = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096, do_resize=False
     )
-    image = pictures.to_image(picture(3, 16, 24))
+    image = pixels.to_image(picture(3, 16, 24))
     built = processor(image, return_tensors="pt")
     grid = built["image_grid_thw"][0].tolist()
-    found = pictures.of_patches(built["pixel_values"], grid, merged=2, frames=2)
+    found = pixels.of_patches(built["pixel_values"], grid, merged=2, frames=2)
     assert found.shape == (2, 3, 16, 24)
-    assert torch.allclose(found[1], normalised(pictures.of_image(image), 0), atol=1e-5)
-    assert torch.equal(pictures.to_patches(found, grid, 2, 2), built["pixel_values"])
+    assert torch.allclose(found[1], normalised(pixels.of_image(image), 0), atol=1e-5)
+    assert torch.equal(pixels.to_patches(found, grid, 2, 2), built["pixel_values"])

@@ -361,3 +361,20 @@ def assert_same(family, draft, **options):
     decoder = Traced(DRAFTS[draft](family, rows))
     assert_generates(decoder, draft, lambda: ours(decoder, family, **options), expected)
     return decoder
+
+
+def without_tokens(inputs, tokens):
+    """The text of left-padded prompts, without placeholder ``tokens`` and without images."""
+    rows = [
+        [t for t, real in zip(ids, mask, strict=True) if real and t not in tokens]
+        for ids, mask in zip(
+            inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True
+        )
+    ]
+    width = max(map(len, rows))
+    text = {
+        "input_ids": torch.tensor([[0] * (width - len(r)) + r for r in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows]),
+    }
+    kinds = {"token_type_ids", "mm_token_type_ids"} & inputs.keys()
+    return text | {name: torch.zeros_like(text["input_ids"]) for name in kinds}

@@ -1,15 +1,15 @@
 """InstructBLIP, whose Q-Former asks the image encoder about the question.
 
-``generate`` of an InstructBLIP model merges what its Q-Former says into the embeddings of the
-prompt and calls ``generate`` of its inner language model; a decoder is handed that one. Text is
-decoded as of any language model. Transforms of the image need the model around it and the
+``generate`` of an InstructBLIP model merges the output of its Q-Former into the embeddings of the
+prompt and calls ``generate`` of its inner language model, which is what a decoder is passed. Text
+is decoded like that of any language model. Transforms of the image need the outer model and the
 Q-Former's ids, which `mmdecode.generate` and `mmdecode.attach` pass on; the registry then finds
 this adapter.
 
-The transform ``features`` changes the query tokens that the language model reads, and ``tokens``
-the patches that the Q-Former may read: the number of query tokens stays. The class token is no
-patch, so all patches in their order are not quite the main branch. A question that is rewritten is
-rewritten for the Q-Former too.
+The transform ``features`` changes the query tokens that the language model reads. ``tokens``
+selects the patches that the Q-Former reads; the number of query tokens stays the same. The class
+token is not a patch and is left out, so selecting all patches differs slightly from the main
+branch. A question that is rewritten is rewritten for the Q-Former too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.adapters.text import DecoderOnlyAdapter
+from mmdecode.adapters.vision import encoding
 from mmdecode.adapters.vision import transforms as image_transforms
 from mmdecode.adapters.vision.base import VisionLanguageAdapter, placeholders
 from mmdecode.engine.adapter import BranchSpec, Prompt
@@ -31,10 +32,10 @@ from mmdecode.engine.request import left_padded
 
 
 class InstructBlipAdapter(VisionLanguageAdapter):
-    """The language model within, and the images that the model around it reads for it.
+    """The inner language model, and the images that the outer model encodes for it.
 
     Args:
-        model: The model around it; see `inner`.
+        model: The outer model; see `inner`.
     """
 
     summary = "the language model of InstructBLIP, and the transforms of its images"
@@ -54,45 +55,45 @@ class InstructBlipAdapter(VisionLanguageAdapter):
 
     @staticmethod
     def inner(model: Any) -> Any:
-        """The part that decoders are handed, where this adapter can run it; else ``None``."""
+        """The inner language model, which decoders are passed; ``None`` if it has no adapter."""
         language = model.language_model
         fits = language.config.model_type in DecoderOnlyAdapter.model_types
         return language if fits else None
 
     @property
     def name(self) -> str:
-        """The model around the language model."""
+        """Class name of the outer model."""
         return type(self._whole).__name__
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The embeddings that generate merged, or a transform of the image or the question."""
+        """The embeddings that ``generate`` merged, or a transform of the image or the question."""
         if spec.transform == "tokens":
-            image_transforms.refuse_lacking(spec)
+            image_transforms.refuse_missing(spec)
             return self._of_patches(call, **spec.transform_options)
         if spec.transform is not None:
             return image_transforms.prompt(self, call, spec)
         return DecoderOnlyAdapter.prompt(self, call, spec)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """All in one pass, by embeddings."""
+        """Stacks all prompts into one pass of embeddings."""
         return DecoderOnlyAdapter.stack(self, prompts)
 
-    def whole(self, call: Call, images: Mapping[str, Any]) -> Prompt:
-        """The caller's prompt with what the Q-Former says of other images."""
-        features = image_transforms.encode(self, dict(images)).features
-        return image_transforms.of_features(self, call, call.request.prompt_mask, features, ())
+    def with_images(self, call: Call, images: Mapping[str, Any]) -> Prompt:
+        """The caller's prompt with the Q-Former's features of other images."""
+        features = encoding.encode(self, dict(images)).features
+        return encoding.feature_prompt(self, call, call.request.prompt_mask, features, ())
 
-    def built(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
-        """A prompt of a processor's output; the Q-Former reads the new question of any image."""
+    def from_processor(self, call: Call, inputs: Mapping[str, Any], same: bool) -> Prompt:
+        """Prompt made of a processor's output; the Q-Former always reads the new question."""
         raw = {name: inputs[name] for name in self.raw_names if name in inputs}
         ids = inputs["input_ids"]
         mask = left_padded(inputs.get("attention_mask", torch.ones_like(ids)))
-        features = image_transforms.encode(self, raw).features
-        embeds = image_transforms.embedded(self, ids, self.spans("image", ids) & mask, features)
+        features = encoding.encode(self, raw).features
+        embeds = encoding.merge_features(self, ids, self.spans("image", ids) & mask, features)
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
     def encode(self, raw: Mapping[str, Tensor]) -> Any:
-        """Query tokens by row; positions of patches are interpolated where the size asks for it."""
+        """Query tokens by row; position embeddings of patches are interpolated for other sizes."""
         size = self._whole.config.vision_config.image_size
         return self._whole.get_image_features(
             **raw,
@@ -104,28 +105,26 @@ class InstructBlipAdapter(VisionLanguageAdapter):
         self,
         call: Call,
         select: Callable[[Tensor, Tensor], Tensor],
-        heads: image_transforms.Heads = "mean",
+        heads: encoding.Heads = "mean",
     ) -> Prompt:
-        """The prompt of a Q-Former that reads some patches of each row, and no class token."""
+        """Prompt whose Q-Former reads some patches of each row, and no class token."""
         parts = []
         for own in image_transforms.raw_images(self, call):
             if not own:
                 continue
-            plan = image_transforms.salient_plan(self, heads)
+            plan = encoding.salient_plan(self, heads)
 
             def chosen(states: Tensor, plan: Any = plan) -> Tensor:
-                (paid,) = image_transforms.salience(plan.chunks(), has_cls=True)
+                (paid,) = encoding.salience(plan.chunks(), has_cls=True)
                 patches = states[:, 1:]
                 return patches[:, select(patches[0], paid[0])]
 
-            with image_transforms.reading(self, plan), self._read_by_qformer(chosen):
-                parts.append(image_transforms.encode(self, own).features)
-        return image_transforms.of_features(
-            self, call, call.request.prompt_mask, torch.cat(parts), ()
-        )
+            with encoding.planned_tower(self, plan), self._read_by_qformer(chosen):
+                parts.append(encoding.encode(self, own).features)
+        return encoding.feature_prompt(self, call, call.request.prompt_mask, torch.cat(parts), ())
 
     def _read_by_qformer(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
-        """Lets ``change(states (R, 1 + n, H)) -> states`` hold for what the Q-Former reads."""
+        """Context where ``change(states (R, 1 + n, H)) -> states`` edits the Q-Former's input."""
 
         def after(_: torch.nn.Module, args: Any, output: Any) -> Any:
             states = change(output.last_hidden_state)

@@ -1,80 +1,69 @@
-"""Transforms of a vision-language prompt: what a branch may be shown instead of what was asked.
+"""Transforms of a vision-language prompt: inputs that a branch reads instead of the caller's.
 
-A guide names a transform and its options; which tensors that touches is the family's to know.
+A guide names a transform and its options; the adapter of the family knows which tensors it touches.
 
 - ``pixels``: ``change(values, draw) -> values`` of each image's normalised pixels, in whatever
   shape the processor left them (tiles, flattened patches).
-- ``questions``: ``change(question, draw) -> question`` of the text and the images as PIL has them;
-  the caller hands over ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
-- ``pictures``: ``change(picture (..., 3, H, W), draw) -> picture`` of each image with channels of
-  0..1 and in one piece: the images of ``mm_inputs["questions"]`` where these are at hand, else what
-  the pixels were made of, see `mmdecode.adapters.vision.pixels`. Sizes stay, and so does the
-  layout.
-- ``no_image``: the placeholders are left out; what stands around them stays.
-- ``only_images``: the image tokens and the last token of the prompt, which has to be there for the
-  first one to follow; between two images the token before the second, which keeps them apart.
-  ``change``, where given, is that of ``pixels``, with the same draws.
-- ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row as the text
-  model reads them, and of what some models add to them in their first layers.
-- ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens that
-  stay, in the order in which they are read, at consecutive positions. ``salience`` is the attention
-  that the image encoder pays to each, see `salience`; ``heads`` says how: ``"mean"`` of the heads,
-  or ``"joined"``, as if they were one.
+- ``questions``: ``change(question, draw) -> question`` of the text and its PIL images. The caller
+  passes ``mm_inputs["questions"]``, as `mmdecode.vlm.Answerer` does.
+- ``pictures``: ``change(image (..., 3, H, W), draw) -> image`` of each whole image, with channels
+  in 0..1: the images of ``mm_inputs["questions"]`` if given, else images reconstructed from the
+  pixels, see `mmdecode.adapters.vision.pixels`. Sizes and layout stay the same.
+- ``no_image``: the image tokens are left out; the text around them stays.
+- ``only_images``: the image tokens and the last token of the prompt, which the first generated
+  token has to follow; between two images also the token before the second, which separates them.
+  ``change``, if given, is that of ``pixels``, with the same draws.
+- ``features``: ``change(features (n, H), draw) -> (n, H)`` of all image tokens of a row in the text
+  model's embedding space, and of the features that some models add in their first layers.
+- ``tokens``: ``select(features (n, H), salience (n,)) -> (k,)`` indices of the image tokens to
+  keep, in reading order, at consecutive positions. ``salience`` is the attention that the image
+  encoder pays to each, see `encoding.salience`; ``heads`` is ``"mean"`` for the average of the
+  heads or ``"joined"`` to treat them as one head.
 - ``tower``: ``edit(weights (R, heads, Q, K), seen (R or 1, 1, Q, K), layer, draw) -> weights`` of
-  the image encoder's attention at its ``layers``, a pair of fractions of its depth; ``seen`` are
-  the keys that are there.
+  the image encoder's attention in its ``layers``, a pair of fractions of its depth; ``seen`` marks
+  the keys that are not masked.
 - ``patches``: ``change(states (R, n, H), weights (R, heads, Q, K), draw) -> states`` of what the
-  encoder hands to the projector, where ``weights`` are those of the layer that `salience` reads.
+  encoder passes to the projector; ``weights`` are those of the layer that salience is read from.
 
-``draw`` is a generator seeded by the request and the image's place among the row's, never by the
-batch, so an item is changed alike in every batch.
+``draw`` is a generator seeded by the request and the image's index within its row, never by the
+batch, so an item is changed in the same way in every batch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, pad
+from torch.nn.functional import pad
 
-from mmdecode.adapters.vision import pixels as painting
+from mmdecode.adapters.vision.encoding import (
+    Encoded,
+    Heads,
+    Raw,
+    encode,
+    feature_prompt,
+    planned_tower,
+    right_aligned,
+    salient_plan,
+    tower_plan,
+)
+from mmdecode.adapters.vision.pixels import Change, edit_image, edit_normalised, refuse_parts
 from mmdecode.engine.adapter import BranchSpec, Prompt
-from mmdecode.engine.attention import TowerPlan, layer_range, planned, switched
+from mmdecode.engine.attention import layer_range
 from mmdecode.engine.call import Call
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:
     from mmdecode.adapters.vision.base import VisionLanguageAdapter
 
-Heads = Literal["mean", "joined"]
-"""How the heads of an image encoder say together what they attend to."""
-
 PIXELS = ("pixel_values", "pixel_values_videos")
-
-
-Raw = dict[str, Tensor]
-"""Pixels and what describes them, by the names that the model's forward has for them."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Image tokens of a batch, row by row.
-
-    Attributes:
-        features: As the text model reads them, ``(n, H)``.
-        deeper: What some models add to them in their first layers, each ``(n, H)``.
-        salience: Attention the image encoder pays to each, ``(n,)``, where asked for.
-    """
-
-    features: Tensor
-    deeper: Sequence[Tensor] = ()
-    salience: Tensor | None = None
+"""Names of the inputs that hold pixels."""
 
 
 def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
@@ -90,10 +79,10 @@ def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prom
             f"branch {spec.name!r} with transform {spec.transform!r}",
             adapter.name,
             "there is no such transform",
-            f"use one of {', '.join(by_name())}, or build the part in Python for one of "
-            f"{', '.join(transform for transform in TRANSFORMS if transform not in by_name())}",
+            f"use one of {', '.join(without_function())}, or build the part in Python for one of "
+            f"{', '.join(name for name in TRANSFORMS if name not in without_function())}",
         )
-    refuse_lacking(spec)
+    refuse_missing(spec)
     if transform is not questions and not bool(
         adapter.spans("image", call.request.prompt_ids).any()
     ):
@@ -103,30 +92,30 @@ def prompt(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prom
     return transform(adapter, call, spec, **spec.transform_options)
 
 
-def refuse_lacking(spec: BranchSpec) -> None:
-    """Raises where a branch leaves out a function that its transform cannot be without.
+def refuse_missing(spec: BranchSpec) -> None:
+    """Checks that a branch has the functions that its transform requires.
 
     Raises:
         OptionError: A function is missing.
     """
-    lacking = [
+    missing = [
         name for name in _functions(str(spec.transform)) if name not in spec.transform_options
     ]
-    if lacking:
+    if missing:
         raise OptionError(
-            f"transform {spec.transform!r} of branch {spec.name!r} needs {lacking[0]!r}, a "
-            f"function that no string can name; use {' or '.join(by_name())}, or build the guide "
-            f"or draft in Python with transform_options={{{lacking[0]!r}: ...}}"
+            f"transform {spec.transform!r} of branch {spec.name!r} needs {missing[0]!r}, a "
+            f"function that no string can name; use {' or '.join(without_function())}, or build "
+            f"the guide or draft in Python with transform_options={{{missing[0]!r}: ...}}"
         )
 
 
-def by_name() -> list[str]:
-    """Transforms that need no function, which a string can name."""
+def without_function() -> list[str]:
+    """Names of the transforms that require no function, so that a string can select them."""
     return [transform for transform in TRANSFORMS if not _functions(transform)]
 
 
 def _functions(transform: str) -> list[str]:
-    """Options that a transform cannot be without."""
+    """Options that a transform requires."""
     _, _, _, *options = inspect.signature(TRANSFORMS[transform]).parameters.values()
     return [option.name for option in options if option.default is option.empty]
 
@@ -135,19 +124,18 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
     """Pixels of each row, empty for a row without images.
 
     Raises:
-        IncompatibleError: They were encoded before the call began.
+        IncompatibleError: The images were encoded before the call began.
     """
     given = {**call.request.model_kwargs, **call.request.inputs}
     raw = {n: given[n].to(call.device) for n in adapter.raw_names if given.get(n) is not None}
     if not any(name in raw for name in PIXELS):
-        name = adapter.name
         raise IncompatibleError.between(
             "a guide that changes images",
-            name,
+            adapter.name,
             "generate has encoded them before the decoder began",
             "call mmdecode.generate, or generate inside mmdecode.attach(model)",
         )
-    # what generate prepared has the rows of num_return_sequences, what the caller gave has not
+    # inputs prepared by generate are repeated for num_return_sequences, the caller's are not
     copies = (
         call.request.num_return_sequences
         if any(name in call.request.inputs for name in PIXELS)
@@ -158,8 +146,8 @@ def raw_images(adapter: VisionLanguageAdapter, call: Call) -> list[Raw]:
     ]
 
 
-def joined(rows: Sequence[Raw]) -> Raw:
-    """The tensors of all rows, one after the other."""
+def join_rows(rows: Sequence[Raw]) -> Raw:
+    """Concatenates the tensors of all rows."""
     names = dict.fromkeys(name for own in rows for name in own)
     return {name: torch.cat([own[name] for own in rows if name in own]) for name in names}
 
@@ -170,8 +158,8 @@ def pixels(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """Each image's pixels changed; the layout stays."""
-    return adapter.whole(call, joined(_changed(adapter, call, change)))
+    """Changes each image's pixels; the layout stays."""
+    return adapter.with_images(call, join_rows(_changed(adapter, call, change)))
 
 
 def _changed(
@@ -179,42 +167,43 @@ def _changed(
     call: Call,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> list[Raw]:
-    """What each row has, with each image's pixels changed."""
+    """Inputs of each row, with each image's pixels changed."""
     rows = []
     for row, own in enumerate(raw_images(adapter, call)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
-        for ordinal, (name, place) in enumerate(adapter.images(own)):
+        for ordinal, (name, index) in enumerate(adapter.image_indices(own)):
             draw = call.request.noise.generator(row, "pixels", ordinal)
-            new[name][place] = adapter.image(change(own[name][place], draw).to(own[name]))
+            new[name][index] = adapter.valid_pixels(change(own[name][index], draw).to(own[name]))
         rows.append(new)
     return rows
 
 
 def pictures(
-    adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: painting.Change
+    adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec, change: Change
 ) -> Prompt:
-    """Each image changed as a whole, before the processor or as if it had been."""
+    """Changes each whole image: before the processor, or reconstructed from its output."""
     if call.request.inputs.get("questions") is not None:
-        return questions(adapter, call, spec, functools.partial(_repainted, change))
+        return questions(adapter, call, spec, functools.partial(_edit_images, change))
 
     marks = adapter.spans("image", call.request.prompt_ids)
     runs = (marks & ~pad(marks, (1, -1))).sum(1).tolist()
     rows = []
     for row, own in enumerate(raw_images(adapter, call)):
         new = {name: value.clone() if name in PIXELS else value for name, value in own.items()}
-        places = adapter.images(own)
-        if adapter.are_parts(len(places), runs[row]):
-            painting.refuse_parts(adapter.model)
-        for ordinal, (name, place) in enumerate(places):
+        indices = adapter.image_indices(own)
+        if adapter.are_parts(len(indices), runs[row]):
+            refuse_parts(adapter.name)
+        for ordinal, (name, index) in enumerate(indices):
             seed = call.request.noise.generator(row, "pictures", ordinal).initial_seed()
-            paint = functools.partial(painting.changed, change=change, seed=seed)
-            new[name][place] = adapter.image(adapter.repaint(own, name, place, paint).to(own[name]))
+            edit = functools.partial(edit_normalised, change=change, seed=seed)
+            values = adapter.edit_image(own, name, index, edit)
+            new[name][index] = adapter.valid_pixels(values.to(own[name]))
         rows.append(new)
-    return adapter.whole(call, joined(rows))
+    return adapter.with_images(call, join_rows(rows))
 
 
-def _repainted(change: painting.Change, question: Any, draw: torch.Generator) -> Any:
-    images = tuple(painting.changed_image(image, change, draw) for image in question.images)
+def _edit_images(change: Change, question: Any, draw: torch.Generator) -> Any:
+    images = tuple(edit_image(image, change, draw) for image in question.images)
     return replace(question, images=images)
 
 
@@ -224,7 +213,7 @@ def questions(
     spec: BranchSpec,
     change: Callable[[Any, torch.Generator], Any],
 ) -> Prompt:
-    """Each row's question changed, and made into inputs again."""
+    """Changes each row's question, and processes it again."""
     asked = call.request.inputs.get("questions")
     if asked is None:
         raise IncompatibleError.between(
@@ -243,19 +232,19 @@ def questions(
         for name, value in rows[0].build(changed).items()
     }
     same = all(a.images is b.images for a, b in zip(rows, changed, strict=True))
-    return adapter.built(call, built, same)
+    return adapter.from_processor(call, built, same)
 
 
 def no_image(adapter: VisionLanguageAdapter, call: Call, spec: BranchSpec) -> Prompt:
-    """The prompt without its image tokens."""
+    """Leaves out the image tokens."""
     return _kept(
         adapter, call, call.request.prompt_mask & ~adapter.spans("image", call.request.prompt_ids)
     )
 
 
 def _kept(adapter: VisionLanguageAdapter, call: Call, keep: Tensor) -> Prompt:
-    """Columns ``keep (B, P)`` of the prompt, with what is given by token and nothing else."""
-    order = _order(keep)
+    """Columns ``keep (B, P)`` of the prompt, with the inputs that have a value per token."""
+    order = right_aligned(keep)
     inputs = {
         name: _gather(value, order)
         for name, value in call.request.model_kwargs.items()
@@ -272,16 +261,16 @@ def only_images(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None,
 ) -> Prompt:
-    """The prompt without its words; most marks around images go too."""
+    """Leaves out the text, and most of the tokens that delimit images."""
     images = adapter.spans("image", call.request.prompt_ids)
     first = images & ~pad(images, (1, -1))
     later = first & (first.cumsum(1) > 1)
     keep = call.request.prompt_mask & (images | pad(later, (-1, 1)))
     keep[:, -1] = True
     left = _kept(adapter, call, keep)
-    raw = joined(_changed(adapter, call, change) if change else raw_images(adapter, call))
+    raw = join_rows(_changed(adapter, call, change) if change else raw_images(adapter, call))
     inputs = {**left.inputs, **raw, "input_ids": left.ids, "attention_mask": left.mask}
-    return adapter.built(call, inputs, same=change is None)
+    return adapter.from_processor(call, inputs, same=change is None)
 
 
 def features(
@@ -290,8 +279,8 @@ def features(
     spec: BranchSpec,
     change: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """The image tokens of each row, changed at every depth at which the text model reads them."""
-    encoded = encode(adapter, joined(raw_images(adapter, call)))
+    """Changes the image features of each row, at every depth where the text model reads them."""
+    encoded = encode(adapter, join_rows(raw_images(adapter, call)))
     counts = adapter.spans("image", call.request.prompt_ids).sum(1).tolist()
     levels = [level.split(counts) for level in (encoded.features, *encoded.deeper)]
     rows = []
@@ -299,7 +288,7 @@ def features(
         draw = call.request.noise.generator(row, "features")
         rows.append([change(states, draw) if len(states) else states for states in own])
     new, *deeper = [torch.cat(level) for level in zip(*rows, strict=True)]
-    return of_features(adapter, call, call.request.prompt_mask, new, deeper)
+    return feature_prompt(adapter, call, call.request.prompt_mask, new, deeper)
 
 
 def tokens(
@@ -309,8 +298,8 @@ def tokens(
     select: Callable[[Tensor, Tensor], Tensor],
     heads: Heads = "mean",
 ) -> Prompt:
-    """Some image tokens of each row, at consecutive positions."""
-    encoded = encode(adapter, joined(raw_images(adapter, call)), salient=heads)
+    """Keeps some image tokens of each row, at consecutive positions."""
+    encoded = encode(adapter, join_rows(raw_images(adapter, call)), salient=heads)
     assert encoded.salience is not None, "asked for"
     images = adapter.spans("image", call.request.prompt_ids)
     first = 0
@@ -320,13 +309,13 @@ def tokens(
             continue
         part = slice(first, first + count)
         chosen = select(encoded.features[part], encoded.salience[part])
-        places = images[row].nonzero()[:, 0]
-        keep[row, places[chosen]] = True
-        order.append(first + chosen[_runs(places)[chosen].argsort(stable=True)])
+        positions = images[row].nonzero()[:, 0]
+        keep[row, positions[chosen]] = True
+        order.append(first + chosen[_runs(positions)[chosen].argsort(stable=True)])
         first += count
     index = torch.cat(order)
     deeper = [level[index] for level in encoded.deeper]
-    return of_features(adapter, call, keep, encoded.features[index], deeper)
+    return feature_prompt(adapter, call, keep, encoded.features[index], deeper)
 
 
 def tower(
@@ -336,16 +325,17 @@ def tower(
     edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
     layers: tuple[float, float] = (0.0, 1.0),
 ) -> Prompt:
-    """The images encoded again with edited attention."""
-    sites = adapter.tower_sites()
-    named = frozenset(layer_range(layers, len(sites)))
+    """Encodes the images again with edited attention."""
+    chosen = frozenset(layer_range(layers, len(adapter.tower_sites())))
 
-    def encoded(own: Raw, draw: torch.Generator) -> Encoded:
-        change = functools.partial(_drawn, edit, draw)
-        with reading(adapter, TowerPlan(sites=_numbered(sites), edit=change, layers=named)):
-            return encode(adapter, own)
+    def editing(context: ExitStack, draw: torch.Generator) -> None:
+        def edit_drawn(weights: Tensor, seen: Tensor, layer: int) -> Tensor:
+            return edit(weights, seen, layer, draw)
 
-    return _row_by_row(adapter, call, "tower", encoded)
+        plan = tower_plan(adapter, edit=edit_drawn, layers=chosen)
+        context.enter_context(planned_tower(adapter, plan))
+
+    return _encoded_again(adapter, call, "tower", editing)
 
 
 def patches(
@@ -354,156 +344,47 @@ def patches(
     spec: BranchSpec,
     change: Callable[[Tensor, Tensor, torch.Generator], Tensor],
 ) -> Prompt:
-    """What the image encoder hands to the projector, changed."""
+    """Changes what the image encoder passes to the projector."""
 
-    def encoded(own: Raw, draw: torch.Generator) -> Encoded:
-        plan = salient_plan(adapter)
+    def editing(context: ExitStack, draw: torch.Generator) -> None:
+        plan = context.enter_context(planned_tower(adapter, salient_plan(adapter)))
 
         def changed(states: Tensor) -> Tensor:
             return change(states, torch.cat(plan.chunks()), draw).to(states.dtype)
 
-        with reading(adapter, plan), adapter.patches(changed):
-            return encode(adapter, own)
+        context.enter_context(adapter.patches(changed))
 
-    return _row_by_row(adapter, call, "patches", encoded)
+    return _encoded_again(adapter, call, "patches", editing)
 
 
-def _row_by_row(
+def _encoded_again(
     adapter: VisionLanguageAdapter,
     call: Call,
     name: str,
-    encoded: Callable[[Raw, torch.Generator], Encoded],
+    editing: Callable[[ExitStack, torch.Generator], None],
 ) -> Prompt:
-    """The caller's prompt with each row's images encoded alone, since draws are the row's."""
-    parts = [
-        encoded(own, call.request.noise.generator(row, name))
-        for row, own in enumerate(raw_images(adapter, call))
-        if own
-    ]
+    """The caller's prompt, its images encoded again row by row, because draws are the row's.
+
+    Args:
+        adapter: The model's adapter.
+        call: The call.
+        name: Name of the transform, which draws are keyed by.
+        editing: Enters the contexts in which a row is encoded, given the row's generator.
+    """
+    parts: list[Encoded] = []
+    for row, own in enumerate(raw_images(adapter, call)):
+        if own:
+            with ExitStack() as context:
+                editing(context, call.request.noise.generator(row, name))
+                parts.append(encode(adapter, own))
     merged = torch.cat([part.features for part in parts])
     deeper = [torch.cat(level) for level in zip(*(part.deeper for part in parts), strict=True)]
-    return of_features(adapter, call, call.request.prompt_mask, merged, deeper)
+    return feature_prompt(adapter, call, call.request.prompt_mask, merged, deeper)
 
 
-def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = None) -> Encoded:
-    """Images through the encoder and into the text model's space."""
-    plan = salient_plan(adapter, salient) if salient else None
-    with reading(adapter, plan) if plan else nullcontext():
-        found = adapter.encode(raw)
-    parts = [part.reshape(-1, part.shape[-1]) for part in found.pooler_output]
-    levels = getattr(found, "deepstack_features", None) or ()
-    # in one piece, or by image
-    deeper = [t if isinstance(t, Tensor) else torch.cat(list(t)) for t in levels]
-    counts = [len(part) for part in parts]
-    paid = adapter.salience(plan.chunks(), raw, counts) if plan else None
-    return Encoded(torch.cat(parts), deeper, paid)
-
-
-def salient_plan(adapter: VisionLanguageAdapter, heads: Heads = "mean") -> TowerPlan:
-    """Reads the layer of the image encoder that says which patches matter."""
-    sites = adapter.tower_sites()
-    layer = adapter.salient_layer % len(sites)
-    return TowerPlan(sites=_numbered(sites), reads=frozenset([layer]), joined=heads == "joined")
-
-
-def of_features(
-    adapter: VisionLanguageAdapter,
-    call: Call,
-    keep: Tensor,
-    features: Tensor,
-    deeper: Sequence[Tensor],
-) -> Prompt:
-    """A prompt that the text model reads by embeddings, with image features in their places.
-
-    Args:
-        adapter: Of the model.
-        call: The call.
-        keep: Columns of the prompt that stay, ``(B, P)``; as many image tokens as ``features``.
-        features: ``(n, H)``.
-        deeper: See `Encoded`.
-    """
-    order = _order(keep)
-    ids, mask = call.request.prompt_ids.gather(1, order), keep.gather(1, order)
-    images = adapter.spans("image", ids) & mask
-    inputs: dict[str, Any] = {"inputs_embeds": embedded(adapter, ids, images, features)}
-    if deeper:
-        inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
-    kept_all = bool((keep == call.request.prompt_mask).all())
-    inputs |= adapter.places(call) if kept_all else {}
-    return Prompt(ids=ids, mask=mask, inputs=inputs, prompt_attention=adapter.sees(images, mask))
-
-
-def embedded(
-    adapter: VisionLanguageAdapter, ids: Tensor, images: Tensor, features: Tensor
-) -> Tensor:
-    """``ids (B, P)`` as the text model reads them, with ``features (n, H)`` at ``images``."""
-    words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
-    embeds = adapter.model.get_input_embeddings()(words)
-    return embeds.masked_scatter(images[..., None], features.to(embeds))
-
-
-@contextmanager
-def reading(adapter: VisionLanguageAdapter, plan: TowerPlan) -> Iterator[TowerPlan]:
-    """Lets a plan hold for passes through the image encoder."""
-    with ExitStack() as stack:
-        stack.enter_context(switched(adapter.tower()))
-        stack.enter_context(planned(plan))
-        yield plan
-
-
-def salience(weights: Sequence[Tensor], has_cls: bool) -> list[Tensor]:
-    """Attention that each patch gets, summed to one: by the class token, or on average by all.
-
-    Args:
-        weights: Chunks of one layer's weights, each ``(R, heads, Q, K)``.
-        has_cls: Whether the first token is a class token.
-
-    Returns:
-        One ``(R, patches)`` per chunk, averaged over heads.
-    """
-    if has_cls:
-        return [chunk.mean(1)[:, 0, 1:] for chunk in weights]
-    return [chunk.mean((1, 2)) for chunk in weights]
-
-
-def pooled(values: Tensor, tokens: int) -> Tensor:
-    """``(R, patches)`` of a square grid in raster order, as means over what each token merges."""
-    rows, patches = values.shape
-    if patches == tokens:
-        return values
-    side, cells = round(patches**0.5), round(tokens**0.5)
-    if side * side != patches or cells * cells != tokens or side % cells:
-        raise IncompatibleError(
-            f"{patches} patches are merged into {tokens} image tokens, which is no square grid "
-            "over another; attention to tokens cannot be told from that to patches"
-        )
-    grid = values.reshape(rows, 1, side, side)
-    return avg_pool2d(grid, side // cells).reshape(rows, tokens)
-
-
-def _drawn(
-    edit: Callable[[Tensor, Tensor, int, torch.Generator], Tensor],
-    draw: torch.Generator,
-    weights: Tensor,
-    seen: Tensor,
-    layer: int,
-) -> Tensor:
-    return edit(weights, seen, layer, draw)
-
-
-def _numbered(sites: Sequence[torch.nn.Module]) -> dict[int, int]:
-    return {id(site): index for index, site in enumerate(sites)}
-
-
-def _runs(places: Tensor) -> Tensor:
-    """Number of the run of neighbours that each place belongs to; places ascend."""
-    return (places.diff(prepend=places[:1]) > 1).cumsum(0)
-
-
-def _order(keep: Tensor) -> Tensor:
-    """Columns that bring what is kept to the right, as few as the longest row needs."""
-    width = int(keep.sum(1).amax())
-    return keep.long().argsort(dim=1, stable=True)[:, keep.shape[1] - width :]
+def _runs(positions: Tensor) -> Tensor:
+    """Index of the run of neighbours that each position belongs to; positions ascend."""
+    return (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
 
 
 def _gather(values: Tensor, order: Tensor) -> Tensor:

@@ -1,0 +1,161 @@
+"""Encodes images and builds prompts of their features, for transforms of a prompt's images.
+
+Also reads how much attention the image encoder pays to each patch (its salience).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from mmdecode.engine.adapter import Prompt
+from mmdecode.engine.attention import TowerPlan, planned, switched
+from mmdecode.engine.call import Call
+from mmdecode.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from mmdecode.adapters.vision.base import VisionLanguageAdapter
+
+Heads = Literal["mean", "joined"]
+"""How the attention of an encoder's heads is combined: averaged, or as if they were one head."""
+
+Raw = dict[str, Tensor]
+"""Pixels and the tensors that describe them, by the names of the model's forward arguments."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Image tokens of a batch, row by row.
+
+    Attributes:
+        features: Features in the text model's embedding space, ``(n, H)``.
+        deeper: Features that some models add in their first layers (deepstack), each ``(n, H)``.
+        salience: Attention that the image encoder pays to each, ``(n,)``, if requested.
+    """
+
+    features: Tensor
+    deeper: Sequence[Tensor] = ()
+    salience: Tensor | None = None
+
+
+def encode(adapter: VisionLanguageAdapter, raw: Raw, salient: Heads | None = None) -> Encoded:
+    """Encodes images and projects them into the text model's embedding space."""
+    plan = salient_plan(adapter, salient) if salient else None
+    with planned_tower(adapter, plan) if plan else nullcontext():
+        found = adapter.encode(raw)
+    parts = [part.reshape(-1, part.shape[-1]) for part in found.pooler_output]
+    levels = getattr(found, "deepstack_features", None) or ()
+    # in one piece, or by image
+    deeper = [t if isinstance(t, Tensor) else torch.cat(list(t)) for t in levels]
+    counts = [len(part) for part in parts]
+    paid = adapter.salience(plan.chunks(), raw, counts) if plan else None
+    return Encoded(torch.cat(parts), deeper, paid)
+
+
+def salient_plan(adapter: VisionLanguageAdapter, heads: Heads = "mean") -> TowerPlan:
+    """Plan that records the attention of the encoder layer that `salience` is read from."""
+    layer = adapter.salient_layer % len(adapter.tower_sites())
+    return tower_plan(adapter, reads=frozenset([layer]), joined=heads == "joined")
+
+
+def tower_plan(adapter: VisionLanguageAdapter, **options: Any) -> TowerPlan:
+    """Plan over the self-attention of the image encoder; ``options`` are those of `TowerPlan`."""
+    sites = {id(site): index for index, site in enumerate(adapter.tower_sites())}
+    return TowerPlan(sites=sites, **options)
+
+
+def feature_prompt(
+    adapter: VisionLanguageAdapter,
+    call: Call,
+    keep: Tensor,
+    features: Tensor,
+    deeper: Sequence[Tensor],
+) -> Prompt:
+    """A prompt of embeddings, with image features at the image tokens.
+
+    Args:
+        adapter: The model's adapter.
+        call: The call whose prompt is used.
+        keep: Columns of the prompt to keep, ``(B, P)``, with as many image tokens as ``features``.
+        features: Features of the kept image tokens, ``(n, H)``.
+        deeper: Features added in the first layers, see `Encoded`.
+    """
+    order = right_aligned(keep)
+    ids, mask = call.request.prompt_ids.gather(1, order), keep.gather(1, order)
+    images = adapter.spans("image", ids) & mask
+    inputs: dict[str, Any] = {"inputs_embeds": merge_features(adapter, ids, images, features)}
+    if deeper:
+        inputs["stack"] = {"visual_pos_masks": images, "deepstack_visual_embeds": list(deeper)}
+    kept_all = bool((keep == call.request.prompt_mask).all())
+    inputs |= adapter.position_inputs(call) if kept_all else {}
+    return Prompt(
+        ids=ids, mask=mask, inputs=inputs, prompt_attention=adapter.prompt_attention(images, mask)
+    )
+
+
+def merge_features(
+    adapter: VisionLanguageAdapter, ids: Tensor, images: Tensor, features: Tensor
+) -> Tensor:
+    """Embeddings of ``ids (B, P)``, with ``features (n, H)`` where ``images (B, P)`` is set."""
+    words = ids.masked_fill(images, 0)  # a placeholder may lie outside the vocabulary
+    embeds = adapter.model.get_input_embeddings()(words)
+    return embeds.masked_scatter(images[..., None], features.to(embeds))
+
+
+@contextmanager
+def planned_tower(adapter: VisionLanguageAdapter, plan: TowerPlan) -> Iterator[TowerPlan]:
+    """Applies a plan to passes through the image encoder within the context."""
+    with ExitStack() as stack:
+        stack.enter_context(switched(adapter.tower()))
+        stack.enter_context(planned(plan))
+        yield plan
+
+
+def salience(weights: Sequence[Tensor], has_cls: bool) -> list[Tensor]:
+    """Attention that each patch receives: from the class token, or on average from all patches.
+
+    Args:
+        weights: Attention weights of one layer, in chunks, each ``(R, heads, Q, K)``.
+        has_cls: Whether the first token is a class token.
+
+    Returns:
+        One ``(R, patches)`` per chunk, averaged over heads.
+    """
+    if has_cls:
+        return [chunk.mean(1)[:, 0, 1:] for chunk in weights]
+    return [chunk.mean((1, 2)) for chunk in weights]
+
+
+def pooled(values: Tensor, tokens: int) -> Tensor:
+    """Mean value of the patches that are merged into each image token.
+
+    Args:
+        values: One value per patch, a square grid in raster order, ``(R, patches)``.
+        tokens: Image tokens, a square grid too.
+
+    Raises:
+        IncompatibleError: The tokens' grid does not divide the patches'.
+    """
+    rows, patches = values.shape
+    if patches == tokens:
+        return values
+    side, cells = round(patches**0.5), round(tokens**0.5)
+    if side * side != patches or cells * cells != tokens or side % cells:
+        raise IncompatibleError(
+            f"{patches} patches are merged into {tokens} image tokens; expected square grids, one "
+            "dividing the other: attention to tokens cannot be computed from that to patches"
+        )
+    grid = values.reshape(rows, 1, side, side)
+    return avg_pool2d(grid, side // cells).reshape(rows, tokens)
+
+
+def right_aligned(keep: Tensor) -> Tensor:
+    """Columns that align the kept ones at the right, as many as the longest row keeps."""
+    width = int(keep.sum(1).amax())
+    return keep.long().argsort(dim=1, stable=True)[:, keep.shape[1] - width :]

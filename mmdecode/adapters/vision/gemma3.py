@@ -1,0 +1,22 @@
+"""Gemma3, reading images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode.adapters.vision.base import VisionLanguageAdapter
+
+
+class Gemma3Adapter(VisionLanguageAdapter):
+    """Gemma3, whose image tokens attend to one another in both directions."""
+
+    summary = "Gemma3, whose images are read in both directions"
+    model_types = ("gemma3",)
+
+    def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
+        """Attention to all tokens before, and to the whole image that a token belongs to."""
+        run = (images & ~pad(images, (1, -1))).cumsum(1).masked_fill(~images, 0)
+        together = (run[:, :, None] == run[:, None]) & images[:, :, None]
+        return torch.ones_like(together).tril() | together

@@ -1,0 +1,53 @@
+"""Idefics3 and SmolVLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmdecode.adapters.vision.base import VisionLanguageAdapter
+from mmdecode.engine.adapter import Prompt
+
+
+class IdeficsAdapter(VisionLanguageAdapter):
+    """Idefics3 and SmolVLM, whose pixels are grouped by row and padded with empty images."""
+
+    summary = "Idefics3 and SmolVLM"
+    model_types = ("idefics3", "smolvlm")
+    raw_names: ClassVar[Sequence[str]] = ("pixel_values", "pixel_attention_mask")
+
+    def span_sizes(self, kind: str, prompt: Prompt) -> list[int] | None:
+        """``None``: features are grouped by row."""
+        return None
+
+    def split(self, raw: Mapping[str, Tensor], ids: Tensor) -> list[dict[str, Tensor]]:
+        """Splits the inputs by row; each tensor has one entry per row."""
+        has = self.spans("image", ids).any(1).tolist()
+        return [
+            {name: value[row : row + 1] for name, value in raw.items()} if has[row] else {}
+            for row in range(len(ids))
+        ]
+
+    def image_indices(self, own: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """Indices of the images that are not empty, each cropped to its mask (top left)."""
+        values, mask = own.get("pixel_values"), own.get("pixel_attention_mask")
+        if values is None:
+            return []
+        indices: list[tuple[Any, ...]] = [(0, i) for i, one in enumerate(values[0]) if one.any()]
+        if mask is not None:
+            indices = [
+                (*index, ..., *(slice(int(mask[index].any(axis).sum())) for axis in (1, 0)))
+                for index in indices
+            ]
+        return [("pixel_values", index) for index in indices]
+
+    def are_parts(self, images: int, runs: int) -> bool:
+        """True for several: they may be tiles of one image, told apart only by the text between."""
+        return images > 1
+
+    def valid_pixels(self, values: Tensor) -> Tensor:
+        """Replaces zeros by a tiny value: an image of zeros would count as padding."""
+        return values if values.any() else torch.full_like(values, 1e-6)

@@ -1,0 +1,21 @@
+"""PaliGemma."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmdecode.adapters.vision.base import VisionLanguageAdapter
+
+
+class PaliGemmaAdapter(VisionLanguageAdapter):
+    """PaliGemma, whose positions begin at 1 and whose prompt attends in both directions."""
+
+    summary = "PaliGemma, whose prompt is read in both directions"
+    model_types = ("paligemma",)
+    first_position: ClassVar = 1
+
+    def prompt_attention(self, images: Tensor, mask: Tensor) -> Tensor:
+        """Attention to the whole prompt, in both directions."""
+        return mask[:, :, None] & mask[:, None]
