@@ -151,6 +151,6 @@ def refuse_parts(model: str) -> None:
     raise IncompatibleError.between(
         "a guide that transforms images",
         f"the pixels of {model}",
-        "they are parts of larger images, and how these were cut is not known",
+        "an image was cut into parts, in a way that is not known",
         "use mmdecode.vlm.Answerer, which hands over the images themselves",
     )
