@@ -31,15 +31,12 @@ NOT_FOR = {"engine": {"registry", "checkpoints"}}
 
 LONGEST = 500
 LONGER = {
-    "adapters/vision/base.py": 724,
-    "adapters/vision/transforms.py": 525,
     "asr/correction/corrector.py": 797,
     "asr/correction/fusion.py": 624,
     "asr/correction/transcripts.py": 565,
     "asr/decoding/long_form.py": 516,
     "asr/recognizers/base.py": 559,
     "asr/transcriber.py": 580,
-    "image_ar/generator.py": 691,
     "vlm/answerer.py": 604,
     "checkpoints.py": 574,
     "cli/evaluate_vlm.py": 667,

@@ -21,7 +21,8 @@ from mmdecode.runs.console import console, print_line, warnings_shown, without_o
 
 if TYPE_CHECKING:
     from mmdecode.errors import InputError
-    from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator, ImageRequest
+    from mmdecode.image_ar.generator import ImageGenerator
+    from mmdecode.image_ar.results import GeneratedImage, ImageRequest
     from mmdecode.runs.crashes import Batches
 
 FOLDER = Path("outputs/images")
@@ -267,12 +268,12 @@ def _with_bar(
     batches: Batches,
 ) -> Iterator[GeneratedImage]:
     """Images as their batches end, under a bar of tokens; what a process ended over last, alone."""
-    from mmdecode.image_ar.generator import note_of
+    from mmdecode.image_ar.results import request_name
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 
     watch = Watch(batches.decoding)
-    first, *single = in_groups(requests, batches.alone, note_of)
+    first, *single = in_groups(requests, batches.alone, request_name)
     with progress_bar(TextColumn("tokens, {task.fields[drawn]} images")) as bar:
         total = len(requests) * generator.tokens
         task = bar.add_task("drawing", total=total, drawn=0)
@@ -283,7 +284,7 @@ def _with_bar(
         def drawn() -> Iterator[GeneratedImage]:
             yield from generator.images(first, on_tokens=on_tokens, watch=watch, **options)
             for [request] in single:
-                if problem := batches.problem(note_of(request)):
+                if problem := batches.problem(request_name(request)):
                     yield generator.not_drawn(request, problem)
                 else:
                     yield from generator.images(

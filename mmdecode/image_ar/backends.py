@@ -1,6 +1,6 @@
 """How a batch of pictures is drawn: by a raster model, or by a next-scale one.
 
-Both take requests and give `Painted` rows; `mmdecode.image_ar.generator` does the rest.
+Both take requests and give `SampledImage` rows; `mmdecode.image_ar.generator` does the rest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from transformers import (
 
 from mmdecode.decoder import Decoder
 from mmdecode.draft.none import NoDraft
-from mmdecode.engine.noise import request_key
 from mmdecode.engine.stats import Stats
 from mmdecode.engine.target_logits import Nodes
-from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.errors import IncompatibleError
 from mmdecode.image_ar import raster
 from mmdecode.image_ar.completion import (
     Completion,
@@ -36,13 +35,11 @@ from mmdecode.image_ar.completion import (
     codes_of,
     completion_of,
     holding,
-    kept_cells,
     partly_known,
 )
 from mmdecode.image_ar.grammar import Grammar
 from mmdecode.image_ar.loading import RasterModel
-from mmdecode.image_ar.modes import ROWS, law_of
-from mmdecode.image_ar.next_scale import Collaborative, Drawing, Known, NextScale
+from mmdecode.image_ar.modes import ROWS, guarantee_of
 from mmdecode.image_ar.rows import ZipAR
 from mmdecode.image_ar.sampling import Sampling
 
@@ -65,7 +62,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Painted:
+class SampledImage:
     """One row; see `mmdecode.image_ar.generator.GeneratedImage` for the fields."""
 
     codes: Tensor
@@ -75,7 +72,7 @@ class Painted:
     passes: int
 
 
-class RasterPainter:
+class RasterBackend:
     """Draws with a `RasterModel` and a decoder.
 
     Args:
@@ -105,7 +102,7 @@ class RasterPainter:
         self.sampling = sampling
         self.tokens = self.adapter.layout.length
         self.grid = (self.adapter.layout.rows, self.adapter.layout.columns)
-        self.law = law_of(self.decoder)
+        self.law = guarantee_of(self.decoder)
 
     def check(self, condition: Any) -> None:
         """Raises where an image cannot be drawn of this."""
@@ -119,14 +116,14 @@ class RasterPainter:
         device = self.adapter.model.device  # a captured round cannot move what is given
         return holding(layout, layout.known.to(device)), completion_of(layout)
 
-    def paint(
+    def sample(
         self,
         conditions: Sequence[Any],
         ordinals: Sequence[int],
         seed: int,
         start: tuple[PartlyKnown, Completion] | None,
         on_tokens: OnTokens | None,
-    ) -> list[Painted]:
+    ) -> list[SampledImage]:
         """A batch."""
         decoder, adapter = self.decoder, self.adapter
         if start is not None:
@@ -152,7 +149,7 @@ class RasterPainter:
         commits = came[:, layout.places().flatten()].view(drawn.codes.shape)
         rows = zip(drawn.codes.cpu(), drawn.tokens.cpu(), commits, passes, strict=True)
         return [
-            Painted(
+            SampledImage(
                 codes=codes,
                 tokens=tokens,
                 commits=when,
@@ -182,7 +179,7 @@ class RasterPainter:
         return (found[:, :-1].cpu() * free).sum(1).tolist()
 
 
-class RowPainter(RasterPainter):
+class RowBackend(RasterBackend):
     """Draws several rows of codes at once, see `mmdecode.image_ar.rows`.
 
     Args:
@@ -216,14 +213,14 @@ class RowPainter(RasterPainter):
             "use another mode",
         )
 
-    def paint(
+    def sample(
         self,
         conditions: Sequence[Any],
         ordinals: Sequence[int],
         seed: int,
         start: tuple[PartlyKnown, Completion] | None,
         on_tokens: OnTokens | None,
-    ) -> list[Painted]:
+    ) -> list[SampledImage]:
         """A batch."""
         drawn = self._rows.generate(
             seed=seed,
@@ -234,7 +231,7 @@ class RowPainter(RasterPainter):
         self.stats.calls += 1
         self.stats.passes += drawn.passes - 1
         return [
-            Painted(
+            SampledImage(
                 codes=codes,
                 tokens=tokens,
                 commits=drawn.commits,
@@ -243,121 +240,6 @@ class RowPainter(RasterPainter):
             )
             for codes, tokens in zip(drawn.codes.cpu(), drawn.tokens.cpu(), strict=True)
         ]
-
-
-class NextScalePainter:
-    """Draws with a next-scale model: VAR, or CoDe.
-
-    Args:
-        model: With its tokenizer.
-        drawing: How codes are drawn.
-        labels: Names of classes.
-    """
-
-    def __init__(
-        self, model: NextScale, drawing: Drawing, labels: Mapping[int, str] | None = None
-    ) -> None:
-        self.model, self.drawing, self.labels = model, drawing, labels or {}
-        self.guidance, self.sampling = 1 + drawing.guidance, drawing.sampling
-        self.classes = model.stages[0].model.config.num_classes
-        self.starts = model.tokenizer.starts
-        self.tokens = self.starts[-1]
-        self.grid = (model.tokenizer.config.patch_nums[-1],) * 2
-        self.law = "hybrid of two models" if isinstance(model, Collaborative) else "exact"
-        self.stats = RoundCounts()
-
-    def check(self, condition: Any) -> None:
-        """Raises where an image cannot be drawn of this."""
-        if not 0 <= condition < self.classes:
-            raise OptionError(f"class {condition} does not exist; expected 0 to {self.classes - 1}")
-
-    def started(self, start: Start) -> tuple[Known, Completion]:
-        """What is given at every scale."""
-        if not start.image.is_floating_point():
-            raise ShapeError(
-                f"the image to start from has shape {tuple(start.image.shape)} and no pixels; a "
-                "next-scale model takes pixels from 0 to 1, (3, H, W)"
-            )
-        side = self.model.tokenizer.config.patch_nums[-1]
-        keep = kept_cells(start.known, side, side)
-        known = Known.of(self.model.tokenizer, start.image[None], keep[None])
-        return known, "laid over"
-
-    def paint(
-        self,
-        conditions: Sequence[int],
-        ordinals: Sequence[int],
-        seed: int,
-        start: tuple[Known, Completion] | None,
-        on_tokens: OnTokens | None,
-    ) -> list[Painted]:
-        """A batch."""
-        sizes = [
-            after - before for before, after in zip(self.starts, self.starts[1:], strict=False)
-        ]
-        scale_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-
-        def on_scale(scale: int, f_hat: Tensor) -> None:
-            self.stats.passes += 1
-            if on_tokens is not None:
-                on_tokens(sizes[scale] * len(conditions))
-
-        drawn = self.model.generate(
-            conditions,
-            drawing=self.drawing,
-            seed=seed,
-            requests=[
-                request_key("class", label, ordinal)
-                for label, ordinal in zip(conditions, ordinals, strict=True)
-            ],
-            known=None if start is None else start[0],
-            on_scale=on_scale,
-        )
-        self.stats.calls += 1
-        return [
-            Painted(
-                codes=codes,
-                tokens=codes,
-                commits=scale_of,
-                passes=drawn.passes,
-                pixels=partial(self._pixels, latents),
-            )
-            for codes, latents in zip(drawn.codes.cpu(), drawn.f_hat.cpu(), strict=True)
-        ]
-
-    @torch.no_grad()
-    def _pixels(self, latents: Tensor) -> Tensor:
-        """On the CPU, ``(3, H, W)``; each image on its own."""
-        tokenizer = self.model.tokenizer
-        return tokenizer.image(latents[None].to(tokenizer.device))[0].cpu()
-
-    def log_likelihood(
-        self,
-        conditions: Sequence[int],
-        tokens: Tensor,
-        start: tuple[Known, Completion] | None,
-    ) -> list[float]:
-        """Of whole images ``(B, L)``; see `GeneratedImage`.
-
-        Raises:
-            IncompatibleError: A part was given: no scale is then what the model wrote.
-        """
-        if start is not None:
-            raise IncompatibleError.between(
-                "likelihood",
-                "an image of which a part was given",
-                "a next-scale model writes a whole image, and the given part is laid over it",
-                "ask for one of them",
-            )
-        codes = tokens.to(self.model.tokenizer.device)
-        logits = self.model.score(conditions, codes, drawing=self.drawing)
-        heat = [
-            self.drawing.law_of(scale).temperature
-            for scale in range(len(self.starts) - 1)
-            for _ in range(self.starts[scale + 1] - self.starts[scale])
-        ]
-        law = (logits / logits.new_tensor(heat)[:, None]).log_softmax(-1)
-        return law.gather(2, codes[..., None])[..., 0].sum(1).tolist()
 
 
 class RoundCounts(Stats):

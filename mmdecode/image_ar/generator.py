@@ -8,13 +8,10 @@ draft, and in any batch.
 
 from __future__ import annotations
 
-import operator
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,128 +19,26 @@ from torch import Tensor
 
 from mmdecode.checkpoints import AUTO, trusting_as_asked
 from mmdecode.decoder import Decoder
-from mmdecode.errors import (
-    InputError,
-    MissingExtraError,
-    MMDecodeError,
-    OptionError,
-    UnknownNameError,
-    did_you_mean,
-)
+from mmdecode.errors import InputError, OptionError
 from mmdecode.image_ar import next_scale
-from mmdecode.image_ar.backends import NextScalePainter, OnTokens, RasterPainter, RowPainter, Start
-from mmdecode.image_ar.completion import Completion
-from mmdecode.image_ar.loading import RasterModel, config_of, labels_of, load, said_of
+from mmdecode.image_ar.backends import OnTokens, RasterBackend, RowBackend, Start
+from mmdecode.image_ar.conditions import Conditions, is_list, utf8
+from mmdecode.image_ar.loading import RasterModel, config_of, generation_settings, labels_of, load
 from mmdecode.image_ar.modes import check_mode, decoder_of, lead_of
-from mmdecode.image_ar.next_scale import Collaborative, Drawing, NextScale
+from mmdecode.image_ar.next_scale import Collaborative, NextScale
+from mmdecode.image_ar.next_scale_backend import NextScaleBackend, drawing_of, published_drawing
+from mmdecode.image_ar.results import GeneratedImage, ImageRequest, request_name
 from mmdecode.image_ar.sampling import Sampling
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from PIL.Image import Image
-
     from mmdecode.engine.contracts import AcceptanceRule, Drafter
     from mmdecode.engine.stats import Stats
-    from mmdecode.image_ar.backends import Painted
+    from mmdecode.image_ar.backends import SampledImage
 
 _ADVICE = "load the model in half precision, or use a smaller window"
-_SHOWN = 40  # names of classes that an error lists
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageRequest:
-    """One image to draw.
-
-    Attributes:
-        index: Its place among those asked for.
-        condition: A class, or a prompt.
-        ordinal: Its place among those of its condition; it names the noise.
-    """
-
-    index: int
-    condition: int | str
-    ordinal: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GeneratedImage:
-    """One image as tokens, and how it came about.
-
-    Attributes:
-        index: Its place among those asked for.
-        condition: The class, or the prompt.
-        label: The class's name; ``None``: it has none.
-        ordinal: Its place among those of its condition.
-        seed: Of the noise.
-        law: ``exact``: of the model; ``heuristic``: of a relaxed rule, which changes it; ``hybrid
-            of two models``: of CoDe; ``locally constrained``: of an exact rule, where given codes
-            ahead, or a part that was laid over, were not told of.
-        completion: Of an image of which a part was given: ``continued``, by the model's law behind
-            what was given; ``locally constrained`` and ``laid over`` follow no law of the model,
-            see `mmdecode.image_ar.completion`.
-        codes: Of the image tokenizer, ``(rows, columns)``; of next-scale models those of all
-            scales, ``(L,)``.
-        tokens: As generated, forced ones included.
-        commits: The pass in which each of ``codes`` was decided; 0: with the prompt, -1: given. Of
-            next-scale models the scale.
-        passes: Scoring passes after the prompt was read.
-        seconds: Of its batch without pixels, over the batch's size.
-        log_likelihood: Of the drawn codes in nats, under the guided law at the temperature, before
-            top-k and top-p; ``None``: not asked for.
-        error: What was wrong, what was expected and what to do; ``None``: nothing was.
-        kind: Name of the error's class.
-    """
-
-    index: int
-    condition: int | str
-    label: str | None = None
-    ordinal: int
-    seed: int
-    law: str
-    completion: Completion | None = None
-    codes: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
-    commits: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
-    passes: int = 0
-    seconds: float = 0.0
-    log_likelihood: float | None = None
-    error: str | None = None
-    kind: str | None = None
-    _pixels: Callable[[], Tensor] | None = field(default=None, repr=False)
-
-    def pixels(self) -> Tensor:
-        """Float32 from 0 to 1, ``(3, H, W)``.
-
-        Raises:
-            InputError: The image could not be drawn.
-            IncompatibleError: What turns codes into pixels is not at hand.
-        """
-        if self._pixels is None:
-            raise InputError(self.error or "this image was not drawn")
-        return self._pixels()
-
-    @cached_property
-    def image(self) -> Image:
-        """As a PIL image; see `pixels`.
-
-        Raises:
-            MissingExtraError: Pillow is not installed.
-        """
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise MissingExtraError("images need Pillow", extra="image") from error
-        values = (self.pixels() * 255).round().to(torch.uint8)
-        return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy())
-
-
-def note_of(image: ImageRequest | GeneratedImage) -> str:
-    """What an image is called in the note of what is being drawn."""
-    return f"{image.condition} {image.ordinal}"
 
 
 class ImageGenerator:
@@ -192,7 +87,7 @@ class ImageGenerator:
             raise OptionError(f"batch={batch}; expected at least 1")
         asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         changed: dict[str, Any] = {n: value for n, value in asked.items() if value is not None}
-        self._painter: RasterPainter | NextScalePainter
+        self._backend: RasterBackend | NextScaleBackend
         if isinstance(model, NextScale):
             if negative_prompt is not None or lead is not None:
                 raise OptionError(
@@ -204,34 +99,30 @@ class ImageGenerator:
                     "a next-scale model decides a scale at once, so there is nothing to draft; "
                     "leave out the decoder"
                 )
-            drawing = _drawing(model, guidance, sampling, changed)
+            drawing = drawing_of(model, guidance, sampling, changed)
             config = model.stages[0].model.config
             labels = labels_of(config, config.num_classes)
-            self._painter = NextScalePainter(model, drawing, labels)
+            self._backend = NextScaleBackend(model, drawing, labels)
         else:
             if negative_prompt is not None:
-                model = model.away_from(_readable(negative_prompt))
+                model = model.away_from(utf8(negative_prompt))
             base = Sampling(**model.preset.sampling) if sampling is None else sampling
             law = replace(base, **changed)
             if lead is None:
-                self._painter = RasterPainter(model, decoder or Decoder(), guidance, law)
+                self._backend = RasterBackend(model, decoder or Decoder(), guidance, law)
             elif decoder is None:
-                self._painter = RowPainter(model, lead, guidance, law)
+                self._backend = RowBackend(model, lead, guidance, law)
             else:
                 raise OptionError(f"lead={lead}: rows side by side take no decoder; drop one")
-            if negative_prompt is not None and self._painter.guidance == 1:
+            if negative_prompt is not None and self._backend.guidance == 1:
                 raise OptionError(
                     "a negative prompt does nothing without guidance; give guidance above 1"
                 )
         self.seed, self.batch = seed, batch
-        self.law, self.classes = self._painter.law, self._painter.classes
-        self.labels, self.tokens = self._painter.labels, self._painter.tokens
-        self.grid = self._painter.grid
-        self._numbers = {
-            word.strip().casefold(): label
-            for label, name in sorted(self.labels.items(), reverse=True)
-            for word in (*name.split(","), name)
-        }
+        self.law, self.classes = self._backend.law, self._backend.classes
+        self.labels, self.tokens = self._backend.labels, self._backend.tokens
+        self.grid = self._backend.grid
+        self._conditions = Conditions(self.classes, self.labels)
 
     @classmethod
     @trusting_as_asked
@@ -296,8 +187,8 @@ class ImageGenerator:
                         f"writes scale by scale; leave {option} out"
                     )
             stages = _next_scale(name, refiner, drafted, device)
-            if _published(stages) is next_scale.VAR:
-                said = said_of(name)
+            if published_drawing(stages) is next_scale.VAR:
+                said = generation_settings(name)
                 if how.get("sampling") is not None:
                     said = {"guidance": said.get("guidance")}
                 how |= {n: value for n, value in said.items() if how.get(n) is None}
@@ -327,7 +218,7 @@ class ImageGenerator:
     @property
     def stats(self) -> Stats:
         """Counters over all calls."""
-        return self._painter.stats
+        return self._backend.stats
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -335,9 +226,9 @@ class ImageGenerator:
 
         The sampling of a next-scale model may be a list, one for each scale.
         """
-        sampling = self._painter.sampling
+        sampling = self._backend.sampling
         told = asdict(sampling) if isinstance(sampling, Sampling) else list(map(asdict, sampling))
-        return {"guidance": self._painter.guidance, "sampling": told}
+        return {"guidance": self._backend.guidance, "sampling": told}
 
     def __call__(
         self,
@@ -379,8 +270,8 @@ class ImageGenerator:
             ShapeError: ``start`` or ``known`` have another shape.
             IncompatibleError: Guidance, rule or draft do not suit the model.
         """
-        single = not _is_list(conditions)
-        requests, wrong = self._asked_for(conditions, 1 if n is None else n)
+        single = not is_list(conditions)
+        requests, wrong = self._conditions.requests(conditions, 1 if n is None else n)
         for request in requests:
             if request.condition not in wrong:
                 wrong[request.condition] = self._wrong(request.condition)
@@ -402,34 +293,10 @@ class ImageGenerator:
             UnknownNameError: A class has no such name.
             OptionError: ``n`` is less than 1, there is no condition, or one of another kind.
         """
-        found, wrong = self._asked_for(conditions, n)
+        found, wrong = self._conditions.requests(conditions, n)
         for error in filter(None, wrong.values()):
             raise error
         return found
-
-    def _asked_for(
-        self, conditions: Any, n: int
-    ) -> tuple[list[ImageRequest], dict[int | str, Exception | None]]:
-        """What a call draws, and what is wrong with conditions that name nothing."""
-        if n < 1:
-            raise OptionError(f"n={n}; expected at least 1 image")
-        listed = list(conditions) if _is_list(conditions) else [conditions]
-        if not listed:
-            raise OptionError("nothing to draw; give a class or a prompt")
-        seen: Counter[int | str] = Counter()
-        found: list[ImageRequest] = []
-        wrong: dict[int | str, Exception | None] = {}
-        for given in listed:
-            try:
-                condition = self._condition(given)
-            except MMDecodeError as error:
-                condition = given if isinstance(given, (int, str)) else repr(given)
-                wrong[condition] = error
-            for _ in range(n):
-                ordinal = seen[condition]
-                seen[condition] += 1
-                found.append(ImageRequest(index=len(found), condition=condition, ordinal=ordinal))
-        return found, wrong
 
     def images(
         self,
@@ -479,7 +346,7 @@ class ImageGenerator:
             raise OptionError("start and known belong together; give both, or neither")
         begun = None
         if start is not None and known is not None:
-            begun = self._painter.started(Start(image=start, known=known))
+            begun = self._backend.started(Start(image=start, known=known))
         seed = self.seed if seed is None else seed
         for first in range(0, len(requests), self.batch):
             good = []
@@ -503,7 +370,7 @@ class ImageGenerator:
                 good,
                 draw,
                 advice=_ADVICE,
-                name=note_of,
+                name=request_name,
                 watch=watch,
                 attempt=self.stats.attempt,
             ):
@@ -521,10 +388,10 @@ class ImageGenerator:
         likelihood: bool,
     ) -> list[GeneratedImage]:
         """Images of a batch."""
-        painted, likely, seconds = self._drawn(requests, seed, start, on_tokens, likelihood)
+        sampled, likely, seconds = self._drawn(requests, seed, start, on_tokens, likelihood)
         completion = None if start is None else start[1]
         found = []
-        for request, one, value in zip(requests, painted, likely, strict=True):
+        for request, one, value in zip(requests, sampled, likely, strict=True):
             asked = self._asked(request, seed)
             if completion not in (None, "continued") and self.law == "exact":
                 asked["law"] = "locally constrained"
@@ -549,21 +416,21 @@ class ImageGenerator:
         start: Any,
         on_tokens: OnTokens | None,
         likelihood: bool,
-    ) -> tuple[list[Painted], Sequence[float | None], float]:
+    ) -> tuple[list[SampledImage], Sequence[float | None], float]:
         """A batch, how likely each of it is, and the seconds that one took."""
         conditions: list[Any] = [request.condition for request in requests]
         ordinals = [request.ordinal for request in requests]
         began = time.perf_counter()
-        painted = self._painter.paint(conditions, ordinals, seed, start, on_tokens)
+        sampled = self._backend.sample(conditions, ordinals, seed, start, on_tokens)
         seconds = (time.perf_counter() - began) / len(requests)
         if not likelihood:
-            return painted, [None] * len(requests), seconds
-        tokens = torch.stack([one.tokens for one in painted])
-        return painted, self._painter.log_likelihood(conditions, tokens, start), seconds
+            return sampled, [None] * len(requests), seconds
+        tokens = torch.stack([one.tokens for one in sampled])
+        return sampled, self._backend.log_likelihood(conditions, tokens, start), seconds
 
     def _wrong(self, condition: int | str) -> Exception | None:
         """Why nothing can be drawn of this."""
-        found = tried(lambda: self._painter.check(condition), _ADVICE)
+        found = tried(lambda: self._backend.check(condition), _ADVICE)
         return found.problem if isinstance(found, Failed) else None
 
     def not_drawn(self, request: ImageRequest, problem: str) -> GeneratedImage:
@@ -583,96 +450,6 @@ class ImageGenerator:
             "seed": seed,
             "law": self.law,
         }
-
-    def _condition(self, given: int | str) -> int | str:
-        """A class by its number, or a prompt."""
-        if not self.classes:
-            if isinstance(given, str):
-                return _readable(given)
-            raise OptionError(f"this model draws of prompts, and {given!r} is none; give a text")
-        every = f"expected 0 to {self.classes - 1}"
-        if not isinstance(given, str):
-            number = _number(given)
-            if number is None:
-                raise OptionError(f"{given!r} is neither number nor name of a class; {every}")
-            if not 0 <= number < self.classes:
-                raise OptionError(f"class {number} does not exist; {every}")
-            return number
-        if given.strip().casefold() in self._numbers:
-            return self._numbers[given.strip().casefold()]
-        if not self.labels:
-            raise OptionError(
-                f"this model draws of classes, whose names its configuration does not say; {every},"
-                f" got {given!r}"
-            )
-        if self.classes <= _SHOWN:
-            raise UnknownNameError.of("class", given, self.labels.values())
-        near = did_you_mean(given.casefold(), self._numbers)
-        raise UnknownNameError(f"no class named {given!r}{near}; or {every}, by number")
-
-
-def _drawing(
-    model: NextScale,
-    guidance: float | None,
-    sampling: Sampling | None,
-    changed: dict[str, Any],
-) -> Drawing:
-    """How a next-scale model draws, its own way where nothing else is said."""
-    base = _published(model)
-    if not all(stage.model.config.unconditional for stage in model.stages):
-        base = replace(base, guidance=0.0)
-    if guidance is not None:
-        if not guidance >= 1:
-            raise OptionError(
-                f"guidance={guidance}; expected 1 (off) or more: next-scale models are guided from "
-                "1 at the first scale up to this at the last"
-            )
-        base = replace(base, guidance=guidance - 1)
-    law = base.sampling if sampling is None else sampling
-    if isinstance(law, Sampling):
-        return replace(base, sampling=replace(law, **changed))
-    return replace(base, sampling=tuple(replace(one, **changed) for one in law))
-
-
-def _published(model: NextScale) -> Drawing:
-    """How models of this kind were published to draw."""
-    code = next_scale.CODE
-    samplings = code.sampling
-    assert not isinstance(samplings, Sampling), "one for each scale"
-    published = isinstance(model, Collaborative) and model.scales == len(samplings)
-    return code if published else next_scale.VAR
-
-
-def _is_list(conditions: Any) -> bool:
-    """Whether several conditions are given, and not one."""
-    several = isinstance(conditions, Iterable) and not isinstance(conditions, str)
-    return several and getattr(conditions, "ndim", 1) != 0
-
-
-def _number(given: Any) -> int | None:
-    """A whole number of Python, NumPy or torch; ``None``: it is another thing."""
-    if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
-        return None
-    try:
-        return operator.index(given)
-    except TypeError:
-        return None
-
-
-def _readable(text: str) -> str:
-    """The text.
-
-    Raises:
-        OptionError: It is no Unicode.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise OptionError(
-            f"the prompt {text!r} cannot be written in UTF-8 ({error.reason}); give it as text "
-            "that was decoded rightly"
-        ) from None
-    return text
 
 
 def _next_scale(

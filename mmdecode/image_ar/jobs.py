@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mmdecode.errors import InputError, MissingExtraError
-from mmdecode.image_ar.generator import note_of
+from mmdecode.image_ar.results import request_name
 from mmdecode.runs.crashes import Batches, ended_over
 from mmdecode.runs.files import (
     RUN,
@@ -46,7 +46,7 @@ from mmdecode.runs.items import Failed, tried, written
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mmdecode.image_ar.generator import GeneratedImage, ImageRequest
+    from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 
 BATCHES = ".decoding"
 """In the folder: which images are being drawn, and which a process ended over."""
@@ -153,7 +153,7 @@ class ImageFolder:
         files = [self.folder / f"{self.name(request)}.png" for request in found]
         refuse_foreign([*files, *([self.folder / GRID] if grid else [])], self._overwrite)
         note = self.folder / BATCHES
-        alone = {} if self._file is None else ended_over([note], set(map(note_of, found)))
+        alone = {} if self._file is None else ended_over([note], set(map(request_name, found)))
         self.batches = Batches(note, alone)
         self._closing.callback(self.batches.close)
         return found
@@ -180,7 +180,7 @@ class ImageFolder:
                     failed = replace(image, error=png.error, kind=png.kind)
                     line = self.line(failed)
             append_line(self._file, to_json(line).encode() + b"\n")
-            self.batches.cleared(note_of(image))
+            self.batches.cleared(request_name(image))
         return line
 
     def line(self, image: GeneratedImage) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def labels_of(config: Any, classes: int) -> dict[int, str]:
     return found
 
 
-def said_of(model_id: str) -> dict[str, Any]:
+def generation_settings(model_id: str) -> dict[str, Any]:
     """``guidance`` and sampling, as far as ``generation_config.json`` names them."""
     from transformers import GenerationConfig
 
@@ -177,9 +177,9 @@ def said_of(model_id: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def sampled_as(model_id: str, preset: Preset) -> Preset:
+def with_generation_settings(model_id: str, preset: Preset) -> Preset:
     """The preset with what the checkpoint's ``generation_config.json`` says in its place."""
-    said = said_of(model_id)
+    said = generation_settings(model_id)
     return replace(
         preset,
         guidance=float(said.pop("guidance", preset.guidance)),
@@ -196,7 +196,7 @@ def _llamagen(
     if _holds(model_id, "vq"):
         vq = placed(whole(VQModel, model_id, "vq", dtype=kind), device)
     adapter = registry.image_adapter_for(model, vq=vq)
-    preset = sampled_as(model_id, adapter.preset)
+    preset = with_generation_settings(model_id, adapter.preset)
     config = model.config
     if config.num_classes:
         return RasterModel(

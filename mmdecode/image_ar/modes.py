@@ -133,7 +133,7 @@ def decoder_of(
     return Decoder(draft=draft, accept=accept, compile=compile)
 
 
-def law_of(decoder: Decoder) -> str:
+def guarantee_of(decoder: Decoder) -> str:
     """``exact`` or ``heuristic``: whether images follow the law of the model."""
     if isinstance(decoder.accept, str):  # auto or fastest: exact rules both
         return "exact"

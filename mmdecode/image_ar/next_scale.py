@@ -62,7 +62,7 @@ class Drawing:
         """Of ``u + s (c - u)`` at a scale; 1 is neutral."""
         return 1 + self.guidance * scale / max(scales - 1, 1)
 
-    def law_of(self, scale: int) -> Sampling:
+    def sampling_of(self, scale: int) -> Sampling:
         """The sampling of a scale."""
         return self.sampling if isinstance(self.sampling, Sampling) else self.sampling[scale]
 
@@ -282,7 +282,7 @@ class NextScale:
                     places = torch.arange(starts[scale], starts[scale + 1], device=device)
                     places = places.expand(len(labels), -1)
                     gumbel = noise.gumbel(places, Role.TARGET, logits.shape[-1])
-                    drawn = (drawing.law_of(scale).warp(logits) + gumbel).argmax(-1)
+                    drawn = (drawing.sampling_of(scale).warp(logits) + gumbel).argmax(-1)
                 codes.append(drawn)
                 f_hat = tokenizer.add_scale(f_hat, drawn, scale)
                 if known is not None:

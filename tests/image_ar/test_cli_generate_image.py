@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from mmdecode.cli import app as cli
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.image_ar import ImageGenerator
-from mmdecode.image_ar.generator import ImageRequest
 from mmdecode.image_ar.jobs import ImageFolder, codes_in, laid_out
+from mmdecode.image_ar.results import ImageRequest
 
 
 @pytest.fixture
@@ -186,15 +186,15 @@ def test_codes_of_another_model_or_of_other_pixels_are_not_taken(run, tmp_path, 
         for name, text in shown.text.items():
             texts.add_text(name, text)
         shown.save(tmp_path / "same.png", pnginfo=texts)
-        painted = shown.copy()
-    painted.paste((250, 5, 5), (0, 0, 10, 2))
-    painted.save(tmp_path / "painted.png", pnginfo=texts)
+        altered = shown.copy()
+    altered.paste((250, 5, 5), (0, 0, 10, 2))
+    altered.save(tmp_path / "painted.png", pnginfo=texts)
     assert codes_in(tmp_path / "same.png", str(classes)) is not None
     assert codes_in(tmp_path / "painted.png", str(classes)) is None
     words = ("--class", "ring", "--keep-rows", 3, "--start")
     done = run(*words, tmp_path / "painted.png", out=tmp_path / "on")
     assert done.exit_code == 0, done.output
-    levels = torch.tensor(bytearray(painted.tobytes()), dtype=torch.uint8)
+    levels = torch.tensor(bytearray(altered.tobytes()), dtype=torch.uint8)
     pixels = levels.view(10, 10, 3).permute(2, 0, 1) / 255
     image = ImageGenerator.from_pretrained(classes, device="cpu")(0, start=pixels, known=15)
     assert torch.equal(codes_in(tmp_path / "on" / start.name, str(classes)), image.codes)

@@ -67,7 +67,7 @@ def small():
     return registry.image_adapter_for(drawn(tiny_llamagen(vocab_size=4, grid_size=2), 1, std=0.15))
 
 
-def painted(adapter, draft, accept, rows=6, scale=SCALE, seed=0, decoder=None, **options):
+def sampled(adapter, draft, accept, rows=6, scale=SCALE, seed=0, decoder=None, **options):
     """Codes ``(rows, cells)`` of one class."""
     return generate(
         adapter.model,
@@ -95,7 +95,7 @@ def test_of_a_drafter_that_is_the_target_every_drawn_token_is_kept(shape, scale)
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = FeatureDraft(on_a_line(Itself(adapter)), **SHAPES[shape], sampled=True)
     decoder = Traced(draft, accept="rejection")
-    painted(adapter, None, None, scale=scale, decoder=decoder, sampling=Sampling(top_p=0.9))
+    sampled(adapter, None, None, scale=scale, decoder=decoder, sampling=Sampling(top_p=0.9))
     assert decoder.stats.acceptance_length > 3
     assert all(round.bonus for row in decoder.trace for round in row)
 
@@ -107,7 +107,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
         TargetDistribution, "__call__", lambda self, logits, *_: logits[: self.call.batch]
     )
     decoder = Decoder(draft, accept="rejection")
-    painted(adapter, None, None, decoder=decoder)
+    sampled(adapter, None, None, decoder=decoder)
     assert decoder.stats.by_depth[0] < 0.9
 
 
@@ -154,7 +154,7 @@ def test_captured_rounds_draw_the_same(shape, accept, taped):
     adapter = registry.image_adapter_for(tiny_llamagen())
     draft = Eagle(feature_drafter(adapter), **SHAPES[shape], sampled=True)
     expected, captured = (
-        painted(adapter, None, None, decoder=Decoder(draft, accept=accept, compile=fixed))
+        sampled(adapter, None, None, decoder=Decoder(draft, accept=accept, compile=fixed))
         for fixed in (False, True)
     )
     assert torch.equal(captured, expected)
@@ -178,7 +178,7 @@ def joint(scale, top_p=1.0):
 
 
 def counted(draft, accept="rejection", rows=4000, top_p=0.95):
-    tokens = painted(small(), draft, accept, rows, sampling=Sampling(top_p=top_p))
+    tokens = sampled(small(), draft, accept, rows, sampling=Sampling(top_p=top_p))
     number = (tokens * torch.tensor([64, 16, 4, 1])).sum(1)
     return torch.bincount(number, minlength=256)
 
@@ -208,12 +208,12 @@ def test_a_mutant_that_tells_another_law_than_it_draws_from_is_caught(shape, mon
 def test_a_neutral_relaxed_rule_draws_what_rejection_does(classes, rule):
     adapter = load(str(classes), "cpu").adapter
     make = functools.partial(Eagle, feature_drafter(adapter), **SHAPES["chain"])
-    one, two = (painted(adapter, make(), accept) for accept in (rule, Rejection()))
+    one, two = (sampled(adapter, make(), accept) for accept in (rule, Rejection()))
     assert torch.equal(one, two)
     relaxed = Decoder(make(), accept=rule.replace("delta=0", "delta=1").replace("_=1", "_=9"))
-    painted(adapter, None, None, decoder=relaxed)
+    sampled(adapter, None, None, decoder=relaxed)
     exact = Decoder(make(), accept="rejection")
-    painted(adapter, None, None, decoder=exact)
+    sampled(adapter, None, None, decoder=exact)
     if "lantern" in rule:
         assert relaxed.stats.acceptance_rate > exact.stats.acceptance_rate
 
@@ -350,7 +350,7 @@ def test_a_drafter_of_images_is_trained_and_goes_on(kind, classes, tmp_path, mon
     assert {**again, "minutes": 0} == {**card, "minutes": 0}
     draft = registry.create("draft", f"eagle:path={tmp_path / 'two'},length=3")
     assert "iid" in draft.kinds
-    plain, drafted = (painted(target.adapter, d, "auto") for d in (None, draft))
+    plain, drafted = (sampled(target.adapter, d, "auto") for d in (None, draft))
     assert torch.equal(plain, drafted)
 
 

@@ -42,9 +42,9 @@ def drawn(network, folder, name, stage, patch):
     generator = ImageGenerator(network, decoder, batch=4)
     requests = generator.requests(CONDITIONS)
     if stage == "prepare":
-        check = generator._painter.check
+        check = generator._backend.check
         own = lambda condition: raising() if condition == BAD else check(condition)  # noqa: E731
-        patch.setattr(generator._painter, "check", own)
+        patch.setattr(generator._backend, "check", own)
     place = jobs.ImageFolder(folder, {}, resume=False)
     place.begin(generator.labels, {})
     write = jobs.write_file

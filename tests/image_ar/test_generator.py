@@ -22,8 +22,7 @@ from mmdecode.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
-from mmdecode.image_ar import ImageGenerator, Sampling
-from mmdecode.image_ar import backends as painters
+from mmdecode.image_ar import ImageGenerator, Sampling, backends
 from mmdecode.image_ar.completion import completion_of, kept_cells, partly_known
 from mmdecode.image_ar.loading import RasterModel, load
 from mmdecode.image_ar.modes import MODES
@@ -93,7 +92,7 @@ def test_a_picture_is_that_of_the_front_door(model, draw):
 
 
 def test_a_mutant_that_names_noise_by_the_batch_is_caught(draw, monkeypatch):
-    monkeypatch.setattr(painters, "_name", lambda condition: b"row")
+    monkeypatch.setattr(backends, "_name", lambda condition: b"row")
     plain = draw([0, 2])
     monkeypatch.undo()
     assert not torch.equal(draw([0, 2]), plain)
@@ -134,15 +133,15 @@ def test_progress_counts_every_token_and_waits_for_the_device_now_and_then_alone
 
 def test_what_a_condition_is_made_of_is_checked_once(model, monkeypatch):
     generator = ImageGenerator(model, batch=2)
-    seen, check = [], generator._painter.check
-    monkeypatch.setattr(generator._painter, "check", lambda c: (seen.append(c), check(c)))
+    seen, check = [], generator._backend.check
+    monkeypatch.setattr(generator._backend, "check", lambda c: (seen.append(c), check(c)))
     generator([0, 1, 0], 2)
     assert seen == [0, 1]
     list(generator.images(generator.requests([2, 0], 3)))
     assert seen == [0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("fails", ["paint", "log_likelihood"])
+@pytest.mark.parametrize("fails", ["sample", "log_likelihood"])
 def test_a_batch_that_does_not_fit_is_let_go_before_its_parts_are_drawn(model, monkeypatch, fails):
     class Memory:
         """What a batch holds on the device."""
@@ -150,7 +149,7 @@ def test_a_batch_that_does_not_fit_is_let_go_before_its_parts_are_drawn(model, m
     generator = ImageGenerator(model, guidance=2.0)
     expected = [image.codes for image in generator([0, 1, 2])]
     held, alive = [], []
-    right = getattr(generator._painter, fails)
+    right = getattr(generator._backend, fails)
 
     def call(conditions, *given):
         alive.append(sum(one() is not None for one in held))
@@ -160,11 +159,11 @@ def test_a_batch_that_does_not_fit_is_let_go_before_its_parts_are_drawn(model, m
             raise torch.OutOfMemoryError
         return right(conditions, *given)
 
-    monkeypatch.setattr(generator._painter, fails, call)
+    monkeypatch.setattr(generator._backend, fails, call)
     images = generator([0, 1, 2], likelihood=True)
     assert all(torch.equal(i.codes, c) for i, c in zip(images, expected, strict=True))
     assert alive == [0] * 5
-    monkeypatch.setattr(generator._painter, fails, lambda *given: 1 / 0)
+    monkeypatch.setattr(generator._backend, fails, lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generator(0, likelihood=True)
 
@@ -175,7 +174,7 @@ def short_of_memory(*given):
 
 def test_an_image_that_does_not_fit_fails_alone(model, monkeypatch):
     generator = ImageGenerator(model)
-    monkeypatch.setattr(generator._painter, "log_likelihood", short_of_memory)
+    monkeypatch.setattr(generator._backend, "log_likelihood", short_of_memory)
     failed = list(generator.images(generator.requests([0, 1]), likelihood=True))
     assert [image.kind for image in failed] == ["OutOfMemoryError"] * 2
     assert "there is not enough memory" in failed[0].error
@@ -328,7 +327,7 @@ def test_a_next_scale_model_is_drawn_through_the_same_door(scales):
     counted = []
     images = generator(["ring", 3], 2, on_tokens=counted.append, likelihood=True)
     stock = NextScale.from_pretrained(scales, "cpu")
-    drawing = generator._painter.drawing
+    drawing = generator._backend.drawing
     assert drawing.guidance == 1.5 and generator.settings["guidance"] == 2.5
     found = stock.generate([0, 0, 3, 3], drawing=drawing, seed=0)
     for image, codes, pixels in zip(images, found.codes, found.images, strict=True):
@@ -398,8 +397,8 @@ def test_janus_draws_of_a_turn_of_a_chat(janus):
     ]
     [chatted], [plain], [written] = (
         [
-            generators[which]._painter.adapter.condition(
-                **generators[which]._painter.model.given([t])
+            generators[which]._backend.adapter.condition(
+                **generators[which]._backend.model.given([t])
             )
         ]
         for which, t in ((0, "cat"), (1, "cat"), (1, "<s>ucata"))
@@ -537,7 +536,7 @@ def test_two_models_of_ten_scales_are_sampled_as_published():
 
 def test_pixels_of_a_next_scale_model_are_decoded_where_they_are_asked_for(scales, monkeypatch):
     generator = ImageGenerator.from_pretrained(scales, device="cpu")
-    tokenizer, decoded = generator._painter.model.tokenizer, []
+    tokenizer, decoded = generator._backend.model.tokenizer, []
     right = tokenizer.image
     monkeypatch.setattr(
         tokenizer, "image", lambda latents: (decoded.append(len(latents)), right(latents))[1]

@@ -183,8 +183,8 @@ def test_a_refiner_reads_all_that_was_drafted_in_one_pass(large, small, tokenize
 
 def test_prefix_of_the_published_scales():
     assert VarConfig().starts[1:] == (1, 5, 14, 30, 55, 91, 155, 255, 424, 680)
-    assert CODE.law_of(6).temperature == 1.1
-    assert CODE.law_of(7).temperature == 1.0
+    assert CODE.sampling_of(6).temperature == 1.1
+    assert CODE.sampling_of(7).temperature == 1.0
 
 
 def test_latents_on_the_way_are_those_of_the_codes_so_far(large, small, tokenizer):

@@ -13,7 +13,8 @@ from mmdecode.runs.console import console, only_our_output, print_line, warnings
 
 if TYPE_CHECKING:
     from mmdecode.demo.images.page import Drawn, Way, Ways
-    from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
+    from mmdecode.image_ar.generator import ImageGenerator
+    from mmdecode.image_ar.results import GeneratedImage
 
 PICTURES = 4
 WAYS = ("ar", "exact", "relaxed")
@@ -41,7 +42,7 @@ def run(
     from mmdecode.demo.images.page import Way, Ways
     from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.loading import load
-    from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, law_of
+    from mmdecode.image_ar.modes import MODES, WINDOW, decoder_of, guarantee_of
     from mmdecode.runs.files import refuse_foreign, write_file
 
     refuse_foreign([out / "report.html"], overwrite)
@@ -79,7 +80,7 @@ def run(
                 Way(
                     name=mode,
                     about=window if MODES[mode].drafts else "token by token",
-                    law=law_of(decoder),
+                    law=guarantee_of(decoder),
                     pictures=_drawn(images, ways[0].pictures if ways else None),
                 )
             )

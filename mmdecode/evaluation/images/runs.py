@@ -20,9 +20,10 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.stats.image_tables import code_groups
 from mmdecode.guide.guidance import Guidance
 from mmdecode.image_ar.backends import reread
-from mmdecode.image_ar.generator import GeneratedImage, ImageGenerator
+from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.modes import MODES, decoder_of
+from mmdecode.image_ar.results import GeneratedImage
 from mmdecode.runs.files import complete_lines
 from mmdecode.runs.items import Watch
 from mmdecode.runs.journal import Journal

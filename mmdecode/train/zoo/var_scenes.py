@@ -382,7 +382,7 @@ def measure_transformer(
     nothing = mean_losses(model, tokenizer, torch.full_like(classes, model.null_class), codes)
     maker = NextScale(model, tokenizer)
     drawn = maker.generate(classes[:64]).codes
-    law = VAR.law_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
+    law = VAR.sampling_of(0).warp(maker.score(classes[:64], drawn)).log_softmax(-1)
     return {
         "bits_per_code": round(float(known.mean()), 4),
         "bits_per_code_by_scale": [

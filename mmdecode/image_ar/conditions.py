@@ -1,0 +1,115 @@
+"""Conditions of images: classes by number or by name, or prompts."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mmdecode.errors import MMDecodeError, OptionError, UnknownNameError, did_you_mean
+from mmdecode.image_ar.results import ImageRequest
+
+_MAX_LISTED = 40
+"""Most names of classes that an error lists."""
+
+
+class Conditions:
+    """Finds the conditions that a model knows.
+
+    Args:
+        classes: Number of classes; 0: the model takes prompts.
+        labels: Names of classes, as far as they are known.
+    """
+
+    def __init__(self, classes: int, labels: Mapping[int, str]) -> None:
+        self.classes, self.labels = classes, labels
+        self._by_name = {
+            word.strip().casefold(): label
+            for label, name in sorted(labels.items(), reverse=True)
+            for word in (*name.split(","), name)
+        }
+
+    def requests(
+        self, conditions: Any, n: int
+    ) -> tuple[list[ImageRequest], dict[int | str, Exception | None]]:
+        """What a call draws, and what is wrong with conditions that name nothing."""
+        if n < 1:
+            raise OptionError(f"n={n}; expected at least 1 image")
+        listed = list(conditions) if is_list(conditions) else [conditions]
+        if not listed:
+            raise OptionError("nothing to draw; give a class or a prompt")
+        seen: Counter[int | str] = Counter()
+        found: list[ImageRequest] = []
+        wrong: dict[int | str, Exception | None] = {}
+        for given in listed:
+            try:
+                condition = self.find(given)
+            except MMDecodeError as error:
+                condition = given if isinstance(given, (int, str)) else repr(given)
+                wrong[condition] = error
+            for _ in range(n):
+                ordinal = seen[condition]
+                seen[condition] += 1
+                found.append(ImageRequest(index=len(found), condition=condition, ordinal=ordinal))
+        return found, wrong
+
+    def find(self, given: int | str) -> int | str:
+        """A class by its number, or a prompt."""
+        if not self.classes:
+            if isinstance(given, str):
+                return utf8(given)
+            raise OptionError(f"this model draws of prompts, and {given!r} is none; give a text")
+        every = f"expected 0 to {self.classes - 1}"
+        if not isinstance(given, str):
+            number = _number(given)
+            if number is None:
+                raise OptionError(f"{given!r} is neither number nor name of a class; {every}")
+            if not 0 <= number < self.classes:
+                raise OptionError(f"class {number} does not exist; {every}")
+            return number
+        if given.strip().casefold() in self._by_name:
+            return self._by_name[given.strip().casefold()]
+        if not self.labels:
+            raise OptionError(
+                f"this model draws of classes, whose names its configuration does not say; {every},"
+                f" got {given!r}"
+            )
+        if self.classes <= _MAX_LISTED:
+            raise UnknownNameError.of("class", given, self.labels.values())
+        near = did_you_mean(given.casefold(), self._by_name)
+        raise UnknownNameError(f"no class named {given!r}{near}; or {every}, by number")
+
+
+def is_list(conditions: Any) -> bool:
+    """Whether several conditions are given, and not one."""
+    several = isinstance(conditions, Iterable) and not isinstance(conditions, str)
+    return several and getattr(conditions, "ndim", 1) != 0
+
+
+def _number(given: Any) -> int | None:
+    """A whole number of Python, NumPy or torch; ``None``: it is another thing."""
+    if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def utf8(text: str) -> str:
+    """The text.
+
+    Raises:
+        OptionError: It is no Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"the prompt {text!r} cannot be written in UTF-8 ({error.reason}); give it as text "
+            "that was decoded rightly"
+        ) from None
+    return text

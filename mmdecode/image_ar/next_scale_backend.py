@@ -1,0 +1,166 @@
+"""Samples batches of images with a next-scale model: VAR, or CoDe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdecode.engine.noise import request_key
+from mmdecode.errors import IncompatibleError, OptionError, ShapeError
+from mmdecode.image_ar import next_scale
+from mmdecode.image_ar.backends import OnTokens, RoundCounts, SampledImage, Start
+from mmdecode.image_ar.completion import Completion, kept_cells
+from mmdecode.image_ar.next_scale import Collaborative, Drawing, Known, NextScale
+from mmdecode.image_ar.sampling import Sampling
+
+
+class NextScaleBackend:
+    """Draws with a next-scale model: VAR, or CoDe.
+
+    Args:
+        model: With its tokenizer.
+        drawing: How codes are drawn.
+        labels: Names of classes.
+    """
+
+    def __init__(
+        self, model: NextScale, drawing: Drawing, labels: Mapping[int, str] | None = None
+    ) -> None:
+        self.model, self.drawing, self.labels = model, drawing, labels or {}
+        self.guidance, self.sampling = 1 + drawing.guidance, drawing.sampling
+        self.classes = model.stages[0].model.config.num_classes
+        self.starts = model.tokenizer.starts
+        self.tokens = self.starts[-1]
+        self.grid = (model.tokenizer.config.patch_nums[-1],) * 2
+        self.law = "hybrid of two models" if isinstance(model, Collaborative) else "exact"
+        self.stats = RoundCounts()
+
+    def check(self, condition: Any) -> None:
+        """Raises where an image cannot be drawn of this."""
+        if not 0 <= condition < self.classes:
+            raise OptionError(f"class {condition} does not exist; expected 0 to {self.classes - 1}")
+
+    def started(self, start: Start) -> tuple[Known, Completion]:
+        """What is given at every scale."""
+        if not start.image.is_floating_point():
+            raise ShapeError(
+                f"the image to start from has shape {tuple(start.image.shape)} and no pixels; a "
+                "next-scale model takes pixels from 0 to 1, (3, H, W)"
+            )
+        side = self.model.tokenizer.config.patch_nums[-1]
+        keep = kept_cells(start.known, side, side)
+        known = Known.of(self.model.tokenizer, start.image[None], keep[None])
+        return known, "laid over"
+
+    def sample(
+        self,
+        conditions: Sequence[int],
+        ordinals: Sequence[int],
+        seed: int,
+        start: tuple[Known, Completion] | None,
+        on_tokens: OnTokens | None,
+    ) -> list[SampledImage]:
+        """A batch."""
+        sizes = [
+            after - before for before, after in zip(self.starts, self.starts[1:], strict=False)
+        ]
+        scale_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+        def on_scale(scale: int, f_hat: Tensor) -> None:
+            self.stats.passes += 1
+            if on_tokens is not None:
+                on_tokens(sizes[scale] * len(conditions))
+
+        drawn = self.model.generate(
+            conditions,
+            drawing=self.drawing,
+            seed=seed,
+            requests=[
+                request_key("class", label, ordinal)
+                for label, ordinal in zip(conditions, ordinals, strict=True)
+            ],
+            known=None if start is None else start[0],
+            on_scale=on_scale,
+        )
+        self.stats.calls += 1
+        return [
+            SampledImage(
+                codes=codes,
+                tokens=codes,
+                commits=scale_of,
+                passes=drawn.passes,
+                pixels=partial(self._pixels, latents),
+            )
+            for codes, latents in zip(drawn.codes.cpu(), drawn.f_hat.cpu(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _pixels(self, latents: Tensor) -> Tensor:
+        """On the CPU, ``(3, H, W)``; each image on its own."""
+        tokenizer = self.model.tokenizer
+        return tokenizer.image(latents[None].to(tokenizer.device))[0].cpu()
+
+    def log_likelihood(
+        self,
+        conditions: Sequence[int],
+        tokens: Tensor,
+        start: tuple[Known, Completion] | None,
+    ) -> list[float]:
+        """Of whole images ``(B, L)``; see `GeneratedImage`.
+
+        Raises:
+            IncompatibleError: A part was given: no scale is then what the model wrote.
+        """
+        if start is not None:
+            raise IncompatibleError.between(
+                "likelihood",
+                "an image of which a part was given",
+                "a next-scale model writes a whole image, and the given part is laid over it",
+                "ask for one of them",
+            )
+        codes = tokens.to(self.model.tokenizer.device)
+        logits = self.model.score(conditions, codes, drawing=self.drawing)
+        heat = [
+            self.drawing.sampling_of(scale).temperature
+            for scale in range(len(self.starts) - 1)
+            for _ in range(self.starts[scale + 1] - self.starts[scale])
+        ]
+        law = (logits / logits.new_tensor(heat)[:, None]).log_softmax(-1)
+        return law.gather(2, codes[..., None])[..., 0].sum(1).tolist()
+
+
+def drawing_of(
+    model: NextScale,
+    guidance: float | None,
+    sampling: Sampling | None,
+    changed: dict[str, Any],
+) -> Drawing:
+    """How a next-scale model draws, its own way where nothing else is said."""
+    base = published_drawing(model)
+    if not all(stage.model.config.unconditional for stage in model.stages):
+        base = replace(base, guidance=0.0)
+    if guidance is not None:
+        if not guidance >= 1:
+            raise OptionError(
+                f"guidance={guidance}; expected 1 (off) or more: next-scale models are guided from "
+                "1 at the first scale up to this at the last"
+            )
+        base = replace(base, guidance=guidance - 1)
+    law = base.sampling if sampling is None else sampling
+    if isinstance(law, Sampling):
+        return replace(base, sampling=replace(law, **changed))
+    return replace(base, sampling=tuple(replace(one, **changed) for one in law))
+
+
+def published_drawing(model: NextScale) -> Drawing:
+    """How models of this kind were published to draw."""
+    code = next_scale.CODE
+    samplings = code.sampling
+    assert not isinstance(samplings, Sampling), "one for each scale"
+    published = isinstance(model, Collaborative) and model.scales == len(samplings)
+    return code if published else next_scale.VAR
