@@ -31,7 +31,7 @@ from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.evaluation.vision.runs import INERT, Recorder, modes_of
 from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import run_of
-from mmdecode.vlm.answerer import load
+from mmdecode.vlm.loading import load
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hallucination"

@@ -35,7 +35,7 @@ def parse_args():
 def main():
     args = parse_args()
     model = load(args.model, args.device)
-    print("| mode | law | tokens per pass | seconds | as ar | bits per token |")
+    print("| mode | guarantee | tokens per pass | seconds | as ar | bits per token |")
     print("|---|---|---|---|---|---|")
     plain = []
     for mode in MODES:
@@ -54,7 +54,8 @@ def main():
         bits = [-i.log_likelihood / i.codes.numel() / math.log(2) for i in images]
         spread = f" ± {stdev(bits):.2f}" if len(bits) > 1 else ""
         print(
-            f"| {mode} | {generator.law} | {rate:.2f} | {mean(i.seconds for i in images):.2f} "
+            f"| {mode} | {generator.guarantee} | {rate:.2f} "
+            f"| {mean(i.seconds for i in images):.2f} "
             f"| {same} of {len(images)} | {mean(bits):.2f}{spread} |"
         )
 

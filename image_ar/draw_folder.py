@@ -55,7 +55,7 @@ def main():
         write_file(path, data.getvalue(), args.overwrite)
         print(
             f"{path}: {image.label or image.condition}, {image.passes} passes for "
-            f"{len(image.tokens)} tokens, law: {image.law}"
+            f"{len(image.tokens)} tokens, guarantee: {image.guarantee}"
         )
     for image in failed:
         print(f"failed: {image.condition}: {image.error}")

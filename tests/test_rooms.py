@@ -37,7 +37,6 @@ LONGER = {
     "asr/decoding/long_form.py": 516,
     "asr/recognizers/base.py": 559,
     "asr/transcriber.py": 580,
-    "vlm/answerer.py": 604,
     "checkpoints.py": 574,
     "cli/evaluate_vlm.py": 667,
     "cli/transcribe.py": 699,

@@ -18,7 +18,7 @@ from transformers import pipeline
 import mmdecode as mm
 from mmdecode import registry
 from mmdecode.errors import run_script
-from mmdecode.vlm.answerer import load
+from mmdecode.vlm.loading import load
 
 
 def parse_args():

@@ -23,7 +23,7 @@ from mmdecode.evaluation.vision.data import ZOO, read_questions
 from mmdecode.evaluation.vision.items import ITEMS
 from mmdecode.evaluation.vision.runs import Recorder, comparisons_of, modes_of
 from mmdecode.runs.journal import refuse_taken
-from mmdecode.vlm.answerer import load
+from mmdecode.vlm.loading import load
 
 
 def parse_args():

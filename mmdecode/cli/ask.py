@@ -22,9 +22,10 @@ from mmdecode.runs.console import console, out, warnings_shown, without_other_ba
 
 if TYPE_CHECKING:
     from mmdecode.runs.items import Failed
-    from mmdecode.vlm.answerer import Answer, Answerer
+    from mmdecode.vlm.answerer import Answerer
     from mmdecode.vlm.jobs import AnswerFile
-    from mmdecode.vlm.requests import Request
+    from mmdecode.vlm.requests import AnswerRequest
+    from mmdecode.vlm.results import Answer
 
 SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -132,7 +133,8 @@ def command(
     """
     from mmdecode.errors import OptionError
     from mmdecode.vlm import crashes
-    from mmdecode.vlm.answerer import Answerer, AnswerOptions
+    from mmdecode.vlm.answerer import Answerer
+    from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
 
     if not sample:
@@ -170,7 +172,7 @@ def command(
     }
     # what may change an answer; the batch does not
     settings = {**dataclasses.asdict(options), **load}
-    for name in ("batch_size", "margins", "trace", "law"):
+    for name in ("batch_size", "margins", "trace", "first_logits"):
         del settings[name]
     with warnings_shown("always"), contextlib.ExitStack() as stack:
         file = None
@@ -231,7 +233,7 @@ class _Tally:
 
 def _asked(
     paths: list[str] | None, questions: list[str] | None, together: bool, text_only: bool
-) -> list[Request]:
+) -> list[AnswerRequest]:
     """What the command line itself asks, in order."""
     from mmdecode.errors import OptionError
     from mmdecode.runs.files import find_files
@@ -253,7 +255,7 @@ def _asked(
 
 def _with_bar(
     answerer: Answerer,
-    requests: list[Request],
+    requests: list[AnswerRequest],
     options: dict[str, Any],
     file: AnswerFile | None,
 ) -> Iterator[Answer]:
@@ -276,7 +278,7 @@ def _with_bar(
 
 
 def _streamed(
-    answerer: Answerer, requests: list[Request], options: dict[str, Any], show: _Shown
+    answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[Answer]:
     """Answers one after the other, printed while they are decoded."""
     from mmdecode.runs.items import Watch
@@ -285,12 +287,13 @@ def _streamed(
 
 
 def _pieced(
-    answerer: Answerer, requests: list[Request], options: dict[str, Any], show: _Shown
+    answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
 ) -> Iterator[tuple[Answer, Failed | None]]:
     """See `_streamed`; whatever one question raises is its failure."""
     from mmdecode.errors import InputError
     from mmdecode.runs.items import Failed, tried
-    from mmdecode.vlm.answerer import ADVICE, Answer
+    from mmdecode.vlm.answerer import ADVICE
+    from mmdecode.vlm.results import Answer
 
     for request in requests:
         names = tuple(image.name for image in request.images)
@@ -318,7 +321,7 @@ def _pieced(
 class _Shown:
     """How answers are printed: with what tells them apart before them."""
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[AnswerRequest]) -> None:
         self.images = len({tuple(i.name for i in request.images) for request in requests}) > 1
         self.questions = len({request.text for request in requests}) > 1
 

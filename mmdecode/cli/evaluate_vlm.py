@@ -468,7 +468,7 @@ def _run(
     from mmdecode.evaluation.vision.runs import Recorder, modes_of
     from mmdecode.evaluation.vision.tasks.pope import SUFFIXES
     from mmdecode.runs.conditions import surroundings
-    from mmdecode.vlm.answerer import load
+    from mmdecode.vlm.loading import load
 
     if not data:
         raise OptionError("nothing to ask; give --data with 'zoo', a folder or a file")

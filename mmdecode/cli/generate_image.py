@@ -229,7 +229,7 @@ def command(
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish(requests, grid)
-    law = next((line["law"] for line in tally.images), generator.law)  # one start, one law
+    law = next((line["law"] for line in tally.images), generator.guarantee)  # one start, one law
     _report(tally, law, output, json)
     if tally.failures:
         raise typer.Exit(1)

@@ -102,7 +102,7 @@ class RasterBackend:
         self.sampling = sampling
         self.tokens = self.adapter.layout.length
         self.grid = (self.adapter.layout.rows, self.adapter.layout.columns)
-        self.law = guarantee_of(self.decoder)
+        self.guarantee = guarantee_of(self.decoder)
 
     def check(self, condition: Any) -> None:
         """Raises where an image cannot be drawn of this."""
@@ -198,7 +198,7 @@ class RowBackend(RasterBackend):
     ) -> None:
         super().__init__(model, Decoder(), guidance, sampling)
         self._rows = ZipAR(self.adapter, lead, self.guidance, sampling)
-        self.law = self._rows.law
+        self.guarantee = self._rows.guarantee
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
         """Not possible.

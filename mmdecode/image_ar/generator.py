@@ -119,7 +119,7 @@ class ImageGenerator:
                     "a negative prompt does nothing without guidance; give guidance above 1"
                 )
         self.seed, self.batch = seed, batch
-        self.law, self.classes = self._backend.law, self._backend.classes
+        self.guarantee, self.classes = self._backend.guarantee, self._backend.classes
         self.labels, self.tokens = self._backend.labels, self._backend.tokens
         self.grid = self._backend.grid
         self._conditions = Conditions(self.classes, self.labels)
@@ -393,8 +393,8 @@ class ImageGenerator:
         found = []
         for request, one, value in zip(requests, sampled, likely, strict=True):
             asked = self._asked(request, seed)
-            if completion not in (None, "continued") and self.law == "exact":
-                asked["law"] = "locally constrained"
+            if completion not in (None, "continued") and self.guarantee == "exact":
+                asked["guarantee"] = "locally constrained"
             image = GeneratedImage(
                 **asked,
                 completion=completion,
@@ -448,7 +448,7 @@ class ImageGenerator:
             "label": self.labels.get(condition) if isinstance(condition, int) else None,
             "ordinal": request.ordinal,
             "seed": seed,
-            "law": self.law,
+            "guarantee": self.guarantee,
         }
 
 

@@ -195,7 +195,7 @@ class ImageFolder:
         }
         if image.error:
             return line | {"error": image.error, "kind": image.kind}
-        line |= {"file": f"{name}.png", "law": image.law, "passes": image.passes}
+        line |= {"file": f"{name}.png", "law": image.guarantee, "passes": image.passes}
         if image.completion is not None:
             line["completion"] = image.completion
         if image.log_likelihood is not None:

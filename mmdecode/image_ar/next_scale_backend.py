@@ -37,7 +37,7 @@ class NextScaleBackend:
         self.starts = model.tokenizer.starts
         self.tokens = self.starts[-1]
         self.grid = (model.tokenizer.config.patch_nums[-1],) * 2
-        self.law = "hybrid of two models" if isinstance(model, Collaborative) else "exact"
+        self.guarantee = "hybrid of two models" if isinstance(model, Collaborative) else "exact"
         self.stats = RoundCounts()
 
     def check(self, condition: Any) -> None:

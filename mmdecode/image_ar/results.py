@@ -67,7 +67,7 @@ class GeneratedImage:
     label: str | None = None
     ordinal: int
     seed: int
-    law: str
+    guarantee: str
     completion: Completion | None = None
     codes: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     tokens: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)

@@ -72,7 +72,7 @@ class ZipAR:
         IncompatibleError: The model writes no grid, or attends to the latest tokens alone.
     """
 
-    law = "heuristic"
+    guarantee = "heuristic"
 
     def __init__(
         self,

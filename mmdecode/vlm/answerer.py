@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,38 +17,25 @@ from torch import Tensor
 
 from mmdecode import registry
 from mmdecode.api import generate
-from mmdecode.checkpoints import (
-    code_trusted,
-    dtype_of,
-    loading,
-    local_path,
-    placed,
-    trusting_as_asked,
-)
+from mmdecode.checkpoints import trusting_as_asked
 from mmdecode.decoder import Decoder
 from mmdecode.engine.checks import length_made_for
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.trace import Round
-from mmdecode.errors import (
-    InputError,
-    MissingExtraError,
-    MMDecodeError,
-    OptionError,
-    UnsupportedModelError,
-    refuse_unknown,
-)
+from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
 from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
-from mmdecode.vlm.images import digest
-from mmdecode.vlm.questions import Prompts, Question
-from mmdecode.vlm.requests import Request, is_list, requests_of
+from mmdecode.vlm.loading import load
+from mmdecode.vlm.options import AnswerOptions, make_options
+from mmdecode.vlm.questions import Prompts, Question, noise_name
+from mmdecode.vlm.requests import AnswerRequest, is_list, requests_of
+from mmdecode.vlm.results import Answer, failed_answer
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
-
 
 ADVICE = (
     "give smaller images or a shorter question, lower max_new_tokens, or load the model in half "
@@ -58,131 +45,6 @@ ADVICE = (
 _MOST_TIMES = 100
 """How many times the length that a model was made for a prompt may have."""
 _LONGER = 32  # times: rows are padded to the longest of their batch
-
-WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """Settings of an answer.
-
-    Attributes:
-        max_new_tokens: Most tokens of an answer.
-        do_sample: Draw tokens; else the most likely one is taken.
-        temperature: Of the law that is drawn from; 1 is neutral.
-        top_p: Draw from the most likely tokens that together have this probability; 1 is neutral.
-        top_k: Draw from so many tokens; 0 is neutral, and the default whatever the checkpoint says.
-        batch_size: Questions decoded at once.
-        text_only: Whether questions without an image are meant so.
-        margins: Whether answers get a margin; it costs the memory of each token's logits.
-        trace: Whether answers get a trace, and with margins those of each branch; it costs a
-            synchronisation per round.
-        law: Whether answers get the law of their first token; it costs as margins do.
-
-    Raises:
-        OptionError: A value is out of range.
-    """
-
-    max_new_tokens: int = 128
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    batch_size: int = 8
-    text_only: bool = False
-    margins: bool = True
-    trace: bool = False
-    law: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")
-        if not 0 < self.temperature < math.inf:
-            raise OptionError(
-                f"temperature={self.temperature}; expected more than 0: leave do_sample out for "
-                "the most likely tokens"
-            )
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p={self.top_p}; expected more than 0 and at most 1")
-        if self.top_k < 0:
-            raise OptionError(f"top_k={self.top_k}; expected a number of tokens, or 0 for all")
-        if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, 0):
-            raise OptionError(
-                "temperature, top_p and top_k are for sampling; set do_sample=True too, or leave "
-                "them out"
-            )
-
-    def generation(self) -> dict[str, Any]:
-        """As arguments of ``generate``; what a checkpoint says of sampling does not count.
-
-        Its penalties do, such as ``repetition_penalty``: they are part of its greedy answers too.
-        """
-        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
-        given |= dict.fromkeys(WARPERS)
-        if not self.do_sample:
-            return given | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return given | {"do_sample": True, **drawn}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a model says to one question.
-
-    Attributes:
-        id: Of the request: the given one, else its place in the input.
-        index: Its place in the input.
-        images: Names of its images: paths, or ``image 2``.
-        question: As it was asked.
-        text: The answer; empty where there is an error.
-        token_ids: It as ids; the one that ends it is among them.
-        margin: How much rather the model begins with yes than with no, see `yes_no_margin`, by the
-            logits of its main branch: no processor, and no guide but one that edits or replaces
-            that branch. ``None``: its tokenizer has no such words, or margins were not asked for.
-        margins: The same by branch, ``main`` as in ``margin``, and under ``guided`` with the
-            guide, before a plausibility cut; infinite where the guide leaves one of the words
-            alone. ``None``: as for ``margin``, or a trace was not asked for.
-        law: What the first token was decided from, with guide and processors: logits ``(V,)``;
-            ``None``: not asked for.
-        prompt: The question as the processor was given it; empty where there is an error.
-        seconds: Of its batch, over the batch's size; reading images is not counted.
-        passes: Scoring passes of its batch after the prompts were read.
-        trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not asked for.
-        error: What was wrong, what was expected and what to do; ``None``: nothing was.
-        kind: Name of the error's class.
-    """
-
-    id: str
-    index: int
-    images: tuple[str, ...]
-    question: str
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list, repr=False)
-    margin: float | None = None
-    margins: dict[str, float] | None = None
-    law: Tensor | None = field(default=None, repr=False)
-    prompt: str = field(default="", repr=False)
-    seconds: float = 0.0
-    passes: int = 0
-    trace: list[Round] | None = field(default=None, repr=False)
-    error: str | None = None
-    kind: str | None = None
-
-    def changed(self, tokens: int | None = None) -> int | None:
-        """How many tokens a guide decided otherwise than the model alone would have.
-
-        Args:
-            tokens: Only so many, the first ones; ``None``: all.
-
-        Returns:
-            Their number; ``None``: no trace was asked for, no guide was on, or it is one whose
-            trace cannot know (see `mmdecode.engine.trace.Step`).
-        """
-        steps = [step for one in self.trace or () for step in one.steps]
-        known = [step.changed for step in steps[:tokens] if step.changed is not None]
-        return sum(known) if known else None
 
 
 class Answerer:
@@ -290,7 +152,7 @@ class Answerer:
         return collected(self.answers(asked, **options), single, on_error)
 
     def answers(
-        self, requests: Sequence[Request], watch: Watch | None = None, **options: Any
+        self, requests: Sequence[AnswerRequest], watch: Watch | None = None, **options: Any
     ) -> Iterator[Answer]:
         """Like a call, but yields answers as their batches end; questions of a length go together.
 
@@ -308,12 +170,12 @@ class Answerer:
         yield from watch.released(self._outcomes(requests, make_options(options), watch))
 
     def _outcomes(
-        self, requests: Sequence[Request], settings: AnswerOptions, watch: Watch
+        self, requests: Sequence[AnswerRequest], settings: AnswerOptions, watch: Watch
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), ADVICE) for request in requests]
         ordered = sorted(zip(requests, lengths, strict=True), key=lambda one: _size(one[1]))
         for batch in _batches(ordered, settings.batch_size):
-            asked: list[tuple[Request, Question]] = []
+            asked: list[tuple[AnswerRequest, Question]] = []
             for request, length in batch:
                 question = (
                     length
@@ -321,7 +183,7 @@ class Answerer:
                     else tried(partial(self._question, request, length[1], settings), ADVICE)
                 )
                 if isinstance(question, Failed):
-                    yield _failed(request, question), question
+                    yield failed_answer(request, question), question
                 else:
                     asked.append((request, question))
             for (request, _), found in each(
@@ -333,17 +195,17 @@ class Answerer:
                 attempt=self.stats.attempt,
             ):
                 if isinstance(found, Failed):
-                    yield _failed(request, found), found
+                    yield failed_answer(request, found), found
                 else:
                     yield found, None
 
-    def _length(self, request: Request) -> tuple[int, int]:
+    def _length(self, request: AnswerRequest) -> tuple[int, int]:
         """Images and tokens of a question."""
         if request.problem is not None:
             raise InputError(request.problem)
         return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
 
-    def _question(self, request: Request, tokens: int, settings: AnswerOptions) -> Question:
+    def _question(self, request: AnswerRequest, tokens: int, settings: AnswerOptions) -> Question:
         """A request whose images were read.
 
         Raises:
@@ -409,7 +271,7 @@ class Answerer:
             raise problems[0]
 
     def _batch(
-        self, asked: Sequence[tuple[Request, Question]], settings: AnswerOptions
+        self, asked: Sequence[tuple[AnswerRequest, Question]], settings: AnswerOptions
     ) -> list[Answer]:
         """Answers of a batch."""
         requests, questions = zip(*asked, strict=True)
@@ -465,7 +327,7 @@ class Answerer:
 
     def _generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[AnswerRequest],
         questions: Sequence[Question],
         inputs: Mapping[str, Tensor],
         settings: AnswerOptions,
@@ -475,7 +337,7 @@ class Answerer:
         asked = settings.margins and all(yes_no_ids(self.processor.tokenizer))
         names = None
         if settings.do_sample:
-            names = [_noise_name(*pair) for pair in zip(requests, questions, strict=True)]
+            names = [noise_name(*pair) for pair in zip(requests, questions, strict=True)]
         given: dict[str, Any] = {**inputs, **settings.generation(), **options}
         rounds: list[list[Round]] = []
         output = generate(
@@ -485,7 +347,7 @@ class Answerer:
             mm_inputs={"questions": list(questions)},
             return_dict_in_generate=True,
             output_logits=asked,
-            output_scores=settings.law,
+            output_scores=settings.first_logits,
             trace=rounds if settings.trace else None,
             **given,
         )
@@ -496,8 +358,8 @@ class Answerer:
         own = self._margins(output.logits[0]) if asked else [None] * len(rows)
         for place, known in enumerate(rows):
             known["margin"] = own[place]
-            if settings.law:
-                known["law"] = output.scores[0][place].cpu()
+            if settings.first_logits:
+                known["first_logits"] = output.scores[0][place].cpu()
             if settings.trace:
                 known["trace"] = rounds[place]
                 opening = rounds[place][0].opening
@@ -514,63 +376,15 @@ class Answerer:
         return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
 
-def make_options(options: Mapping[str, Any]) -> AnswerOptions:
-    """`AnswerOptions` from keyword arguments, with our error for an unknown name."""
-    refuse_unknown(options, list(AnswerOptions.__dataclass_fields__))
-    return AnswerOptions(**options)
-
-
-def load(
-    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
-) -> tuple[Any, Any]:
-    """Model and processor of a checkpoint.
-
-    Raises:
-        InputError: It cannot be loaded.
-        MissingExtraError: Its processor needs a library that is not installed.
-        OptionError: The device or dtype does not exist.
-        UnsupportedModelError: It is no vision-language model.
-    """
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-    )
-
-    kind = dtype_of(dtype, model_id, device)
-    path = local_path(model_id)
-    try:
-        with loading(model_id):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
-            if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-                raise UnsupportedModelError(
-                    f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
-                    "models, those of transformers' AutoModelForImageTextToText"
-                )
-            processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
-            model = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=kind, trust_remote_code=code_trusted()
-            )
-    except MMDecodeError:
-        raise
-    except ImportError as error:  # some processors exist for torchvision alone
-        reason = " ".join(str(error).split())
-        raise MissingExtraError(
-            f"loading {model_id!r} needs more ({reason})", extra="vlm"
-        ) from error
-    return placed(model, device), processor
-
-
 def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
     return (0, 0) if isinstance(length, Failed) else length
 
 
 def _batches(
-    ordered: Sequence[tuple[Request, tuple[int, int] | Failed]], size: int
-) -> Iterator[list[tuple[Request, tuple[int, int] | Failed]]]:
+    ordered: Sequence[tuple[AnswerRequest, tuple[int, int] | Failed]], size: int
+) -> Iterator[list[tuple[AnswerRequest, tuple[int, int] | Failed]]]:
     """Questions by length; one that is much longer than the others before it begins a batch."""
-    batch: list[tuple[Request, tuple[int, int] | Failed]] = []
+    batch: list[tuple[AnswerRequest, tuple[int, int] | Failed]] = []
     for one in ordered:
         longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf
         if len(batch) == size or _size(one[1])[1] > longest:
@@ -579,26 +393,3 @@ def _batches(
         batch.append(one)
     if batch:
         yield batch
-
-
-def _failed(request: Request, failed: Failed) -> Answer:
-    return Answer(
-        id=request.id,
-        index=request.index,
-        images=tuple(source.name for source in request.images),
-        question=request.text,
-        error=failed.error,
-        kind=failed.kind,
-    )
-
-
-def noise_of_id(name: str) -> str:
-    """Names the noise of a request that was given an id; the engine's request of `Decoder`."""
-    return f"id {name}"
-
-
-def _noise_name(request: Request, question: Question) -> str:
-    """The id that the user gave, else what is asked and shown."""
-    if request.named:
-        return noise_of_id(request.id)
-    return "\n".join(["asked", question.text, *map(digest, question.images)])

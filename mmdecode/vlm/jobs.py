@@ -34,9 +34,9 @@ from mmdecode.runs.files import (
     to_json,
     write_file,
 )
-from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.images import ImageSource
-from mmdecode.vlm.requests import Request
+from mmdecode.vlm.requests import AnswerRequest
+from mmdecode.vlm.results import Answer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,7 +73,7 @@ class AnswerFile:
         path: Path,
         settings: Mapping[str, Any],
         resume: bool,
-        requests: Sequence[Request],
+        requests: Sequence[AnswerRequest],
         overwrite: bool = False,
     ) -> None:
         self.path, self._requests = path, requests
@@ -106,7 +106,7 @@ class AnswerFile:
                     self._file.close()
                 raise
 
-    def noted(self, request: Request) -> Request:
+    def noted(self, request: AnswerRequest) -> AnswerRequest:
         """A request, the content of whose images is noted before they are first read."""
         contents: dict[str, dict[str, Any] | None] = {}
 

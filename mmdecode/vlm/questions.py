@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, UnsupportedModelError
+from mmdecode.vlm.images import digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from mmdecode.vlm.requests import Request
+    from mmdecode.vlm.requests import AnswerRequest
 
 PLACEHOLDER = "<image>"
 """Where an image stands in a question, whatever the model's own placeholder is."""
@@ -175,7 +176,7 @@ class Prompts:
                 f"{error}; expected one that takes a user's message of images and text"
             ) from error
 
-    def read(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+    def read(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
         """Model inputs of requests whose images are not read yet, or which have none.
 
         Raises:
@@ -220,3 +221,15 @@ class Prompts:
         for name in _BY_TOKEN & built.keys():  # some put an image before a text that is padded
             built[name] = built[name].gather(1, order)
         return dict(built.to(self._model.device, dtype=self._model.dtype))
+
+
+def noise_of_id(name: str) -> str:
+    """Names the noise of a request that was given an id; the engine's request of `Decoder`."""
+    return f"id {name}"
+
+
+def noise_name(request: AnswerRequest, question: Question) -> str:
+    """The id that the user gave, else what is asked and shown."""
+    if request.named:
+        return noise_of_id(request.id)
+    return "\n".join(["asked", question.text, *map(digest, question.images)])

@@ -26,7 +26,7 @@ ID = ("id", "question_id")
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """A question before its images are read.
 
     Attributes:
@@ -48,7 +48,7 @@ class Request:
 
 def requests_of(
     images: Any, questions: str | Sequence[str], ids: Sequence[str] | None = None
-) -> list[Request]:
+) -> list[AnswerRequest]:
     """Pairs images and questions; see `Answerer.__call__`.
 
     Raises:
@@ -81,7 +81,7 @@ def requests_of(
         ]
         sources = tuple(image_source(*pair) for pair in zip(several, names, strict=True))
         name = str(index if ids is None else ids[index])
-        requests.append(Request(name, index, text, sources, named=ids is not None))
+        requests.append(AnswerRequest(name, index, text, sources, named=ids is not None))
     return requests
 
 
@@ -90,7 +90,7 @@ def read_requests(
     limit: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     failing: bool = False,
-) -> list[Request]:
+) -> list[AnswerRequest]:
     """Reads a table of questions; images are not looked at yet.
 
     Args:
@@ -107,7 +107,7 @@ def read_requests(
     """
     path = Path(path)
     base = path.parent if folder is None else Path(folder)
-    requests: list[Request] = []
+    requests: list[AnswerRequest] = []
     lines: dict[str, int] = {}
     for line, found in itertools.islice(rows_of(path), limit):
         where = f"{path}, line {line}"
@@ -133,7 +133,7 @@ def read_requests(
     return requests
 
 
-def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Request:
+def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> AnswerRequest:
     text = text_of(row, QUESTION, where)
     if text is None:
         raise InputError(f"{where} asks nothing; expected {any_of(QUESTION)}")
@@ -141,22 +141,22 @@ def _request(row: Mapping[str, Any], where: str, base: Path, index: int) -> Requ
     given = text_of(row, ID, where) or None  # an empty one names nothing
     sources = tuple(image_source(path_in(base, name), "") for name in names)
     name = described(names, text) if given is None else given
-    return Request(name, index, text, sources, named=given is not None)
+    return AnswerRequest(name, index, text, sources, named=given is not None)
 
 
 def _unasked(
     row: Mapping[str, Any], line: int, index: int, problem: str, taken: Container[str]
-) -> Request:
+) -> AnswerRequest:
     """A line that cannot be asked, with what can be said of it."""
     text, name = first_of(row, QUESTION), first_of(row, ID)
     asked = text if isinstance(text, str) else ""
     given = str(name) if isinstance(name, (str, int)) else asked
-    return Request(own_id(given, line, taken), index, asked, (), named=True, problem=problem)
+    return AnswerRequest(own_id(given, line, taken), index, asked, (), named=True, problem=problem)
 
 
 def asked_of(
     paths: Sequence[str], questions: Sequence[str], together: bool = False
-) -> list[Request]:
+) -> list[AnswerRequest]:
     """Each question about each image, or about all images together.
 
     Raises:
@@ -166,7 +166,7 @@ def asked_of(
     requests = []
     for number, (names, text) in enumerate(itertools.product(groups, questions)):
         sources = tuple(image_source(name, "") for name in names)
-        requests.append(Request(described(names, text), number, text, sources))
+        requests.append(AnswerRequest(described(names, text), number, text, sources))
     if len({request.id for request in requests}) != len(requests):
         raise InputError("the same is asked twice; name each image and each question once")
     return requests

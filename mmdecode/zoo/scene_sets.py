@@ -48,7 +48,7 @@ from mmdecode.zoo.scenes import (
 )
 
 if TYPE_CHECKING:
-    from mmdecode.vlm.requests import Request
+    from mmdecode.vlm.requests import AnswerRequest
 
 FOLDER = Path(__file__).parent / "data" / "scenes-test"
 Part = Literal["development", "test"]
@@ -329,7 +329,7 @@ def scene_rows(part: Part, name: str) -> list[Row]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def descriptions(count: int) -> list[Request]:
+def descriptions(count: int) -> list[AnswerRequest]:
     """Requests for detailed descriptions of test scenes."""
     from PIL import Image
 

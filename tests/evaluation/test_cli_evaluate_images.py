@@ -213,7 +213,7 @@ def test_images_that_fail_are_told_and_left_out(checkpoint, monkeypatch):
 
     def images(self, requests, **options):
         for image in original(self, requests, **options):
-            if image.ordinal == 1 and image.condition == 2 and self.law == "heuristic":
+            if image.ordinal == 1 and image.condition == 2 and self.guarantee == "heuristic":
                 yield self._failed(requests[image.index % 4], 0, Failed.of(InputError("lost"), ""))
             else:
                 yield image

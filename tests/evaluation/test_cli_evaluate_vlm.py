@@ -13,7 +13,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.vision.data import read_questions
 from mmdecode.runs import crashes
 from mmdecode.runs.journal import Journal
-from mmdecode.vlm import answerer
+from mmdecode.vlm import loading
 from tests.vlm.conftest import build_model, build_processor, picture
 
 OBJECTS = ("ring", "star", "circle")
@@ -218,7 +218,7 @@ def test_a_run_prints_and_writes_everything(finished):
 
 def test_rescoring_gives_the_same_numbers_without_the_model(finished, tmp_path, monkeypatch):
     done, out = finished
-    monkeypatch.setattr(answerer, "load", None)
+    monkeypatch.setattr(loading, "load", None)
     with pytest.raises(OptionError, match="draws its own images"):
         run("pope", "--model", "m", "--data", "zoo", "--images", tmp_path)
     again = run("pope", "--rescore", out, "--resamples", 20, "--out", tmp_path / "a", "--json")
@@ -342,7 +342,7 @@ def test_the_other_tasks_are_scored(settings, data):
 
 
 def test_misuse_is_refused_before_a_model_is_loaded(settings, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(answerer, "load", None)
+    monkeypatch.setattr(loading, "load", None)
     for words, error, told in (
         (("pope",), OptionError, "one of --model and --rescore"),
         (("pope", "--rescore", tmp_path, "--limit", 3), OptionError, "--limit does nothing"),

@@ -28,7 +28,7 @@ from mmdecode.train.distributed import PRECISIONS, Worker
 from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.train.drafters.targets import Texts
 from mmdecode.train.drafters.trainer import train
-from mmdecode.vlm.requests import Request
+from mmdecode.vlm.requests import AnswerRequest
 from tests.draft.test_eagle import random_drafter, reduced
 from tests.draft.test_hydra import random_heads as hydra_heads
 from tests.draft.test_kangaroo import random_adapter
@@ -183,7 +183,7 @@ def test_each_kind_is_trained(device, kind, family, precision, tmp_path):
     seen = family == "llava"
     # so deep that dream reads early layers
     target = model(family, device) if seen else text_model("llama", layers=8)
-    requests = [Request(str(i), i, str(i), (), named=True) for i in range(10)]
+    requests = [AnswerRequest(str(i), i, str(i), (), named=True) for i in range(10)]
     pace = replace(Options().fit, steps=3, batch=3, every=3, peak_rate=5e-3)
     few = {"held_out": 2, "tested": 2, "max_new_tokens": 8, "length": 2}
     options = Options(kind=kind, fit=pace, **few, **having(kind, queries=2, exit_layer=1))

@@ -105,8 +105,8 @@ def test_modes_say_what_they_do(classes, mode):
     plain = ImageGenerator.from_pretrained(classes, device="cpu", guidance=2.0)(["ring", "star"], 3)
     same = all(torch.equal(a.codes, b.codes) for a, b in zip(images, plain, strict=True))
     assert same == (mode in ("ar", "exact"))
-    assert generator.law == ("heuristic" if mode == "relaxed" else "exact")
-    assert {image.law for image in images} == {generator.law}
+    assert generator.guarantee == ("heuristic" if mode == "relaxed" else "exact")
+    assert {image.guarantee for image in images} == {generator.guarantee}
     assert [(i.condition, i.label, i.ordinal, i.index) for i in images] == [
         *((0, "ring", n, n) for n in range(3)),
         *((1, "star", n, n + 3) for n in range(3)),
@@ -244,8 +244,8 @@ def test_given_codes_stay_and_their_runs_take_one_pass(model, accept):
         assert torch.equal(image.codes[known], start.codes[known])
         assert not torch.equal(image.codes[~known], start.codes[~known])
         assert image.completion == "locally constrained"
-        exact = generator.law == "exact"
-        assert image.law == ("locally constrained" if exact else "heuristic")
+        exact = generator.guarantee == "exact"
+        assert image.guarantee == ("locally constrained" if exact else "heuristic")
         assert torch.equal(image.commits == -1, known)
     plain = ImageGenerator(model, guidance=2.0)
     for image in plain([1, 3], 3, start=start.codes, known=known):
@@ -342,11 +342,11 @@ def test_a_next_scale_model_is_drawn_through_the_same_door(scales):
     mask = torch.ones(8, 8, dtype=torch.bool)
     mask[:4] = False
     [filled] = generator([1], start=images[0].pixels(), known=mask)
-    assert filled.completion == "laid over" and filled.law == "locally constrained"
+    assert filled.completion == "laid over" and filled.guarantee == "locally constrained"
     both = ImageGenerator.from_pretrained(
         scales, device="cpu", guidance=2.5, refiner=scales, drafted=2
     )
-    assert both.law == "hybrid of two models"
+    assert both.guarantee == "hybrid of two models"
     assert torch.equal(both(["ring"])[0].codes, images[0].codes)
 
 
@@ -448,12 +448,12 @@ def test_rows_side_by_side_have_a_door(classes, model, scales):
         return ImageGenerator.from_pretrained(classes, mode=mode, **options)
 
     generator = draw("zipar:window=2", top_k=9, seed=4)
-    assert generator.law == "heuristic"
+    assert generator.guarantee == "heuristic"
     images = generator([0, 2, 2], likelihood=True)
     alone = ZipAR(model.adapter, 2, 2.0, Sampling(top_k=9)).generate(classes=[0, 2, 2], seed=4)
     assert not torch.equal(images[1].codes, images[2].codes)
     for image in images:
-        assert image.passes == alone.passes - 1 == 12 and image.law == "heuristic"
+        assert image.passes == alone.passes - 1 == 12 and image.guarantee == "heuristic"
         assert torch.equal(image.commits, alone.commits) and image.log_likelihood < 0
         assert image.image.size == (10, 10)
     assert generator.stats.passes == 12

@@ -276,7 +276,7 @@ def test_mutants_are_found(large, small, tokenizer, monkeypatch):
     for where, name, mutant in (
         (Drawing, "strength", lambda self, scale, scales: 1 + self.guidance),
         (Drawing, "strength", lambda self, scale, scales: self.guidance * scale / (scales - 1)),
-        (Drawing, "law_of", lambda self, scale: self.sampling[0]),
+        (Drawing, "sampling_of", lambda self, scale: self.sampling[0]),
         (Noise, "gumbel", restarts_with_every_scale),
         (Noise, "gumbel", one_further),
         (ScaleCache, "extend", stale),

@@ -33,7 +33,7 @@ from mmdecode.train.drafters.recipes import (
 )
 from mmdecode.train.drafters.targets import Texts, with_answers
 from mmdecode.train.drafters.trainer import answered, collect, train
-from mmdecode.vlm.requests import Request
+from mmdecode.vlm.requests import AnswerRequest
 from tests.draft.test_eagle import SECTIONS, random_drafter
 from tests.support.kinds import having
 from tests.support.tiny import VOCAB, WIDTH, text_model
@@ -43,7 +43,7 @@ NEAR = {"atol": 1e-8, "rtol": 1e-8}
 
 
 def requests(count):
-    return [Request(str(index), index, str(index), (), named=True) for index in range(count)]
+    return [AnswerRequest(str(index), index, str(index), (), named=True) for index in range(count)]
 
 
 def build(asked):

@@ -14,10 +14,10 @@ import mmdecode
 from mmdecode import registry
 from mmdecode.decoder import Decoder
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
-from mmdecode.guide.answers import word_ids
+from mmdecode.guide.answers import word_ids, yes_no_margin
 from mmdecode.guide.linear import Linear
 from mmdecode.vlm import Answerer
-from mmdecode.vlm.answerer import _noise_name, yes_no_margin
+from mmdecode.vlm.questions import noise_name
 from mmdecode.vlm.requests import read_requests, requests_of
 
 TEXTS = ["Is there a red circle in the image?", "What?", "Describe the image.", "How many rings?"]
@@ -560,7 +560,7 @@ def test_a_guided_decoder_works_inside_the_pipeline_under_attach(model, processo
 
 def test_what_is_known_of_an_answer_is_that_of_its_own_row(folder, pictures):
     answerer = Answerer.from_pretrained(folder, guide=GUIDE, device="cpu")
-    options = {"max_new_tokens": 4, "trace": True, "law": True}
+    options = {"max_new_tokens": 4, "trace": True, "first_logits": True}
     together = answerer(pictures, "What is there?", **options)
     assert len({answer.margin for answer in together}) == len(together)
     for answer, picture in zip(together, pictures, strict=True):
@@ -568,7 +568,7 @@ def test_what_is_known_of_an_answer_is_that_of_its_own_row(folder, pictures):
         assert answer.margin == pytest.approx(alone.margin, abs=1e-4)
         assert answer.margins == pytest.approx(alone.margins, abs=1e-4)
         assert [one.decided for one in answer.trace] == answer.token_ids
-        torch.testing.assert_close(answer.law, alone.law, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(answer.first_logits, alone.first_logits, atol=1e-4, rtol=1e-4)
 
 
 def test_the_seconds_of_a_batch_are_shared(answerer, pictures, monkeypatch):
@@ -581,5 +581,5 @@ def test_the_noise_of_a_question_depends_on_its_image(answerer, pictures):
     names = []
     for picture in pictures[:2]:
         [request] = requests_of([picture], "What?")
-        names.append(_noise_name(request, answerer.prompts.question("What?", [picture])))
+        names.append(noise_name(request, answerer.prompts.question("What?", [picture])))
     assert names[0] != names[1]

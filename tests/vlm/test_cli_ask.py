@@ -19,10 +19,10 @@ from mmdecode.runs import crashes as journals
 from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.files import note_settings, write_file
 from mmdecode.vlm import Answerer, crashes
-from mmdecode.vlm.answerer import Answer
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.jobs import AnswerFile
 from mmdecode.vlm.requests import asked_of
+from mmdecode.vlm.results import Answer
 
 GUIDE = "contrast:alpha=1,prompt=last_token"
 

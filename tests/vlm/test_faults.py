@@ -8,7 +8,7 @@ from mmdecode.evaluation.vision.items import YesNoItem
 from mmdecode.evaluation.vision.runs import Recorder, modes_of
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
-from mmdecode.vlm.requests import Request
+from mmdecode.vlm.requests import AnswerRequest
 from tests.support.faults import ERRORS, FEW, Faulty, said
 
 TEXTS = ["Is there a red circle in the image?", "What?", "the bad one", "How many rings?", "Is it?"]
@@ -32,7 +32,9 @@ def requests(kit, error=None):
 
         return ImageSource(f"image {place}", read)
 
-    return [Request(str(n), n, text, (source(n),), named=True) for n, text in enumerate(TEXTS)]
+    return [
+        AnswerRequest(str(n), n, text, (source(n),), named=True) for n, text in enumerate(TEXTS)
+    ]
 
 
 class Refusing:
@@ -144,7 +146,7 @@ def test_what_fits_no_question_is_the_jobs_error(model, processor, kit):
 
 
 def test_a_question_that_no_prompt_holds_fails_alone_and_quickly(model, processor, kit, expected):
-    long = Request("long", 9, "What is beside the star? " * 6_000, (), named=True)
+    long = AnswerRequest("long", 9, "What is beside the star? " * 6_000, (), named=True)
     answerer = Answerer(model, processor)
     asked = [*(one for one in requests(kit) if one.index != BAD), long]
     found = {a.id: a for a in answerer.answers(asked, max_new_tokens=3, text_only=True)}

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     )
     from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-    from mmdecode.vlm.answerer import Answer, Answerer
+    from mmdecode.vlm.answerer import Answerer
+    from mmdecode.vlm.results import Answer
     from mmdecode.zoo.scenes import Scene
 
 FAIR, TEMPTING = "Images as they come", "Images that tempt"
@@ -80,7 +81,8 @@ def run(
     from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
     from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
     from mmdecode.runs.files import refuse_foreign, write_file
-    from mmdecode.vlm.answerer import Answerer, load
+    from mmdecode.vlm.answerer import Answerer
+    from mmdecode.vlm.loading import load
     from mmdecode.zoo.scene_sets import image_name
 
     refuse_foreign([out / "report.html"], overwrite)

@@ -203,7 +203,7 @@ class Recorder:
     @property
     def laws(self) -> dict[str, str]:
         """What each mode claims to be, see `GeneratedImage`."""
-        return {name: generator.law for name, generator in self.generators.items()}
+        return {name: generator.guarantee for name, generator in self.generators.items()}
 
     def run(
         self,

@@ -34,10 +34,11 @@ from mmdecode.evaluation.vision.items import ITEMS, Some, YesNoItem, read_items,
 from mmdecode.guide.answers import yes_no_ids
 from mmdecode.runs.items import Watch
 from mmdecode.runs.journal import Journal
-from mmdecode.vlm.answerer import Answer, Answerer, noise_of_id
+from mmdecode.vlm.answerer import Answerer
 from mmdecode.vlm.images import ImageSource
-from mmdecode.vlm.questions import Prompts, Question
-from mmdecode.vlm.requests import Request
+from mmdecode.vlm.questions import Prompts, Question, noise_of_id
+from mmdecode.vlm.requests import AnswerRequest
+from mmdecode.vlm.results import Answer
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Guide
@@ -339,7 +340,7 @@ class Recorder(Generic[Some]):
         }
         if greedy or redrawn:
             known = {item.id: item for item in chunk}
-            options: dict[str, Any] = {"law": redrawn}
+            options: dict[str, Any] = {"first_logits": redrawn}
             if not greedy:
                 options |= {"do_sample": True, "max_new_tokens": 1}
             for answer in self._answers(guide, chunk, self.seed, **options):
@@ -347,7 +348,11 @@ class Recorder(Generic[Some]):
                 for mode in greedy:
                     yield self._row(item, mode.name, None, answer)
                 for name, seed in again if redrawn else ():
-                    token = None if answer.law is None else draw(answer.law, seed, answer.id)
+                    token = (
+                        None
+                        if answer.first_logits is None
+                        else draw(answer.first_logits, seed, answer.id)
+                    )
                     if token is None or token in self._words:
                         yield self._redrawn(item, name, seed, answer, token)
                     else:
@@ -367,9 +372,12 @@ class Recorder(Generic[Some]):
         return self._random[guide]
 
     def _differs(self, guide: str, items: Sequence[Some]) -> bool:
-        options: dict[str, Any] = {"law": True, "do_sample": True, "max_new_tokens": 1}
+        options: dict[str, Any] = {"first_logits": True, "do_sample": True, "max_new_tokens": 1}
         one, other = (
-            {answer.id: answer.law for answer in self._answers(guide, items, seed, **options)}
+            {
+                answer.id: answer.first_logits
+                for answer in self._answers(guide, items, seed, **options)
+            }
             for seed in (self.seed, self.seed + 1)
         )
         return any(law is not None and not _alike(law, other[name]) for name, law in one.items())
@@ -385,9 +393,9 @@ class Recorder(Generic[Some]):
         decoder = Decoder(guide=self._guides[guide], seed=seed)
         return Answerer(self._model, self._processor, decoder)
 
-    def _requests(self, items: Sequence[Some]) -> list[Request]:
+    def _requests(self, items: Sequence[Some]) -> list[AnswerRequest]:
         return [
-            Request(
+            AnswerRequest(
                 item.id,
                 index,
                 item.question + self._suffix,

@@ -40,13 +40,13 @@ from mmdecode.image_ar.raster import generate as draw
 from mmdecode.image_ar.sampling import Sampling, guided
 from mmdecode.models.llamagen import LlamaGenConfig
 from mmdecode.train.drafters.recipes import Options, Sample, unguided
-from mmdecode.vlm.requests import Request, read_requests
+from mmdecode.vlm.requests import AnswerRequest, read_requests
 
 SCENES = "zoo:scenes"
 BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Inputs with a value per prompt token."""
 
-Build = Callable[[Sequence[Request]], dict[str, Any]]
+Build = Callable[[Sequence[AnswerRequest]], dict[str, Any]]
 """Model inputs of some requests, padded on the left."""
 
 
@@ -106,7 +106,7 @@ class Texts:
         """Of the model."""
         return registry.adapter_for(self.model)
 
-    def answers(self, requests: Sequence[Request], options: Options) -> list[list[int]]:
+    def answers(self, requests: Sequence[AnswerRequest], options: Options) -> list[list[int]]:
         """Greedy ones, or at the options' temperature."""
         given = _greedily(options.max_new_tokens)
         if options.temperature:
@@ -130,7 +130,9 @@ class Texts:
         """As they are."""
         return unguided(logits)
 
-    def drafted(self, draft: Drafter, requests: Sequence[Request], options: Options) -> Decoder:
+    def drafted(
+        self, draft: Drafter, requests: Sequence[AnswerRequest], options: Options
+    ) -> Decoder:
         """Greedily."""
         decoder = Decoder(draft)
         for start in range(0, len(requests), self.at_once):
@@ -264,7 +266,7 @@ def loaded(model_id: str, device: str = "cpu", dtype: torch.dtype | None = None)
     from mmdecode.asr.correction.corrector import load as load_text
     from mmdecode.asr.recognizers.generic import GenericRecognizer
     from mmdecode.checkpoints import config_of, loading, local_path
-    from mmdecode.vlm.answerer import load
+    from mmdecode.vlm.loading import load
     from mmdecode.vlm.questions import Prompts
 
     with loading(model_id):
@@ -310,7 +312,9 @@ def requests_for(target: Target, data: str, limit: int | None) -> list[Any]:
     return [Drawing(request.id, request.text) for request in read_requests(data, limit)]
 
 
-def _texts(tokenizer: Any, device: torch.device, requests: Sequence[Request]) -> dict[str, Tensor]:
+def _texts(
+    tokenizer: Any, device: torch.device, requests: Sequence[AnswerRequest]
+) -> dict[str, Tensor]:
     """Inputs of a language model, by its chat template where it has one."""
     texts = [request.text for request in requests]
     templated = tokenizer.chat_template is not None
@@ -334,7 +338,7 @@ def _texts(tokenizer: Any, device: torch.device, requests: Sequence[Request]) ->
     )
 
 
-def scene_requests(count: int) -> list[Request]:
+def scene_requests(count: int) -> list[AnswerRequest]:
     """Requests about drawn scenes of the training side: captions, and one question in four."""
     from mmdecode.zoo.scene_text import DESCRIBE, exchanges
     from mmdecode.zoo.scenes import draw_scene
@@ -345,7 +349,9 @@ def scene_requests(count: int) -> list[Request]:
         text = DESCRIBE[rng.choices(tuple(DESCRIBE), (1, 2, 3))[0]]
         if rng.random() < 0.25:
             text = exchanges(draw_scene(seed), rng, 1)[0].request
-        requests.append(Request(f"scene {seed}", seed, text, (scene_image(seed),), named=True))
+        requests.append(
+            AnswerRequest(f"scene {seed}", seed, text, (scene_image(seed),), named=True)
+        )
     return requests
 
 

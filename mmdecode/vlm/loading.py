@@ -1,0 +1,52 @@
+"""Loads vision-language checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
+from mmdecode.errors import MissingExtraError, MMDecodeError, UnsupportedModelError
+
+
+def load(
+    model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> tuple[Any, Any]:
+    """Model and processor of a checkpoint.
+
+    Raises:
+        InputError: It cannot be loaded.
+        MissingExtraError: Its processor needs a library that is not installed.
+        OptionError: The device or dtype does not exist.
+        UnsupportedModelError: It is no vision-language model.
+    """
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+    )
+
+    kind = dtype_of(dtype, model_id, device)
+    path = local_path(model_id)
+    try:
+        with loading(model_id):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=code_trusted())
+            if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+                raise UnsupportedModelError(
+                    f"{model_id} is a {config.model_type} model; an Answerer runs vision-language "
+                    "models, those of transformers' AutoModelForImageTextToText"
+                )
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
+            model = AutoModelForImageTextToText.from_pretrained(
+                path, dtype=kind, trust_remote_code=code_trusted()
+            )
+    except MMDecodeError:
+        raise
+    except ImportError as error:  # some processors exist for torchvision alone
+        reason = " ".join(str(error).split())
+        raise MissingExtraError(
+            f"loading {model_id!r} needs more ({reason})", extra="vlm"
+        ) from error
+    return placed(model, device), processor

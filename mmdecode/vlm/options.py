@@ -1,0 +1,84 @@
+"""Settings of an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmdecode.errors import OptionError, refuse_unknown
+
+WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """Settings of an answer.
+
+    Attributes:
+        max_new_tokens: Most tokens of an answer.
+        do_sample: Draw tokens; else the most likely one is taken.
+        temperature: Of the law that is drawn from; 1 is neutral.
+        top_p: Draw from the most likely tokens that together have this probability; 1 is neutral.
+        top_k: Draw from so many tokens; 0 is neutral, and the default whatever the checkpoint says.
+        batch_size: Questions decoded at once.
+        text_only: Whether questions without an image are meant so.
+        margins: Whether answers get a margin; it costs the memory of each token's logits.
+        trace: Whether answers get a trace, and with margins those of each branch; it costs a
+            synchronisation per round.
+        first_logits: Whether answers get the logits that their first token was decided from; it
+            costs as much memory as margins do.
+
+    Raises:
+        OptionError: A value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_size: int = 8
+    text_only: bool = False
+    margins: bool = True
+    trace: bool = False
+    first_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}; expected at least 1")
+        if not 0 < self.temperature < math.inf:
+            raise OptionError(
+                f"temperature={self.temperature}; expected more than 0: leave do_sample out for "
+                "the most likely tokens"
+            )
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p={self.top_p}; expected more than 0 and at most 1")
+        if self.top_k < 0:
+            raise OptionError(f"top_k={self.top_k}; expected a number of tokens, or 0 for all")
+        if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, 0):
+            raise OptionError(
+                "temperature, top_p and top_k are for sampling; set do_sample=True too, or leave "
+                "them out"
+            )
+
+    def generation(self) -> dict[str, Any]:
+        """As arguments of ``generate``; what a checkpoint says of sampling does not count.
+
+        Its penalties do, such as ``repetition_penalty``: they are part of its greedy answers too.
+        """
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
+        given |= dict.fromkeys(WARPERS)
+        if not self.do_sample:
+            return given | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return given | {"do_sample": True, **drawn}
+
+
+def make_options(options: Mapping[str, Any]) -> AnswerOptions:
+    """`AnswerOptions` from keyword arguments, with our error for an unknown name."""
+    refuse_unknown(options, list(AnswerOptions.__dataclass_fields__))
+    return AnswerOptions(**options)
