@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     )
     from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.evaluation.vision.tasks.chair import Vocabulary
-    from mmdecode.vlm.answerer import Answerer
-    from mmdecode.vlm.results import Answer
+    from mmdecode.vlm import Answer, Answerer
     from mmdecode.zoo.scenes import Scene
 
 FAIR, TEMPTING = "Images as they come", "Images that tempt"
@@ -81,8 +80,7 @@ def run(
     from mmdecode.demo.vision.page import PLAIN, Answers, Pictured, Pictures
     from mmdecode.evaluation.vision.data import drawn_image, vocabulary_of
     from mmdecode.runs.files import refuse_foreign, write_file
-    from mmdecode.vlm.answerer import Answerer
-    from mmdecode.vlm.loading import load
+    from mmdecode.vlm import Answerer, loading
     from mmdecode.zoo.scene_sets import image_name
 
     refuse_foreign([out / "report.html"], overwrite)
@@ -96,7 +94,7 @@ def run(
         highlight=False,
     )
     only_our_output()
-    network, processor = load(model, device, dtype)
+    network, processor = loading.load(model, device, dtype)
     methods: dict[str, Guide | None] = {PLAIN: None}
     methods |= {name: registry.create("guide", name, target=network) for name in names}
     drafter = drafter_of(model)
