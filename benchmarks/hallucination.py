@@ -2,7 +2,7 @@
 
     python benchmarks/hallucination.py tune        # grids, on the development scenes
     python benchmarks/hallucination.py report      # the cards' settings and tuned ones, on the test
-    python benchmarks/hallucination.py page        # docs/hallucination.md, .svg and README's table
+    python benchmarks/hallucination.py page        # docs/hallucination.md, .svg, results.md
 
 ``tune`` decodes greedily and keeps, per method, the setting with the best mean accuracy over the
 three POPE splits of the development scenes; ties go to the earlier one, which is the card's.
@@ -36,7 +36,7 @@ from mmdecode.vlm.loading import load
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hallucination"
 PAGE = HERE.parent / "docs" / "hallucination.md"
-README = HERE.parent / "README.md"
+SHORT_PAGE = HERE.parent / "docs" / "results.md"
 CHOSEN = "tuned.json"
 TASKS = {
     "pope": ["--seeds", "5", "--max-new-tokens", "1"],
@@ -171,7 +171,7 @@ def main() -> None:
     if arguments.step == "page":
         found = read(arguments.out)
         write_page(arguments.page, tables(found))
-        write_page(README, main_table(found), "which guides help")
+        write_page(SHORT_PAGE, main_table(found), "which guides help")
         draw(found["pope"], arguments.page.with_suffix(".svg"))
     else:
         (tune if arguments.step == "tune" else evaluate)(arguments)

@@ -320,7 +320,7 @@ def tables(result: dict[str, Any], name: str) -> str:
 
 
 def short(result: dict[str, Any]) -> str:
-    """The README's table: one image at a time."""
+    """The table of docs/results.md: one image at a time."""
     facts, (case, *_) = result["machine"], result["cases"]
     rows = [
         [
@@ -374,8 +374,8 @@ def run(arguments: argparse.Namespace, chosen: dict[str, Way]) -> Path:
     print(f"load at the end {facts['load_at_end']}; wrote {path}")
     if arguments.page:
         write_page(arguments.page, tables(result, name))
-    if arguments.readme:
-        write_page(arguments.readme, short(result), "image tokens")
+    if arguments.short_page:
+        write_page(arguments.short_page, short(result), "image tokens")
     return path
 
 
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("--peaks", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true", help="every way, see `Decoder`")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
-    parser.add_argument("--readme", type=Path, help="a page for the short table")
+    parser.add_argument("--short-page", type=Path, help="a page for the short table")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parsed(parser)

@@ -1,8 +1,8 @@
-"""Which numbers come from a published checkpoint: tables of the README and of docs/peers.md.
+"""Which numbers come from a published checkpoint: tables of docs/results.md and docs/peers.md.
 
     python benchmarks/measured.py      # from the newest results, measures nothing
 
-The README's first table puts the published recogniser above the synthetic Whisper, and
+The first table of docs/results.md puts the published recogniser above the synthetic Whisper, and
 docs/peers.md shows every way on the published one. The numbers are those of ``real_speech.py`` and
 ``asr_speed.py``: what they did not measure is called so.
 """
@@ -21,7 +21,7 @@ from real_speech_tables import Row, errors, is_draft, with_interval
 from mmdecode.errors import InputError, run_script
 
 HERE = Path(__file__).parent
-PAGES = {"README.md": "measured", "docs/peers.md": "published checkpoint"}
+PAGES = {"docs/results.md": "measured", "docs/peers.md": "published checkpoint"}
 """Pages that show a table, and the name of its place."""
 PUBLISHED, SYNTHETIC = "`moonshine:tiny-en`, **published**", "`zoo:whisper-synth`, synthetic"
 NONE = "not measured"
@@ -82,7 +82,7 @@ def source_of(real: dict[str, Any] | None) -> str:
 
 
 def first_table(real: dict[str, Any] | None, synthetic: dict[str, Any]) -> str:
-    """The README's first table: batch 1, without timestamps, decoding alone."""
+    """The first table of docs/results.md: batch 1, without timestamps, decoding alone."""
     rows = rows_of(real, 1)
     quick = best_draft(rows)
     name = f", quickest: {quick['way']}" if quick else ""
@@ -132,7 +132,7 @@ def tables(results: Path) -> dict[str, str]:
     synthetic = newest(results, "asr-cpu-*.json")
     if synthetic is None:
         raise InputError(f"{results} has no asr-cpu-*.json: run benchmarks/asr_speed.py first")
-    return {"README.md": first_table(real, synthetic), "docs/peers.md": peers_table(real)}
+    return {"docs/results.md": first_table(real, synthetic), "docs/peers.md": peers_table(real)}
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""The README's picture from a result of asr_speed.py: python benchmarks/plot_asr_speed.py RESULT"""
+"""Draws docs/asr_speed.svg from a result of asr_speed.py.
+
+python benchmarks/plot_asr_speed.py RESULT
+"""
 
 import io
 import json

@@ -129,7 +129,7 @@ MARKED = {
     "asr_speed.md": "tables", "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables",
-    "streaming.md": "tables", "vlm_speed.md": "tables", "../README.md": "image tokens",
+    "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "image tokens",
     "peers.md": "published checkpoint",
 }  # fmt: skip
 

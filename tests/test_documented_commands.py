@@ -224,7 +224,7 @@ def test_commands_are_found_where_they_are_printed(lines):
     for path, _ in lines:
         counts[path.relative_to(ROOT).parts[0]] = counts.get(path.relative_to(ROOT).parts[0], 0) + 1
     print(counts)
-    assert counts["README.md"] > 15 and counts["mmdecode"] > 60 and counts["docs"] > 40
+    assert counts["README.md"] > 5 and counts["mmdecode"] > 60 and counts["docs"] > 55
     for room in ("asr", "vlm", "image_ar", "benchmarks", "notebooks"):
         assert counts[room] > 2, counts
 

@@ -1,6 +1,6 @@
-"""The README: its examples run as they stand, and its tables are those of the registry.
+"""The README and the first steps run as they stand; tables of ``docs`` are those of the registry.
 
-So is the table of recognisers in ``docs``. ``python tests/test_readme.py`` writes them again.
+``python tests/test_readme.py`` writes the tables again.
 """
 
 import re
@@ -16,6 +16,8 @@ from tests.support.moonshine import NAME, hide_wheel, needs_wheel, takes_default
 from tests.support.sandbox import commands_of, lay_out, run_line, run_python
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
+FIRST = DOCS / "first_steps.md"
 
 
 def table(header, rows):
@@ -79,8 +81,9 @@ def recognisers():
 
 
 TABLES = {
-    README: {"methods": methods, "families": families},
-    README.parent / "docs" / "recognisers.md": {"recognisers": recognisers},
+    DOCS / "methods.md": {"methods": methods},
+    DOCS / "models.md": {"families": families},
+    DOCS / "recognisers.md": {"recognisers": recognisers},
 }
 pages = pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
 
@@ -103,7 +106,8 @@ def test_tables_are_those_of_the_registry(page):
 
 TRAINS = ("mmdecode train",)
 """Commands that take hours by nature; a test of their options parses them."""
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+TEXT = README.read_text(encoding="utf-8") + FIRST.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.M | re.S)
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
 LINES = [
     line
@@ -126,7 +130,7 @@ LONG = (
 def sandbox(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     lay_out(folder)
-    publish_named(README.read_text(encoding="utf-8"))
+    publish_named(TEXT)
     return folder
 
 
@@ -165,6 +169,23 @@ def test_there_are_examples_of_every_kind():
     assert len(LINES) >= 15
     for name in ("transcribe", "stream", "ask", "generate-image", "evaluate", "bench"):
         assert any(f"mmdecode {name}" in line for line in LINES), name
+
+
+def test_the_readme_is_short_and_its_numbers_are_those_of_the_page_of_results():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.encode()) <= 10_240
+    [measured] = re.findall(r"^\| checkpoint \|.*?\n\n", text, re.M | re.S)
+    rows = measured.strip().splitlines()
+    assert len(rows) == 2 + 4
+    assert set(rows) <= set((DOCS / "results.md").read_text(encoding="utf-8").splitlines())
+
+
+def test_the_readme_shows_three_programs_and_its_links_lead_somewhere():
+    text = README.read_text(encoding="utf-8")
+    assert text.count("```python\n") == 3
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert len(links) > 15
+    assert [link for link in links if not (README.parent / link).exists()] == []
 
 
 if __name__ == "__main__":

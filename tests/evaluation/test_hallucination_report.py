@@ -142,7 +142,7 @@ def test_captions_are_judged_at_equal_length(tables):
     ("page", "name", "table"),
     [
         ("docs/hallucination.md", "tables", "tables"),
-        ("README.md", "which guides help", "main_table"),
+        ("docs/results.md", "which guides help", "main_table"),
     ],
 )
 def test_pages_show_the_results(tables, page, name, table):
