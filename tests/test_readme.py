@@ -36,6 +36,39 @@ def methods():
     return table(["part", "name", "what it does", "guarantee", "source"], rows)
 
 
+MEASURED = ("drafters", "vlm_speed", "guided_drafts", "image_speed", "hallucination")
+"""Pages whose marked tables have a row for each method that was measured."""
+CALLED = {"jacobi": "SJD", "cool_sd": "Cool-SD", "lantern": "LANTERN", "gsd": "grouped"}
+"""Names in those tables that differ from the registry's."""
+
+
+def measured(name):
+    """Pages that have a row of measurements for a method, as links."""
+    row = re.compile(rf"^\| `?{re.escape(CALLED.get(name, name))}(?![\w-])", re.MULTILINE)
+    found = []
+    for stem in MEASURED:
+        text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
+        title = text.splitlines()[0].removeprefix("# ")
+        if row.search(text.partition("<!-- tables -->")[2]):
+            found.append(f"[{title}]({stem}.md)")
+    return f"Measured: {', '.join(found)}." if found else "Not measured."
+
+
+def sections(kind):
+    """A section for every method of a kind; the site puts the docstring below it."""
+    parts = []
+    for entry in registry.describe(kind):
+        if not entry.plugin:
+            cls, _ = registry.resolve(kind, entry.name)
+            says = entry.summary[0].upper() + entry.summary[1:]
+            facts = [f"## `{entry.name}`", f"{says}. {measured(entry.name)}"]
+            facts.append(f"Source: {entry.source}. Guarantee: {entry.guarantee}.")
+            if kind == "guide":
+                facts[-1] = f"Source: {entry.source}."
+            parts += [*facts, f"::: {cls.__module__}.{cls.__qualname__}"]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
 def families():
     """Every adapter for models of transformers, with the `model_type` of the configs it takes."""
     rows = []
@@ -82,6 +115,9 @@ def recognisers():
 
 TABLES = {
     DOCS / "methods.md": {"methods": methods},
+    DOCS / "methods_draft.md": {"drafters": lambda: sections("draft")},
+    DOCS / "methods_accept.md": {"rules": lambda: sections("accept")},
+    DOCS / "methods_guide.md": {"guides": lambda: sections("guide")},
     DOCS / "models.md": {"families": families},
     DOCS / "recognisers.md": {"recognisers": recognisers},
 }
