@@ -1,11 +1,11 @@
-"""Causal language models that nobody wrote an adapter for, checked before they are trusted.
+"""Causal language models without an adapter of their own, checked at first use.
 
-The check compares cached scoring with separate, uncached forward passes of the whole model: of two
-padded prompts of unequal length, of a three-node tree behind them, and of the token that follows
-what each row keeps of it. So it covers masks, positions, the cache and what lies between the last
-norm and the logits. The tolerance is a multiple of how much the model's own passes of different
-widths differ. Whatever the config calls a window is exceeded by the prompts, up to `LONGEST`; a
-longer ``sliding_window`` is taken as transformers defines it.
+The check compares cached scoring with separate, uncached forward passes of the whole model: two
+padded prompts of unequal length, a three-node tree after them, and the token after each row's
+accepted path. So it covers masks, positions, the cache and everything between the last norm and the
+logits. The tolerance is a multiple of the difference between the model's own passes of different
+widths. The prompts are longer than every window that the config names, up to `LONGEST`; a longer
+``sliding_window`` is assumed to be what transformers defines.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class DefaultAdapter(DecoderOnlyAdapter):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         refuse_training(model)
-        places = getattr(model.config, "max_position_embeddings", None)
-        if places is not None and self._has_position_table(places):
-            self.max_positions = min(places, self.max_positions or places)
+        longest = getattr(model.config, "max_position_embeddings", None)
+        if longest is not None and self._has_position_table(longest):
+            self.max_positions = min(longest, self.max_positions or longest)
         used = attention_implementation(model.config)
         whole = origin(model)
         if whole not in _checked or _checked[whole] != used:
@@ -65,7 +65,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether this is a causal language model of transformers that reads text alone."""
+        """Whether the model is a causal language model of transformers that reads text alone."""
         config = getattr(model, "config", None)
         if config is None or not callable(getattr(model, "can_generate", None)):
             return False
@@ -78,7 +78,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
         )
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The prompt; inputs that only this family knows are refused, not dropped."""
+        """The prompt; inputs specific to the family are refused, not dropped."""
         given = {name for name, value in call.request.model_kwargs.items() if value is not None}
         strange = sorted(given - PREPARED)
         if strange and call.plan.adapter is self:
@@ -91,7 +91,7 @@ class DefaultAdapter(DecoderOnlyAdapter):
         return super().prompt(call, spec)
 
     def layers(self) -> Sequence[nn.Module]:
-        """The one list of the model that is as long as it has layers."""
+        """The module list of the model whose length is the number of layers."""
         for module in self._body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return list(module)
@@ -100,14 +100,14 @@ class DefaultAdapter(DecoderOnlyAdapter):
             "states from; use a draft that needs none"
         )
 
-    def _has_position_table(self, places: int) -> bool:
-        """Whether something is looked up by position: in an embedding, or in a plain tensor."""
+    def _has_position_table(self, positions: int) -> bool:
+        """Whether positions are looked up, in an embedding or in a plain tensor."""
         words = self.model.get_input_embeddings()
         for module in self._body.modules():
             if isinstance(module, nn.Embedding) and module is not words:
                 return True
             for held in (*module.buffers(recurse=False), *vars(module).values()):
-                if isinstance(held, Tensor) and held.ndim == 2 and len(held) == places:
+                if isinstance(held, Tensor) and held.ndim == 2 and len(held) == positions:
                     return True
         return False
 
@@ -139,7 +139,7 @@ def check(adapter: DecoderOnlyAdapter) -> None:
 
 
 def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]:
-    """Where scoring is furthest from plain passes, how far, and what passes differ by anyway."""
+    """Where scoring differs most from plain passes, by how much, and the tolerance."""
     device = next((p.device for p in adapter.model.parameters() if not p.is_meta), None)
     longest = _longest_window(adapter.model.config) + 12
     dice = torch.Generator().manual_seed(0)
@@ -168,7 +168,7 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
         prompt = prompts[row][mask[row]]
         plain = [_plain(adapter.model, torch.cat([prompt, path])) for path in new]
         end = len(prompt) - 1
-        places = {
+        compared = {
             "the prompt": (found[0][row, 0], plain[0][end]),
             "the root": (found[1][row, 0], plain[0][end + 1]),
             "a node": (found[1][row, 1], plain[0][end + 2]),
@@ -177,11 +177,11 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
             "the token after a kept path": (found[2][row, 0], plain[row][-1]),
         }
         if row == 0:
-            places["a prompt without padding"] = (alone["main"].logits[0, 0], plain[0][end])
-        for place, (ours, expected) in places.items():
+            compared["a prompt without padding"] = (alone["main"].logits[0, 0], plain[0][end])
+        for position, (ours, expected) in compared.items():
             difference = float((ours - expected).abs().amax())
             if not difference <= worst:  # so that NaN counts
-                worst, where = difference, place
+                worst, where = difference, position
         for width in (1, 4, end + 1):
             short = _plain(adapter.model, prompt[:width])
             noise = max(noise, float((short - plain[0][:width]).abs().amax()))
@@ -193,7 +193,7 @@ def _largest_difference(adapter: DecoderOnlyAdapter) -> tuple[str, float, float]
 
 
 def _longest_window(config: Any) -> int:
-    """The longest window that is short enough to be checked; 0 where there is none."""
+    """The longest window that is short enough to be checked; 0 if there is none."""
     windows = {
         name: value
         for name, value in config.to_dict().items()
@@ -210,7 +210,7 @@ def _plain(model: Any, ids: Tensor) -> Tensor:
 
 
 def _append(call: Call, token: Tensor, skip: Tensor | int = 0) -> None:
-    """Commits ``token (B,)`` behind ``skip`` further tokens per row that scoring does not read."""
+    """Commits ``token (B,)`` after ``skip`` further tokens per row that scoring does not read."""
     call.rows.length = call.rows.length + 1 + skip
     call.rows.ids.scatter_(1, call.end()[:, None] - 1, token[:, None])
     call.rows.cur_len = int(call.rows.length.max())

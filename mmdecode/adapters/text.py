@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EMBEDS = "inputs_embeds"
-"""Given beside ids by models that merge images themselves, InstructBLIP among them."""
+"""Passed along with ids by models that merge images themselves, such as InstructBLIP."""
 
 
 class DecoderOnlyAdapter(Adapter):
-    """Llama-like models: `base_model` gives states after the final norm, a linear head logits.
+    """Llama-like models: `base_model` returns states after the final norm, a linear head logits.
 
-    Layers may see a window each, or all of them one; logits may be scaled or soft-capped.
+    Layers may attend to sliding windows; logits may be scaled or soft-capped.
 
     Raises:
         UnsupportedModelError: A layer attends in another way, or attention is neither sdpa nor
@@ -49,7 +49,7 @@ class DecoderOnlyAdapter(Adapter):
         "use a prompt instead, or a model with images or audio; where another model gave it "
         "embeddings, call mmdecode.generate, or generate inside mmdecode.attach(model)",
     )
-    """Why a branch with a transform is refused, and what to do."""
+    """Why a branch with a transform is refused, and what to do about it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_attention(model)
@@ -84,7 +84,7 @@ class DecoderOnlyAdapter(Adapter):
         return prompt
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Rows of all prompts, branch by branch, as wide as the widest."""
+        """Stacks the rows of all prompts, branch by branch, padded to the widest."""
         if len(prompts) == 1:
             return list(prompts)
         width = max(p.ids.shape[1] for p in prompts)
@@ -96,16 +96,16 @@ class DecoderOnlyAdapter(Adapter):
         return [Prompt.stacked(prompts, inputs)]
 
     def _embeds(self, prompt: Prompt) -> Tensor:
-        """What stands for the ids."""
+        """Embeddings of the prompt: those given, else those of its ids."""
         embeds = prompt.inputs.get(_EMBEDS)
         return self.model.get_input_embeddings()(prompt.ids) if embeds is None else embeds
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """From left to right, where nothing is padding."""
+        """Whether the model is causal and no prompt token is padding."""
         return self._causal and prompt.prompt_attention is None and bool(prompt.mask.all())
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """The prompt like any block, by its embeddings where these were given."""
+        """States of the prompt, from its embeddings if these were given."""
         embeds = prompt.inputs.get(_EMBEDS)
         if embeds is None:
             return self.forward(prompt.ids, mask, positions, past)
@@ -125,23 +125,23 @@ class DecoderOnlyAdapter(Adapter):
         ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits, scaled and soft-capped where the model's own are."""
+        """Logits, scaled and soft-capped if the model's own are."""
         logits = self._head(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else (logits / self._cap).tanh() * self._cap
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone."""
+        """Applies the output matrix alone."""
         return self._head(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """By the norm behind the last layer."""
+        """Applies the final norm."""
         decoder = self.model.get_decoder()
         norm = getattr(decoder, "norm", None)
         if norm is None:
             raise UnsupportedModelError(
-                f"{type(decoder).__name__} has no norm that its adapter knows behind the last "
+                f"{type(decoder).__name__} has no norm that its adapter knows after the last "
                 "layer, which exit logits need; use a guide or draft without them"
             )
         return norm(hidden)
@@ -151,19 +151,19 @@ class DecoderOnlyAdapter(Adapter):
         return self.model.get_decoder().layers
 
     def attention_sites(self) -> Sequence[torch.nn.Module]:
-        """The layers' self-attention."""
+        """Self-attention modules of the layers."""
         return [layer.get_submodule("self_attn") for layer in self.layers()]
 
 
 def steady_positions(config: Any) -> int | None:
-    """Positions over which rotary frequencies stay as they are; ``None``: all.
+    """Number of positions for which rotary frequencies do not change; ``None``: all.
 
-    "longrope" switches them, and "dynamic" stretches them, by the largest position of a pass. Keys
-    in the cache keep the old ones, and the nodes of a draft would move them early.
+    "longrope" switches frequencies, and "dynamic" stretches them, by the largest position of a
+    pass. Keys in the cache keep the old ones, and the nodes of a draft would change them early.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     found = []
-    for part in (rope, *rope.values()):  # one for all layers, or one for each type
+    for part in (rope, *rope.values()):  # one for all layers, or one per type
         kind = part.get("rope_type") if isinstance(part, Mapping) else None
         if kind is not None and (kind == "longrope" or "dynamic" in kind):
             named = part.get("original_max_position_embeddings") if kind == "longrope" else None
@@ -172,10 +172,10 @@ def steady_positions(config: Any) -> int | None:
 
 
 def windows_of(config: Any) -> dict[str, int | None]:
-    """Tokens that layers see, by their type in ``config.layer_types``; ``None``: all.
+    """Attention window of each layer type in ``config.layer_types``; ``None``: unlimited.
 
     Raises:
-        UnsupportedModelError: A type other than full and sliding attention.
+        UnsupportedModelError: A layer is neither of full nor of sliding attention.
     """
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)

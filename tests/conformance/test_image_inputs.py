@@ -140,11 +140,11 @@ def test_classes_out_of_range_are_refused(label):
 def test_conditions_of_another_kind_or_shape_are_refused():
     features = torch.zeros(1, 3, 12)
     for family, given, error, message in (
-        ("llamagen", {"features": features}, OptionError, "draws of classes; give classes"),
-        ("llamagen", {}, OptionError, "draws of classes"),
+        ("llamagen", {"features": features}, OptionError, "conditioned on classes; give classes"),
+        ("llamagen", {}, OptionError, "conditioned on classes"),
         ("llamagen", {"classes": [[1]]}, ShapeError, "give a list"),
         ("llamagen", {"classes": [1], "prompt": "x"}, OptionError, "no option named 'prompt'"),
-        ("llamagen_captions", {"classes": [1]}, OptionError, "draws of captions; give features"),
+        ("llamagen_captions", {"classes": [1]}, OptionError, "on captions; give features"),
         ("llamagen_captions", {"features": features[..., 1:]}, ShapeError, r"\(batch, n, 12\)"),
         (
             "llamagen_captions",
@@ -191,7 +191,7 @@ def test_parts_that_have_no_place_in_image_mode_are_refused():
         draw("llamagen", Decoder(guide="cfg:scale=2"), guidance=None)
     with pytest.raises(IncompatibleError, match="use guide 'guidance'"):
         draw("llamagen", Decoder(Amateur(2)))
-    with pytest.raises(IncompatibleError, match="a part that looks into the layers"):
+    with pytest.raises(IncompatibleError, match="a part that reads the layers"):
         draw("imagegpt", Decoder(LayerSkip(exit_layer=1, length=2)))
     with pytest.raises(UnsupportedModelError, match="to write image tokens"):
         generate(text_model("llama"), classes=[1])

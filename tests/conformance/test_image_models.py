@@ -414,11 +414,11 @@ def test_mutant_grammar_off_by_one(monkeypatch):
 
 
 def test_mutant_caption_without_its_mask(monkeypatch):
-    drawn_of = LlamaGenAdapter.drawn_of
+    condition_prompt = LlamaGenAdapter.condition_prompt
 
     def unmasked(self, inputs, nothing):
         inputs = {**inputs, "slot_mask": torch.ones_like(inputs["slot_mask"])}
-        return drawn_of(self, inputs, nothing)
+        return condition_prompt(self, inputs, nothing)
 
-    monkeypatch.setattr(LlamaGenAdapter, "drawn_of", unmasked)
+    monkeypatch.setattr(LlamaGenAdapter, "condition_prompt", unmasked)
     assert fails("llamagen_captions")

@@ -124,7 +124,7 @@ MISTAKES = {
     "padding of the audio": lambda layer: layer._replace(source_mask=None),
     "no activation": lambda layer: layer._replace(activation=lambda x: x[..., : x.shape[-1]]),
     "another scale": lambda layer: layer._replace(scale=0.3),
-    "the first layer's cache": lambda layer: layer._replace(place=0),
+    "the first layer's cache": lambda layer: layer._replace(cache_index=0),
 }
 
 

@@ -358,7 +358,7 @@ def test_a_model_that_hears_nothing_is_refused():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (None, "waveforms are not at hand"),
+        (None, "waveforms were not given"),
         ([], "0 waveforms for 2 rows"),
         ([object()] * 3, "3 waveforms for 2 rows"),
     ],

@@ -1,15 +1,14 @@
-"""A step of a speech decoder with its work and little else.
+"""A decoder step of speech models without the overhead of modules.
 
-At small batch a step of a stock decoder spends more time between the operations than in them:
-module calls, dropout that drops nothing, attention dispatch, mask utilities. This runs the same
-weights through the same formulas in 14 to 20 operations a layer. A family says by
-`LeanAdapter.describe` where its layers hold their weights, and by `LeanAdapter.embed_at` what goes
-into the first one.
+At small batch sizes a step of a stock decoder spends more time between the operations than in them:
+module calls, inactive dropout, attention dispatch, mask utilities. Here the same weights go through
+the same formulas in 14 to 20 operations a layer. A family implements `LeanAdapter.describe`, which
+collects the weights of a layer, and `LeanAdapter.embed_at`, the input of the first one.
 
-It is used only where it gives what the modules give. Two things are looked at: the modules are
-exact ``nn.Linear``, ``nn.LayerNorm`` and ``nn.Embedding`` without hooks, quantisation, offload or
-adapters, in evaluation mode, with sdpa attention; and, once for each model, a small prompt and a
-small tree of random tokens lead to the same states both ways. Else the adapter runs the modules.
+It is used only if it gives the same states as the modules. Two things are checked: the modules are
+exactly ``nn.Linear``, ``nn.LayerNorm`` and ``nn.Embedding`` without hooks, quantisation, offload or
+adapters, in evaluation mode, with sdpa attention; and, once per model, a small prompt and a small
+tree of random tokens lead to the same states both ways. Otherwise the adapter runs the modules.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ if TYPE_CHECKING:
 Affine = tuple[Tensor, Tensor | None]
 """Weight and bias."""
 Norm = tuple[tuple[int, ...], Tensor, Tensor | None, float]
-"""What ``torch.layer_norm`` takes after its input."""
+"""Arguments of ``torch.layer_norm`` after its input."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of rotary positions, ``(B, Q, 1, D)``; see `rotated`."""
 
 
 class Layer(NamedTuple):
-    """Weights of one layer, looked up once a call: attributes of modules are slow to read.
+    """Weights of one layer, collected once a call, because attributes of modules are slow to read.
 
     Attributes:
-        place: That of its own keys and values in the cache: a view may leave layers out.
-        heads: Of both attentions.
-        scale: Of their scores; ``None``: the square root of the head's width, inverted.
-        padding: Zeros added after each head's own width while it attends.
-        keys: Of the audio, ``(B, heads, S, D)``.
-        values: Likewise.
-        source_mask: Additive, ``(B, 1, 1, S)``; ``None``: nothing of the audio is padding.
-        activation: From what ``up`` gives to what ``down`` takes.
+        cache_index: Index of its keys and values; a shared copy may leave layers out.
+        heads: Number of heads of both attentions.
+        scale: Scale of attention scores; ``None``: 1 / sqrt(head width).
+        padding: Zeros appended to each head's width during attention.
+        keys: Cross-attention keys of the audio, ``(B, heads, S, D)``.
+        values: Cross-attention values of the audio, ``(B, heads, S, D)``.
+        source_mask: Additive mask of the audio, ``(B, 1, 1, S)``; ``None``: no padding.
+        activation: Activation between ``up`` and ``down``.
     """
 
-    place: int
+    cache_index: int
     heads: int
     self_norm: Norm
     q: Affine
@@ -77,7 +76,7 @@ class Layer(NamedTuple):
     padding: int = 0
 
     def select_rows(self, rows: Tensor) -> Layer:
-        """The rows ``rows`` of the audio."""
+        """This layer with the rows ``rows`` of the audio."""
         mask = self.source_mask
         return self._replace(
             keys=self.keys[rows],
@@ -87,12 +86,12 @@ class Layer(NamedTuple):
 
 
 class LeanPast(SourcePast):
-    """What the stock modules take, and weights, keys and values for the lean step.
+    """The cache of the stock modules, and weights, keys and values for the lean step.
 
     Args:
-        cache: The engine's.
-        prompt: With the source.
-        describe: What a layer holds; see `LeanAdapter.describe`.
+        cache: The engine's ragged cache.
+        prompt: The prompt with the encoder's states.
+        describe: Collects the weights of a layer, see `LeanAdapter.describe`.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class LeanPast(SourcePast):
         self._layers: list[Layer] = []
 
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
-        """Weights, and keys and values of the audio, by layer; read when first asked for."""
+        """Weights, and keys and values of the audio, by layer; collected at first use."""
         if not self._layers:
             self._layers = [
                 self._describe(layer, self.source, self.source_mask) for layer in layers
@@ -120,11 +119,11 @@ class LeanPast(SourcePast):
 
 
 class LeanAdapter(EncoderDecoderAdapter):
-    """An encoder-decoder of pre-norm layers, run directly where that gives the same states.
+    """An encoder-decoder of pre-norm layers, run without modules if that gives the same states.
 
     Args:
         model: The whole model.
-        num_layers: Of its decoder.
+        num_layers: Layers of its decoder.
     """
 
     takes_positions: ClassVar = True
@@ -139,18 +138,18 @@ class LeanAdapter(EncoderDecoderAdapter):
     @staticmethod
     @abstractmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Where a layer of the family, which reads ``source (B, S, H)``, has its weights."""
+        """Weights of a layer of the family, which attends to ``source (B, S, H)``."""
 
     @abstractmethod
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
-        """What the first layer is given of ``(B, Q)`` tokens, and how all layers rotate."""
+        """Input of the first layer for ``(B, Q)`` tokens, and the rotation of all layers."""
 
     @abstractmethod
     def final_norm(self) -> nn.LayerNorm:
-        """After the last layer."""
+        """The norm after the last layer."""
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """Same as the base class; the layers are read when they are asked for."""
+        """Same as the base class; the weights are collected at first use."""
         return LeanPast(cache, prompt, self.describe)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
@@ -160,18 +159,18 @@ class LeanAdapter(EncoderDecoderAdapter):
         return super().forward(tokens, mask, positions, past)
 
     def step(self, tokens: Tensor, mask: Mask, positions: Tensor, past: LeanPast) -> Tensor:
-        """The same states, ``(B, Q, H)``, without the modules.
+        """States ``(B, Q, H)`` after the final norm, without the modules.
 
         Args:
             tokens: ``(B, Q)``.
             mask: Additive, ``(B, 1, Q, K)``.
             positions: ``(B, Q)``.
-            past: From `open`.
+            past: Cache, as `open` returned it.
         """
         assert isinstance(mask, Tensor), "layers of one type"
         hidden, rotation = self.embed_at(tokens, positions)
         for layer in past.read(self._decoder.layers):
-            hidden = run_layer(layer, hidden, mask, past.cache.layers[layer.place], rotation)
+            hidden = run_layer(layer, hidden, mask, past.cache.layers[layer.cache_index], rotation)
         return torch.layer_norm(hidden, *norm(self.final_norm()))
 
 
@@ -185,11 +184,11 @@ def run_layer(
     """One pre-norm layer: causal attention, attention to the audio, feed-forward.
 
     Args:
-        layer: Its weights.
+        layer: Weights of the layer.
         hidden: ``(B, Q, H)``.
         mask: Additive, ``(B, 1, Q, K)``.
-        cache: Its own keys and values.
-        rotation: Of queries and keys; ``None``: positions were added to the embedding.
+        cache: Its self-attention keys and values.
+        rotation: Rotation of queries and keys; ``None``: positions were added to the embedding.
     """
     heads = layer.heads
     x = torch.layer_norm(hidden, *layer.self_norm)
@@ -214,7 +213,7 @@ def run_layer(
 def _attend(
     layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """What ``(B, Q, heads, D)`` queries read, ``(B, Q, heads * D)``.
+    """Attention output of ``(B, Q, heads, D)`` queries, ``(B, Q, heads * D)``.
 
     Keys and values are ``(B, heads, K, D)``.
     """
@@ -229,18 +228,19 @@ def _attend(
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """``x (B, Q, heads, D)`` with its pairs of neighbours, 2i and 2i + 1, turned by position."""
+    """Rotates ``x (B, Q, heads, D)`` by position, in pairs of neighbours 2i and 2i + 1."""
     cos, sin = rotation
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + swapped * sin
 
 
 class Turns(NamedTuple):
-    """Radians by which a step of one position turns each dimension of a head, and to which side.
+    """Rotary frequencies of the dimensions of a head.
 
     Attributes:
-        radians: ``(D,)``; each pair's twice, and 0 past those that are rotated.
-        side: ``(D,)``; -1 and 1 in turn.
+        radians: Radians per position, ``(D,)``: each pair's twice, 0 for dimensions that are not
+            rotated.
+        side: Sign of the sine, ``(D,)``: -1 and 1 in turn.
     """
 
     radians: Tensor
@@ -248,29 +248,29 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, frequencies: Tensor, width: int) -> Turns:
-        """From radians of pairs, ``(R / 2,)``, and the width of a head."""
+        """Frequencies from radians of pairs, ``(R / 2,)``, and the width of a head."""
         radians = frequencies.float().repeat_interleave(2)
         side = radians.new_tensor([-1.0, 1.0]).repeat(width // 2)
         return cls(pad(radians, (0, width - len(radians))), pad(side, (0, width % 2)))
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """At ``(B, Q)`` positions."""
+        """Cosines and signed sines at ``(B, Q)`` positions."""
         angle = positions[..., None, None] * self.radians
         return angle.cos().to(dtype), (angle.sin() * self.side).to(dtype)
 
 
 def affine(module: nn.Linear) -> Affine:
-    """Weight and bias."""
+    """Weight and bias of a linear layer."""
     return module.weight, module.bias
 
 
 def norm(module: nn.LayerNorm) -> Norm:
-    """What ``torch.layer_norm`` takes after its input."""
+    """Arguments of ``torch.layer_norm`` after its input."""
     return module.normalized_shape, module.weight, module.bias, module.eps
 
 
 def split(x: Tensor, heads: int) -> Tensor:
-    """``(B, S, H)`` to ``(B, heads, S, D)``, contiguous."""
+    """Splits heads: ``(B, S, H)`` to ``(B, heads, S, D)``, contiguous."""
     return _heads(x, heads).transpose(1, 2).contiguous()
 
 
@@ -283,7 +283,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def usable(decoder: Any) -> bool:
-    """Whether the stock modules are plain enough to be run directly."""
+    """Whether the stock modules can be replaced: nothing hooks, wraps or patches them."""
     if decoder.training or attention_implementation(decoder.config) != "sdpa":
         return False
     return all(plain(module) for module in decoder.modules())
@@ -300,18 +300,18 @@ def plain(module: nn.Module) -> bool:
 
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far the lean step's states may be off, by their largest."""
+"""Largest difference of the lean step's states, relative to the largest state."""
 
 _checked: weakref.WeakKeyDictionary[Any, tuple[torch.device, torch.dtype, bool]] = (
     weakref.WeakKeyDictionary()
 )
-"""By model: where and in what dtype it was checked, and what came of it."""
+"""Of each model: device and dtype of its check, and the result."""
 
 
 def agrees(adapter: LeanAdapter) -> bool:
-    """Whether the lean step gives the states of the stock modules; tried once for each model.
+    """Whether the lean step gives the states of the stock modules, checked once per model.
 
-    Warns where it does not. What was found of a model holds for views of it.
+    Warns if it does not. The result for a model holds for its shared copies too.
     """
     model = origin(adapter.model)
     weight = next(adapter.model.get_decoder().parameters())

@@ -1,7 +1,7 @@
 """Moonshine: a decoder with rotary positions that reads samples through cross-attention.
 
-The encoder's first norm runs over time, padding included: a recording in a padded batch has other
-states than alone, and so other text. What is decoded here are the states that are handed over.
+The encoder's first norm runs over time, padding included: a recording has other states in a padded
+batch than alone, and so other text. The adapter decodes the states that it is passed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 _columns: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""By output layer: where its weights lie with the sum of their bits, and a copy by column."""
+"""Of each output layer: address and sum of bits of its weights, and a copy by column."""
 
 
 def by_column(head: nn.Module) -> Tensor | None:
-    """A copy ``(H, V)`` of an output matrix, made once; ``None`` where it is of no use.
+    """A copy ``(H, V)`` of an output matrix, made once; ``None`` if it brings nothing.
 
-    A CPU's product of one row with tens of thousands of short rows reads the memory at a third of
-    its speed; that with the same numbers stored by column does not. Weights that changed since,
-    in whatever way, are copied anew.
+    On a CPU, the product of one row with tens of thousands of short rows reads memory at a third of
+    its speed; with the same numbers stored by column it does not. Weights that changed since are
+    copied again.
     """
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear or weight is None or head.bias is not None or not plain(head):
@@ -60,7 +60,7 @@ def by_column(head: nn.Module) -> Tensor | None:
 
 
 class MoonshineAdapter(LeanAdapter):
-    """Its limit of positions is none: plain ``generate`` goes on past it, rotation has no table."""
+    """Moonshine. Positions are unlimited, as in plain ``generate``: rotation needs no table."""
 
     summary = "Moonshine, which reads samples and has rotary positions"
     source = "Jeffries et al. 2024"
@@ -68,16 +68,16 @@ class MoonshineAdapter(LeanAdapter):
 
     def __init__(self, model: MoonshineForConditionalGeneration) -> None:
         super().__init__(model, model.config.decoder_num_hidden_layers)
-        # others change with the length, or scale what is turned
+        # other types change with the length, or scale what is rotated
         self._lean = self._lean and self._decoder.rotary_emb.rope_type == "default"
 
     @functools.cached_property
     def _by_column(self) -> Tensor | None:
-        """Made or looked up at the first single row: batches and trees never ask for it."""
+        """The copy by column, made when a single row first needs it; batches and trees do not."""
         return by_column(self._head)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The output matrix."""
+        """Applies the output matrix."""
         head = self._head
         hooked = head._forward_hooks or head._forward_pre_hooks
         if hooked or hidden.shape[:-1].numel() > 1 or self._by_column is None:
@@ -90,16 +90,16 @@ class MoonshineAdapter(LeanAdapter):
         return int(self.model.config.hidden_size)
 
     def source_mask(self, call: Call) -> Tensor | None:
-        """As the encoder gives it, ``(B, S)``: the call's own attention mask is one of samples."""
+        """The encoder's mask, ``(B, S)``: the call's own attention mask is one of samples."""
         return getattr(call.request.model_kwargs["encoder_outputs"], "attention_mask", None)
 
     @staticmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Of a ``MoonshineDecoderLayer`` that hears ``source (B, S, H)``."""
+        """Weights of a ``MoonshineDecoderLayer`` that attends to ``source (B, S, H)``."""
         own, cross = layer.self_attn, layer.encoder_attn
         heads = own.config.num_key_value_heads
         return Layer(
-            place=own.layer_idx,
+            cache_index=own.layer_idx,
             heads=heads,
             self_norm=norm(layer.input_layernorm),
             q=affine(own.q_proj),
@@ -121,7 +121,7 @@ class MoonshineAdapter(LeanAdapter):
         )
 
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """Embeddings, and the rotation of queries and keys, one for all layers."""
+        """Embeddings, and the rotation of queries and keys in all layers."""
         hidden = self._decoder.embed_tokens.weight[tokens]
         return hidden, self._turns.at(positions, hidden.dtype)
 
@@ -131,12 +131,12 @@ class MoonshineAdapter(LeanAdapter):
         return Turns.of(decoder.rotary_emb.inv_freq, decoder.layers[0].self_attn.head_dim)
 
     def final_norm(self) -> nn.LayerNorm:
-        """After the last layer."""
+        """The norm after the last layer."""
         return self._decoder.norm
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The second half of what goes up, activated, times the first."""
+    """Gated activation: the first half of the input times the activated second half."""
 
     def act(x: Tensor) -> Tensor:
         kept, gate = x.chunk(2, -1)

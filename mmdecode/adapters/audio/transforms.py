@@ -1,13 +1,13 @@
-"""Transforms of a recording: what a branch may be given to hear instead of what was said.
+"""Transforms of a recording: audio that a branch reads instead of the caller's.
 
-A guide names the transform and says what to change; how a waveform becomes what the model takes is
-known to whoever cut the window.
+A guide names the transform and its change. How a waveform becomes model inputs is known to whoever
+cut the window.
 
-- ``audio``: ``change(samples (T,), draw) -> samples (T,)`` of each row's window. The caller hands
-  over ``mm_inputs["audio"]``, a `Heard` for each row, as `mmdecode.asr.Transcriber` does.
+- ``audio``: ``change(samples (T,), draw) -> samples (T,)`` of each row's window. The caller
+  passes ``mm_inputs["audio"]``, a `Waveform` for each row, as `mmdecode.asr.Transcriber` does.
 
-``draw`` is a generator seeded by the request, never by the batch, so a window is changed alike in
-every batch.
+``draw`` is a generator seeded by the request, never by the batch, so a window is changed in the
+same way in every batch.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from mmdecode.engine.call import Call
 from mmdecode.errors import IncompatibleError, OptionError
 
 Change = Callable[[Tensor, torch.Generator], Tensor]
-"""Samples of a window, float32 on the CPU, and where draws come from, to as many samples."""
+"""Maps samples of a window, float32 on the CPU, and a generator to as many samples."""
 
 
-class Heard(Protocol):
-    """A window as a waveform; `mmdecode.asr.recognizers.whisper_features.Heard` is one."""
+class Waveform(Protocol):
+    """The waveform of one window; `mmdecode.asr.recognizers.whisper_features` implements it."""
 
     samples: Tensor
-    """``(T,)``, with what the features look at beyond both ends of the window."""
+    """Samples ``(T,)``, including those beyond both ends that the features depend on."""
     certain: bool
-    """Whether the row is known to be this window; else what the model has read is looked at."""
+    """Whether the row is known to be this window; else the encoder's states are compared."""
 
     def features(self, samples: Tensor) -> Tensor:
-        """What the model is given of other samples, ``(mels, frames)``.
+        """Features of other samples, ``(mels, frames)``.
 
-        Levels are counted from the loudest of the recording as it was: a transform that made its
-        own would lift silence to the level of speech.
+        Levels are relative to the loudest of the unchanged recording: relative to their own, a
+        transform would lift silence to the level of speech.
         """
 
 
 def changed(
     call: Call, spec: BranchSpec, encode: Callable[[Tensor], Tensor], source: Tensor
 ) -> Tensor:
-    """What the encoder makes of each row's window under a transform, ``(B, S, H)``.
+    """States of each row's window after a transform of its waveform, ``(B, S, H)``.
 
     Args:
         call: The call.
-        spec: The branch, of transform ``audio``.
-        encode: The encoder, features ``(B, mels, frames)`` to states ``(B, S, H)``.
-        source: What it made of the windows as they are, ``(B, S, H)``.
+        spec: The branch, whose transform is ``audio``.
+        encode: The encoder: features ``(B, mels, frames)`` to states ``(B, S, H)``.
+        source: States of the unchanged windows, ``(B, S, H)``.
 
     Raises:
-        IncompatibleError: The waveforms are not at hand, or are not those of the rows.
-        OptionError: The transform lacks its function.
+        IncompatibleError: The waveforms were not given, or are not those of the rows.
+        OptionError: The transform has no function ``change``.
     """
     change: Change | None = spec.transform_options.get("change")
     if change is None:
@@ -63,7 +63,7 @@ def changed(
             f"transform 'audio' of branch {spec.name!r} needs 'change', a function that no string "
             "can name; build the part in Python with transform_options={'change': ...}"
         )
-    given: Sequence[Heard] | None = call.request.inputs.get("audio")
+    given: Sequence[Waveform] | None = call.request.inputs.get("audio")
     asked = f"branch {spec.name!r} with transform 'audio'"
     advice = (
         "use mmdecode.asr.Transcriber, or, for recordings of one window, give mmdecode.generate "
@@ -72,7 +72,7 @@ def changed(
     )
     if given is None:
         raise IncompatibleError.between(
-            asked, "a call of features", "the waveforms are not at hand", advice
+            asked, "a call of features", "the waveforms were not given", advice
         )
     rows = [heard for heard in given for _ in range(call.batch // len(given))] if given else []
     if len(rows) != call.batch:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class WhisperAdapter(LeanAdapter):
-    """Audio is never padding: its windows are of one length. Its transforms: `audio_transforms`."""
+    """Whisper. Its audio windows have one length, so no encoder state is padding."""
 
     summary = "Whisper and its distilled relatives"
     source = "Radford et al. 2023"
@@ -45,24 +45,24 @@ class WhisperAdapter(LeanAdapter):
 
     @property
     def end(self) -> int:
-        """Ends a text; all ids below it are text, all above it are not."""
+        """Id of the end token; all ids below it are text, all above it are not."""
         return token_ids(self.model.generation_config.eos_token_id)[0]
 
     @property
     def no_timestamps(self) -> int:
-        """Asks for no times, as the last token of a prompt; timestamps are all ids above it."""
+        """Id of the token that switches timestamps off; all ids above it are timestamps."""
         return int(
             getattr(self.model.generation_config, "no_timestamps_token_id", None) or self.end
         )
 
     @property
     def no_speech(self) -> int:
-        """Is predicted at `start` where nobody speaks."""
+        """Id of the token that is predicted at `start` if nobody speaks."""
         return self.no_timestamps - 1
 
     @property
     def start(self) -> int:
-        """Where a transcript starts, in every prompt."""
+        """Id of the token that starts the transcript in every prompt."""
         return int(self.model.generation_config.decoder_start_token_id)
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
@@ -80,10 +80,10 @@ class WhisperAdapter(LeanAdapter):
 
     @staticmethod
     def describe(layer: Any, source: Tensor, source_mask: Tensor | None) -> Layer:
-        """Of a ``WhisperDecoderLayer`` that hears ``source (B, S, H)``, all of it."""
+        """Weights of a ``WhisperDecoderLayer`` that attends to ``source (B, S, H)``."""
         own, cross = layer.self_attn, layer.encoder_attn
         return Layer(
-            place=own.layer_idx,
+            cache_index=own.layer_idx,
             heads=own.num_heads,
             self_norm=norm(layer.self_attn_layer_norm),
             q=affine(own.q_proj),
@@ -111,11 +111,11 @@ class WhisperAdapter(LeanAdapter):
         return hidden + decoder.embed_positions.weight[positions], None
 
     def final_norm(self) -> torch.nn.LayerNorm:
-        """After the last layer."""
+        """The norm after the last layer."""
         return self._decoder.layer_norm
 
     def node_processors(self) -> NodeProcessors:
-        """The grammar of timestamps."""
+        """The grammar of timestamps, evaluated at all nodes together."""
         return NODE_PROCESSORS
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class WhisperAdapter(LeanAdapter):
         return self._head(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """By the shared output matrix alone; a Medusa-Linear target has head 0 before it."""
+        """Applies the output matrix alone, without head 0 of a Medusa-Linear target."""
         return getattr(self._head, "projection", self._head)(hidden)
 
     @staticmethod

@@ -11,10 +11,10 @@ from mmdecode.engine.target_logits import NodeProcessors, Nodes, Vectorised
 
 
 def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
-    """Timestamps in pairs, never decreasing, first of all, and wherever they outweigh all text.
+    """Timestamps come in pairs, never decrease, come first, and win if they outweigh all text.
 
-    What the stock processor bans are ranges: text below ``low_text``, timestamps outside
-    ``low_stamp..high_stamp``. Whether timestamps outweigh text is asked of the scores themselves:
+    The stock processor bans ranges: text below ``low_text``, timestamps outside
+    ``low_stamp..high_stamp``. Whether timestamps outweigh text is decided on the scores themselves:
     the normaliser of their softmax cancels.
     """
     first, begin = processor.timestamp_begin, processor.begin_index
@@ -50,4 +50,4 @@ def timestamps(processor: lp.WhisperTimeStampLogitsProcessor) -> Vectorised:
 
 
 NODE_PROCESSORS: NodeProcessors = {lp.WhisperTimeStampLogitsProcessor: timestamps}
-"""What Whisper's adapter adds to the processors that the engine knows."""
+"""Processors that Whisper's adapter adds to those of the engine."""

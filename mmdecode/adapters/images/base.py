@@ -1,10 +1,10 @@
-"""Models that write image tokens in raster order: what their adapters share.
+"""Base of adapters of models that write image tokens in raster order.
 
-In image mode the engine's context holds generated tokens alone and its prompt is empty: what an
-image is drawn of comes in `Call.model_inputs`, as an adapter's `condition` made it, and each
-branch's prompt is built of that here. A branch with the transform ``"unconditional"`` reads what
-stands for no condition. The distribution is over what can be generated, which need not be the
-vocabulary that a prompt is written in.
+In image mode the call's ids are generated tokens alone and its prompt is empty. The condition (a
+class, a prompt) comes in ``call.request.model_kwargs``, as `ImageAdapter.condition` made it, and
+each branch's prompt is built from it here. A branch with the transform ``"unconditional"`` reads
+the unconditional input. The vocabulary is that of the tokens that can be generated, which need not
+be the vocabulary of prompts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNCONDITIONAL = "unconditional"
+"""Transform of the branch that reads no condition."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """How a family is sampled unless somebody says otherwise.
+    """Default guidance and sampling of a family.
 
     Attributes:
-        guidance: s of ``u + s (c - u)``; 1: none.
+        guidance: Scale s of ``u + s (c - u)``; 1 is neutral.
         sampling: Arguments of `mmdecode.image_ar.sampling.Sampling`.
     """
 
@@ -48,12 +49,12 @@ class Preset:
 
 
 class ImageAdapter(DecoderOnlyAdapter, ABC):
-    """One family of models that write image tokens; see `mmdecode.engine.adapter.Adapter`.
+    """Base of a family of models that write image tokens; see `mmdecode.engine.adapter.Adapter`.
 
     Attributes:
-        layout: Where codes stand among the generated tokens.
-        vocab: Tokens that can be generated.
-        preset: Its published guidance and sampling.
+        layout: Positions of the codes among the generated tokens.
+        vocab: Number of tokens that can be generated.
+        preset: Published guidance and sampling of the family.
     """
 
     model_types = ()
@@ -61,24 +62,24 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
     preset: Preset
 
     def masks_itself(self, prompt: Prompt) -> bool:
-        """Never: what an image is drawn of is short."""
+        """Never: conditions are short, so the engine's mask costs little."""
         return False
 
     @abstractmethod
     def condition(self, **given: Any) -> dict[str, Any]:
-        """What images are drawn of, checked, as `Call.model_inputs`; rows first."""
+        """Checks conditions and turns them into model inputs, rows first."""
 
     @abstractmethod
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """What tells the rows of a `condition` apart, padding left out."""
+        """Names of the rows of a `condition`: equal for equal conditions, whatever the padding."""
 
     @abstractmethod
-    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
-        """The prompt of a `condition`; ``nothing``: the unconditional one."""
+    def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
+        """The prompt of a `condition`; with ``unconditional``, the one without a condition."""
 
     @abstractmethod
     def codebook(self) -> Tensor | None:
-        """What each code stands for, as it is decoded, ``(C, d)``; ``None``: not known here."""
+        """Embedding of each code in the image tokenizer, ``(C, d)``; ``None``: not known."""
 
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
@@ -88,8 +89,8 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         """Images of ``codes (B, rows, columns)``, float32 in 0..1, ``(B, 3, H, W)``.
 
         Raises:
-            ShapeError: The codes are of another grid.
-            IncompatibleError: What turns codes into pixels is not at hand.
+            ShapeError: The codes have another grid.
+            IncompatibleError: The decoder of the image tokenizer was not given.
         """
         grid = (self.layout.rows, self.layout.columns)
         if codes.ndim != 3 or codes.shape[1:] != grid:
@@ -100,7 +101,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
             return self.pixels(codes).float().clamp(0, 1)
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """What an image is drawn of, or what stands for nothing.
+        """The prompt of the condition, or the unconditional one.
 
         Raises:
             IncompatibleError: The branch asks for another transform or prompt.
@@ -113,10 +114,11 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
                 "the condition",
                 "use guide 'guidance'",
             )
-        return self.drawn_of(call.request.model_kwargs, nothing=spec.transform == UNCONDITIONAL)
+        unconditional = spec.transform == UNCONDITIONAL
+        return self.condition_prompt(call.request.model_kwargs, unconditional)
 
     def telling(self, tokens: Tensor) -> Self:
-        """This adapter with prompts that go on with generated ``tokens (B, n)``, for one pass."""
+        """A copy whose prompts are extended by generated ``tokens (B, n)``, for one pass."""
         alike = copy.copy(self)
         plain = self.prompt
 
@@ -134,7 +136,7 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         """The adapter of a second model that writes the same images.
 
         Raises:
-            IncompatibleError: Its tokens are laid out otherwise.
+            IncompatibleError: Its tokens have another layout.
         """
         other = registry.image_adapter_for(model, **self._shared())
         mine, theirs = self.layout, other.layout
@@ -154,12 +156,12 @@ class ImageAdapter(DecoderOnlyAdapter, ABC):
         return other
 
     def _shared(self) -> dict[str, Any]:
-        """Options of this adapter that a second model's needs."""
+        """Options of this adapter that the adapter of a second model needs too."""
         return {}
 
 
 class PromptedAdapter(ImageAdapter):
-    """Models that draw of a text: ids that end with what opens an image."""
+    """Base of models whose condition is a text: ids that end with the token that opens an image."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -168,15 +170,15 @@ class PromptedAdapter(ImageAdapter):
 
     @abstractmethod
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """A prompt as the model reads it, up to what opens an image."""
+        """The prompt as the model reads it, up to the token that opens an image."""
 
     @abstractmethod
     def check(self, ids: Tensor) -> None:
-        """Raises unless ``ids (B, P)`` open an image."""
+        """Checks that ``ids (B, P)`` open an image."""
 
     @abstractmethod
-    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and mask that stand for no text, ``(B, P')``."""
+    def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and mask of the unconditional prompt, ``(B, P')``."""
 
     def condition(  # type: ignore[override]
         self,
@@ -189,16 +191,16 @@ class PromptedAdapter(ImageAdapter):
         negative_prompt_ids: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
     ) -> dict[str, Any]:
-        """From texts, or from what the family's processor makes of them for image generation.
+        """Model inputs from texts, or from the processor's output for image generation.
 
         Args:
-            prompt: One text an image, in the model's own template where it has one.
-            tokenizer: For texts; a processor that has one will do.
-            input_ids: In the place of texts, padded on the left, ``(B, P)``.
-            attention_mask: Beside ids.
-            negative_prompt: What guidance leads away from; default: the prompt without its text.
+            prompt: One text per image, in the model's own template if it has one.
+            tokenizer: Tokenizer for texts, or a processor that has one.
+            input_ids: Ids instead of texts, padded on the left, ``(B, P)``.
+            attention_mask: Mask of the ids.
+            negative_prompt: Text that guidance leads away from; default: the prompt without text.
             negative_prompt_ids: The same as ids, ``(1 or B, P')``.
-            negative_prompt_attention_mask: Beside these.
+            negative_prompt_attention_mask: Mask of these ids.
 
         Raises:
             OptionError: Neither or both of texts and ids are given; a prompt does not open an
@@ -238,7 +240,7 @@ class PromptedAdapter(ImageAdapter):
         ids: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Any, Any]:
-        """Ids and mask, checked; ``None`` where nothing was given."""
+        """Ids and mask, checked; ``None`` if nothing was given."""
         if texts is not None and ids is not None:
             raise OptionError(f"{name} came both as text and as ids; give one of them")
         if texts is not None:
@@ -262,43 +264,43 @@ class PromptedAdapter(ImageAdapter):
         return ids, mask
 
     def _check_length(self, what: str, mask: Tensor) -> None:
-        places = self.model.config.get_text_config(decoder=True).max_position_embeddings
+        positions = self.model.config.get_text_config(decoder=True).max_position_embeddings
         longest = int(mask.sum(1).max())
-        if longest + self.layout.length > places:
+        if longest + self.layout.length > positions:
             raise OptionError(
                 f"a {what} of {longest} tokens and an image of {self.layout.length}; {self.name} "
-                f"has {places} positions: shorten the {what} to {places - self.layout.length}"
+                f"has {positions} positions: shorten the {what} to {positions - self.layout.length}"
             )
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """Ids of the prompt."""
+        """Names rows by the ids of the prompt."""
         rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].cpu(), strict=True)
         return [ids[mask].numpy().tobytes() for ids, mask in rows]
 
-    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
-        """The text, the negative prompt, or the prompt without its text."""
+    def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
+        """Prompt of the text; unconditional: of the negative prompt, or without text."""
         ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
-        if nothing and "negative_ids" in inputs:
+        if unconditional and "negative_ids" in inputs:
             ids, mask = inputs["negative_ids"], inputs["negative_mask"]
-        elif nothing:
-            ids, mask = self.without(ids, mask)
+        elif unconditional:
+            ids, mask = self.without_text(ids, mask)
         embeds = self.model.get_input_embeddings()(ids)
         return Prompt(ids=ids, mask=mask, inputs={"inputs_embeds": embeds})
 
 
-class AmongWordsAdapter(PromptedAdapter):
-    """Models whose image tokens stand among words, in one vocabulary with one head.
+class SharedVocabularyAdapter(PromptedAdapter):
+    """Base of models with one vocabulary and one head for text and image tokens.
 
-    The law covers the ids from the first to the last that can be generated, so a token is its id
-    less `first`, and the head computes no more than that.
+    Logits cover the ids from the first to the last that can be generated, so a token is its id
+    minus `first`, and the head computes only those.
 
     Args:
         model: The model.
         codes: Id of each code, ``(C,)``.
-        rows: Of codes.
-        columns: Of codes.
-        newline: See `Layout`.
-        tail: See `Layout`.
+        rows: Rows of codes.
+        columns: Columns of codes.
+        newline: Token after every row, see `Layout`.
+        tail: Tokens after the last row, see `Layout`.
     """
 
     def __init__(
@@ -331,14 +333,14 @@ class AmongWordsAdapter(PromptedAdapter):
         return super().embed(tokens + self.first)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of what can be generated."""
+        """Logits of the tokens that can be generated."""
         return self.unembed(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """By the rows of the output matrix that are needed, where it lies open."""
+        """Applies the needed rows of the output matrix, if it is a plain linear layer."""
         last = self.first + self.vocab
         head = self._head
-        # a quantised or offloaded matrix is its module's own affair
+        # a quantised or offloaded matrix has to be applied by its module
         plain = type(head) is torch.nn.Linear and type(head.weight.data) is Tensor
         if plain and head.bias is None and head.weight.device == hidden.device:
             return linear(hidden, head.weight[self.first : last])
@@ -346,7 +348,7 @@ class AmongWordsAdapter(PromptedAdapter):
 
 
 def to_unit(values: Tensor) -> Tensor:
-    """From -1..1 to 0..1."""
+    """Maps values from -1..1 to 0..1."""
     return (values + 1) / 2
 
 
@@ -354,7 +356,7 @@ def named_id(model: Any, name: str, value: Any, where: str) -> int:
     """An id that the model's files should name; the first of several.
 
     Raises:
-        OptionError: They do not.
+        OptionError: They do not name it.
     """
     if value is None:
         raise OptionError(

@@ -1,7 +1,7 @@
 """Chameleon and Anole, writing images.
 
 The model's own forward pass forbids image tokens, so the base model and the head are called. The
-published Chameleon was never released to write images; Anole's weights, in its layout, do.
+published Chameleon does not write images; Anole, whose weights have the same layout, does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.adapters.images.base import AmongWordsAdapter, Preset, named_id, to_unit
+from mmdecode.adapters.images.base import Preset, SharedVocabularyAdapter, named_id, to_unit
 from mmdecode.errors import IncompatibleError, OptionError
 
 if TYPE_CHECKING:
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from mmdecode.models.chameleon_vq import ChameleonVQDecoder
 
 OPENS = "<racm3:break>"
+"""Token that opens an image."""
 
 
-class ChameleonImagesAdapter(AmongWordsAdapter):
-    """Square images of the tokenizer's resolution, without the token that closes them.
+class ChameleonImagesAdapter(SharedVocabularyAdapter):
+    """Chameleon, writing square images of its tokenizer's resolution.
 
-    Guidance is that of the published code, which weighs text and images of the prompt apart: for a
-    prompt of words alone it is ``u + s (c - u)``.
+    The token that closes an image is not generated. Guidance is that of the published code, which
+    weights text and images of the prompt separately: for a prompt of text alone it is
+    ``u + s (c - u)``.
 
     Args:
         model: The model.
@@ -69,11 +71,11 @@ class ChameleonImagesAdapter(AmongWordsAdapter):
         self.vq = vq
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, and what opens an image."""
+        """The prompt, and the token that opens an image."""
         return f"{prompt}{OPENS}"
 
     def check(self, ids: Tensor) -> None:
-        """Raises unless every row opens an image.
+        """Checks that every row opens an image.
 
         Raises:
             OptionError: A row does not.
@@ -81,23 +83,23 @@ class ChameleonImagesAdapter(AmongWordsAdapter):
         if not bool((ids[:, -1] == self._opens).all()):
             raise OptionError(
                 f"a prompt does not end with {OPENS} ({self._opens}), which opens an image; put it "
-                "behind the text"
+                "after the text"
             )
 
-    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The beginning of the sequence, and what opens an image."""
+    def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The token that begins a sequence, and the one that opens an image."""
         ids = ids.new_tensor([[self._begins, self._opens]]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
     def codebook(self) -> Tensor:
-        """As it is; the model's own half of the tokenizer has it too."""
+        """Embeddings of the codes, from the model's own half of the tokenizer."""
         return self._body.vqmodel.quantize.embedding.weight.detach()
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """By the decoder.
+        """Decodes codes.
 
         Raises:
-            IncompatibleError: It was not given.
+            IncompatibleError: The decoder was not given.
         """
         if self.vq is None:
             raise IncompatibleError.between(

@@ -1,4 +1,4 @@
-"""Emu3, writing images: a grid of any size that the prompt names, a token behind every row."""
+"""Emu3, writing images: the prompt names the size of the grid, and a token ends every row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.adapters.images.base import AmongWordsAdapter, Preset, named_id, to_unit
+from mmdecode.adapters.images.base import Preset, SharedVocabularyAdapter, named_id, to_unit
 from mmdecode.errors import OptionError
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ EOL, EOF = "<|extra_200|>", "<|extra_201|>"
 OPENS, CLOSES, STARTS = "<|image start|>", "<|image end|>", "<|image token|>"
 
 
-class Emu3ImagesAdapter(AmongWordsAdapter):
-    """Behind the last row come three tokens: end of frame, of image, of sequence.
+class Emu3ImagesAdapter(SharedVocabularyAdapter):
+    """Emu3. Three tokens follow the last row: end of frame, of image, of sequence.
 
     Args:
         model: The model.
         grid: Rows and columns of codes; a code is 8 x 8 pixels.
-        image_sizes: In its place, as the processor gives them, one grid for all rows.
+        image_sizes: Instead of ``grid``, as the processor returns them; the same for all rows.
 
     Raises:
         OptionError: Neither is given, or images have grids of their own.
@@ -66,12 +66,12 @@ class Emu3ImagesAdapter(AmongWordsAdapter):
         return {"grid": (self.layout.rows, self.layout.columns)}
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, the size of the image, and what starts it."""
+        """The prompt, the size of the image, and the token that starts it."""
         size = f"{self.layout.rows}*{self.layout.columns}"
         return f"{tokenizer.bos_token}{prompt}{tokenizer.boi_token}{size}{STARTS}"
 
     def check(self, ids: Tensor) -> None:
-        """Raises unless every row opens an image of this grid.
+        """Checks that every row opens an image of this grid.
 
         Raises:
             OptionError: A row opens none, or one of another grid.
@@ -93,19 +93,19 @@ class Emu3ImagesAdapter(AmongWordsAdapter):
                     "the prompts name, the same in all"
                 )
 
-    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The beginning of the sequence, and what opens an image of this size."""
+    def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The token that begins a sequence, and those that open an image of this size."""
         opens = ids[0, _last(ids[0].tolist(), self._opens) :]
         begins = opens.new_tensor([self.model.config.text_config.bos_token_id])
         ids = torch.cat([begins, opens]).expand(len(ids), -1)
         return ids, torch.ones_like(ids, dtype=torch.bool)
 
     def codebook(self) -> Tensor:
-        """As it is."""
+        """Embeddings of the codes."""
         return self._vq.quantize.embedding.weight.detach()
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """By the model's own tokenizer."""
+        """Decodes codes by the model's own tokenizer."""
         return to_unit(self._vq.decode(codes))
 
 

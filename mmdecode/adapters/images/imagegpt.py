@@ -1,8 +1,8 @@
-"""ImageGPT: an image as colours, one token a pixel, drawn of nothing.
+"""ImageGPT: unconditional images as colours, one token per pixel.
 
-Its own forward pass flattens a mask of four dimensions without a word, and its attention cuts a
-causal mask of its own out of a table that the engine's cache can outgrow. So embeddings, the parts
-of each block and the head are called here, with the engine's mask alone.
+Its own forward pass silently flattens a mask of four dimensions, and its attention slices a causal
+mask out of a table that the engine's cache can outgrow. So embeddings, the parts of each block and
+the head are called here, with the engine's mask alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ImageGPTAdapter(ImageAdapter):
-    """Square images of as many pixels as the model has positions.
+    """ImageGPT, writing square images of as many pixels as the model has positions.
 
     Args:
         model: The model.
@@ -34,7 +34,7 @@ class ImageGPTAdapter(ImageAdapter):
 
     Raises:
         UnsupportedModelError: The model's positions are no square.
-        ShapeError: ``clusters`` are of another number.
+        ShapeError: The number of ``clusters`` is not the vocabulary's.
     """
 
     summary = "ImageGPT, writing pixels as tokens"
@@ -49,14 +49,14 @@ class ImageGPTAdapter(ImageAdapter):
     ) -> None:
         super().__init__(model)
         self._stack: Any = model.transformer
-        self._opens = model.config.vocab_size - 1  # which is never drawn
+        self._opens = model.config.vocab_size - 1  # which is never sampled
         self.vocab = self._opens
-        places = self.max_positions = model.config.n_positions
-        side = math.isqrt(places)
-        if side**2 != places:
+        positions = self.max_positions = model.config.n_positions
+        side = math.isqrt(positions)
+        if side**2 != positions:
             raise UnsupportedModelError(
-                f"this {self.name} has {places} positions, which are no square image; expected the "
-                "square of its side"
+                f"this {self.name} has {positions} positions, which are no square image; expected "
+                "the square of its side"
             )
         self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
         self.clusters = None
@@ -69,7 +69,7 @@ class ImageGPTAdapter(ImageAdapter):
                 )
 
     def condition(self, *, count: int = 1) -> dict[str, Any]:  # type: ignore[override]
-        """Nothing but how many images are drawn.
+        """Model inputs for ``count`` images; there is no condition.
 
         Raises:
             OptionError: ``count`` is below 1.
@@ -80,20 +80,20 @@ class ImageGPTAdapter(ImageAdapter):
         return {"opening": opens}
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """All alike."""
+        """The same name for every row: there is no condition."""
         return [b""] * len(inputs["opening"])
 
-    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
+    def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
         """The token that starts every image.
 
         Raises:
-            IncompatibleError: ``nothing`` was asked for, and it is all there is.
+            IncompatibleError: ``unconditional`` was asked for: there is no condition to leave out.
         """
-        if nothing:
+        if unconditional:
             raise IncompatibleError.between(
                 "guidance",
                 self.name,
-                "it draws of nothing, so there is no condition to follow",
+                "it is unconditional, so there is no condition to follow",
                 "leave guidance out, or set it to 1",
             )
         ids = inputs["opening"]
@@ -110,7 +110,7 @@ class ImageGPTAdapter(ImageAdapter):
         return self._stack.ln_f(hidden)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """By the norm behind the last block."""
+        """Applies the norm after the last block."""
         return self._stack.ln_f(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -120,7 +120,7 @@ class ImageGPTAdapter(ImageAdapter):
             IncompatibleError: Always.
         """
         raise IncompatibleError.between(
-            "a part that looks into the layers",
+            "a part that reads the layers",
             self.name,
             "its adapter runs their parts one by one",
             "use a draft or guide that reads logits, or the last hidden state",
@@ -135,14 +135,14 @@ class ImageGPTAdapter(ImageAdapter):
         return self.layers()
 
     def codebook(self) -> Tensor | None:
-        """Colours."""
+        """Colour of each token, ``(C, 3)``; ``None``: not given."""
         if self.clusters is not None:
             # kept there if the model was moved: a captured round cannot copy between devices
             self.clusters = self.clusters.to(self.model.device)
         return self.clusters
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """A colour for each token.
+        """Colours of the tokens as pixels.
 
         Raises:
             IncompatibleError: The colours were not given.
@@ -158,7 +158,7 @@ class ImageGPTAdapter(ImageAdapter):
 
 
 def _attend(module: Any, layer: int, hidden: Tensor, mask: Any, past: Any) -> Tensor:
-    """What a block's attention adds, ``(R, Q, H)``, under the engine's mask."""
+    """Attention output of a block, ``(R, Q, H)``, under the engine's mask."""
     heads = module.num_heads
     query, key, value = (
         part.unflatten(-1, (heads, -1)).transpose(1, 2)

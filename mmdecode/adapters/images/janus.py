@@ -1,8 +1,8 @@
-"""Janus and Janus-Pro, writing images: a vocabulary, embeddings and a head of their own.
+"""Janus and Janus-Pro, writing images: image tokens have their own vocabulary, embeddings and head.
 
 Their ``generate(generation_mode="image")`` is a loop of its own that takes no callable, so the
-language model is driven by public parts: it reads words by its own embeddings, image tokens by
-``prepare_embeddings_for_image_generation``, and speaks through ``generation_head``.
+language model is driven by public parts: it embeds text itself, image tokens are embedded by
+``prepare_embeddings_for_image_generation``, and ``generation_head`` gives their logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class JanusImagesAdapter(PromptedAdapter):
-    """The unconditional prompt is as long as the prompt, words replaced by padding that is seen.
+    """Janus. The unconditional prompt is the prompt with text replaced by visible padding tokens.
 
     Raises:
         OptionError: The generation config names no token that opens an image.
@@ -43,7 +43,7 @@ class JanusImagesAdapter(PromptedAdapter):
         if side**2 != tokens:
             raise UnsupportedModelError(
                 f"this {self.name} draws {tokens} tokens, its tokenizer decodes {side} x {side}; "
-                "expected as many: mend its configuration"
+                "expected as many: correct its configuration"
             )
         self.vocab = config.vq_config.num_embeddings
         self.layout = Layout(side, side, torch.arange(self.vocab, device=model.device))
@@ -56,11 +56,11 @@ class JanusImagesAdapter(PromptedAdapter):
         self._pad = named_id(model, "pad_token_id", said.pad_token_id, "generation_config")
 
     def text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt, and what opens an image."""
+        """The prompt, and the token that opens an image."""
         return f"{prompt}{tokenizer.boi_token}"
 
     def check(self, ids: Tensor) -> None:
-        """Raises unless every row ends with what opens an image.
+        """Checks that every row ends with the token that opens an image.
 
         Raises:
             OptionError: A row does not.
@@ -71,8 +71,8 @@ class JanusImagesAdapter(PromptedAdapter):
                 "processor(..., generation_mode='image')"
             )
 
-    def without(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Padding in the place of words."""
+    def without_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Replaces text by padding tokens."""
         kept = (ids == self._begins) | (ids == self._opens)
         return torch.where(kept, ids, self._pad), mask
 
@@ -86,13 +86,13 @@ class JanusImagesAdapter(PromptedAdapter):
         return self._inner.generation_head(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The same: behind the language model there is no other matrix."""
+        """Same as `head`: the language model has no other output matrix."""
         return self.head(hidden)
 
     def codebook(self) -> Tensor:
-        """Rows of length one."""
+        """Embeddings of the codes, normalised to length one."""
         return normalize(self._inner.vqmodel.quantize.embedding.weight.detach(), dim=-1)
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """By the model's own tokenizer."""
+        """Decodes codes by the model's own tokenizer."""
         return to_unit(self._inner.vqmodel.decode(codes.flatten(1)))

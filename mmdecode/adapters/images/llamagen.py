@@ -1,4 +1,4 @@
-"""LlamaGen: image tokens of a class or of a caption's features."""
+"""LlamaGen: image tokens conditioned on a class or on the features of a caption."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CAPTIONS = Preset(guidance=7.5, sampling={"top_k": 1000})
 
 
 class LlamaGenAdapter(ImageAdapter):
-    """Positions are places in the condition's slots and the grid, whatever is padding.
+    """LlamaGen. Positions count the condition's slots, padding included, and then the grid.
 
-    The unconditional rows of captions hide the same slots as the conditional ones do, as in the
+    The unconditional rows of captions mask the same slots as the conditional ones, as in the
     published sampling code.
 
     Args:
         model: The transformer.
-        vq: Its tokenizer, for pixels and the codebook.
+        vq: Its image tokenizer, for pixels and the codebook.
 
     Raises:
         IncompatibleError: The tokenizer has another codebook.
@@ -66,22 +66,23 @@ class LlamaGenAdapter(ImageAdapter):
         features: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Class ids, or caption features.
+        """Model inputs from class ids, or from caption features.
 
         Args:
-            classes: From 0, one an image.
-            features: Of a text encoder, padded on the right, ``(B, n, caption_size)``.
-            mask: What of them is no padding, ``(B, n)``; ``None``: all.
+            classes: Class ids from 0, one per image.
+            features: States of a text encoder, padded on the right, ``(B, n, caption_size)``.
+            mask: True where features are not padding, ``(B, n)``; ``None``: everywhere.
 
         Raises:
-            OptionError: The model is conditioned on the other one; a class does not exist; a
+            OptionError: The model takes the other kind of condition; a class does not exist; a
                 caption is too long.
-            ShapeError: Features or mask are of another shape.
+            ShapeError: Features or mask have the wrong shape.
         """
         captioned = bool(self.config.caption_slots)
+        kind = "captions" if captioned else "classes"
         if (features is None) == captioned or (classes is None) != captioned:
             raise OptionError(
-                f"this {self.name} draws of {'captions' if captioned else 'classes'}; give "
+                f"this {self.name} is conditioned on {kind}; give "
                 f"{'features=..., from its text encoder' if captioned else 'classes=[...]'}, and "
                 "nothing else"
             )
@@ -114,21 +115,21 @@ class LlamaGenAdapter(ImageAdapter):
                 f"a caption has {longest} tokens, the model reads {slots}: shorten it"
             )
         features, mask = left_padded(features, mask.to(features.device))
-        room = slots - features.shape[1]  # negative: padding of all rows goes
+        room = slots - features.shape[1]  # if negative, columns of padding are cut
         features, mask = pad(features, (0, 0, room, 0)), pad(mask, (room, 0))
         return {"features": features.to(device, self.model.dtype), "slot_mask": mask.to(device)}
 
     def row_names(self, inputs: Mapping[str, Any]) -> list[bytes]:
-        """The class, or the features."""
+        """Names rows by the class, or by the features."""
         if "classes" in inputs:
             return [b"class %d" % label for label in inputs["classes"].tolist()]
         rows = zip(inputs["features"].float().cpu(), inputs["slot_mask"].cpu(), strict=True)
         return [features[mask].numpy().tobytes() for features, mask in rows]
 
-    def drawn_of(self, inputs: Mapping[str, Any], nothing: bool) -> Prompt:
-        """The condition's slots; ``nothing``: the null class, or the learned features."""
+    def condition_prompt(self, inputs: Mapping[str, Any], unconditional: bool) -> Prompt:
+        """Prompt of the condition; unconditional: the null class, or the learned features."""
         condition = inputs["classes"] if "classes" in inputs else inputs["features"]
-        if nothing:
+        if unconditional:
             condition = self.model.unconditional(condition)
         embeds = self.model.embed_condition(condition)
         ids = torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device)
@@ -138,7 +139,7 @@ class LlamaGenAdapter(ImageAdapter):
 
     @property
     def on_grid(self) -> bool:
-        """Whether `grid_places` knows where a position lies: of a class, which has no padding."""
+        """Whether `grid_places` is known: for classes, which have no padding."""
         return not self.config.caption_slots
 
     def grid_places(self, positions: Tensor) -> Tensor:
@@ -148,28 +149,29 @@ class LlamaGenAdapter(ImageAdapter):
         return torch.stack([torch.zeros_like(index), index // side, index % side], 1)
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """The ragged cache beside each row's padded slots."""
+        """The ragged cache along with the number of padded slots of each row."""
         return LlamaGenPast(cache, (~prompt.mask).sum(1, keepdim=True))
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
-        """The joined cache beside those of all rows."""
+        """The joined cache along with those numbers of all rows."""
         return LlamaGenPast(cache, torch.cat([past.padded for past in pasts]))
 
     def _run(self, mask: Mask, positions: Tensor, past: Any, **tokens: Tensor) -> Tensor:
-        places = (positions + past.padded).clamp(max=self.config.slots + self.layout.length - 1)
-        return super()._run(mask, places, past.cache, **tokens)
+        last = self.config.slots + self.layout.length - 1
+        positions = (positions + past.padded).clamp(max=last)
+        return super()._run(mask, positions, past.cache, **tokens)
 
     def codebook(self) -> Tensor | None:
-        """Rows of length one; of grey levels, the levels."""
+        """Embeddings of the codes, normalised; for grey levels, the levels."""
         if self.config.grey:
             return torch.linspace(0, 1, self.vocab, device=self.model.device)[:, None]
         if self._codes is not None:
-            # kept there: the tokenizer may be elsewhere, and a captured round cannot copy
+            # moved once: the tokenizer may be elsewhere, and a captured round cannot copy
             self._codes = self._codes.to(self.model.device)
         return self._codes
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """By the tokenizer; grey levels are pixels."""
+        """Decodes codes by the tokenizer; grey levels are pixels."""
         if self.config.grey:
             return (codes / (self.vocab - 1))[:, None].expand(-1, 3, -1, -1)
         if self.vq is None:
@@ -183,7 +185,7 @@ class LlamaGenAdapter(ImageAdapter):
 
 
 class LlamaGenPast:
-    """A cache, and how many slots of each row are padding, ``(R, 1)``."""
+    """A cache, and the number of padded slots of each row, ``(R, 1)``."""
 
     def __init__(self, cache: RaggedCache, padded: Tensor) -> None:
         self.cache, self.padded = cache, padded

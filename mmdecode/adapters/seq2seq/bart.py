@@ -1,7 +1,7 @@
-"""BART and its relatives: positions come from a table that the forward pass indexes by itself.
+"""BART and its relatives, whose forward pass looks up positions by itself.
 
 transformers counts a decoder's positions from the cache length, one for all rows. A hook on the
-table, there for the length of one pass, gives it the position of every token instead.
+position table, installed for one pass, passes it the position of every token instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BartAdapter(EncoderDecoderAdapter):
-    """Learned or sinusoidal positions; a bias after the output matrix."""
+    """BART-like models: learned or sinusoidal positions, and a bias after the output matrix."""
 
     summary = "BART, mBART, Pegasus, Marian, Blenderbot and PLBart"
     source = "Lewis et al. 2020"
@@ -34,18 +34,18 @@ class BartAdapter(EncoderDecoderAdapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, model.config.decoder_layers)
-        self._places = self.max_positions = int(model.config.max_position_embeddings)
+        self._positions = self.max_positions = int(model.config.max_position_embeddings)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """States of the last layer; padding counts as a position, as in transformers."""
+        """States of the last layer; padding takes up positions, as in transformers."""
         table: nn.Module = self._decoder.embed_positions
-        places = (positions + past.pads[:, None]).clamp_max(self._places - 1)
+        padded = (positions + past.pads[:, None]).clamp_max(self._positions - 1)
 
         def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, "position_ids": places.reshape(-1)}
+            return args, {**kwargs, "position_ids": padded.reshape(-1)}
 
         def answer(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            return output.reshape(*places.shape, -1)
+            return output.reshape(*padded.shape, -1)
 
         hooks = [
             table.register_forward_pre_hook(ask, with_kwargs=True),
@@ -58,5 +58,5 @@ class BartAdapter(EncoderDecoderAdapter):
                 hook.remove()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits, with the bias that no gradient ever moved but checkpoints may hold."""
+        """Logits with the bias of the checkpoint, which is not trained but need not be zero."""
         return self.unembed(hidden) + self.model.final_logits_bias

@@ -1,4 +1,4 @@
-"""What encoder-decoders have in common: the decoder runs, the encoder has run."""
+"""Base of encoder-decoders: the decoder is run, the encoder has run before."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class EncoderDecoderAdapter(Adapter):
 
     Args:
         model: The whole model.
-        num_layers: Of its decoder; a view may run fewer, but each keeps its place in the cache.
+        num_layers: Layers of its decoder; a shared copy may run fewer, but each keeps its index in
+            the cache.
     """
 
     source_is_padded: ClassVar = True
-    """Whether some of the encoder's states may be padding; see `source_mask`."""
+    """Whether some of the encoder's states may be padding, see `source_mask`."""
     takes_positions: ClassVar = False
     """Whether the decoder's forward pass takes ``position_ids``."""
 
@@ -51,13 +52,12 @@ class EncoderDecoderAdapter(Adapter):
         return call.request.model_kwargs.get("attention_mask")
 
     def prompt(self, call: Call, spec: BranchSpec) -> Prompt:
-        """The caller's decoder prompt with the source it came with."""
-        name = self.name
+        """The caller's decoder prompt along with the encoder's states."""
         if spec.transform is not None or isinstance(spec.prompt, Tensor):
             raise IncompatibleError.between(
                 f"branch {spec.name!r}",
-                name,
-                "an encoder-decoder has no transforms and takes no foreign prompts",
+                self.name,
+                "an encoder-decoder has no transforms and takes no prompt but the caller's",
                 "use prompt='same' or prompt='last_token'",
             )
         ids, mask = call.request.prompt_ids, call.request.prompt_mask
@@ -68,8 +68,8 @@ class EncoderDecoderAdapter(Adapter):
         if source.shape[0] != len(ids) or source.shape[-1] != width:
             raise IncompatibleError(
                 f"encoder states of shape {tuple(source.shape)} for {len(ids)} decoder rows; "
-                f"{name} expects one each, of width {width}: an assistant that reads the target's "
-                "encoder must have its width"
+                f"{self.name} expects one each, of width {width}: an assistant that reads the "
+                "target's encoder must have its width"
             )
         inputs = {"source": source}
         read = self.source_mask(call) if self.source_is_padded else None
@@ -78,7 +78,7 @@ class EncoderDecoderAdapter(Adapter):
         return Prompt(ids=ids, mask=mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Rows of all prompts, branch by branch, as wide as the widest."""
+        """Stacks the rows of all prompts, branch by branch, padded to the widest."""
         if len(prompts) == 1:
             return list(prompts)
         names = prompts[0].inputs
@@ -90,7 +90,7 @@ class EncoderDecoderAdapter(Adapter):
         raise AssertionError("one pass reads all prompts")
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
-        """Ragged self-attention beside a cross-attention cache that is filled once."""
+        """The ragged self-attention cache, and a cross-attention cache that is filled once."""
         return SourcePast(cache, prompt)
 
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
@@ -112,7 +112,7 @@ class EncoderDecoderAdapter(Adapter):
         return self.unembed(hidden)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The output matrix."""
+        """Applies the output matrix."""
         return self._head(hidden)
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -121,11 +121,11 @@ class EncoderDecoderAdapter(Adapter):
 
 
 class SourcePast:
-    """Ragged self-attention, and the source that every step attends to.
+    """The self-attention cache, and the encoder states that every step attends to.
 
     Attributes:
-        cache: The engine's.
-        caches: What the decoder takes; it still wants the encoder's states beside a filled cache.
+        cache: The engine's ragged cache.
+        caches: Cache for the decoder, which takes the encoder's states along with a filled cache.
         source: The encoder's states, ``(R, S, H)``.
         source_mask: Additive, ``(R, 1, 1, S)``; ``None``: nothing is padding.
         pads: Padding slots at the left of the decoder's prompt, ``(R,)``.

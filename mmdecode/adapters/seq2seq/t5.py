@@ -1,7 +1,7 @@
-"""T5: no positions, but a bias for each head and distance, which the forward pass takes from slots.
+"""T5: no position embeddings, but a relative bias per head, computed from cache slots.
 
-transformers counts distances as if the block began at slot 0. What it will add is known, so the
-mask carries the difference to the bias of the true distances, head by head.
+transformers computes distances as if the block began at slot 0. The bias that it will add is known,
+so the mask carries the difference to the bias of the true distances, head by head.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class T5Adapter(EncoderDecoderAdapter):
-    """T5, Flan-T5 and mT5; the first layer's bias is shared by all.
+    """T5, Flan-T5 and mT5, whose layers share the first layer's bias.
 
     Raises:
-        UnsupportedModelError: A view leaves that layer out.
+        UnsupportedModelError: A shared copy leaves that layer out.
     """
 
     summary = "T5, Flan-T5 and mT5"
@@ -47,11 +47,11 @@ class T5Adapter(EncoderDecoderAdapter):
 
     @staticmethod
     def scales(config: Any) -> bool:
-        """Whether states are scaled before the output matrix; mT5 never does."""
+        """Whether states are scaled before the output matrix; never in mT5."""
         return getattr(config, "scale_decoder_outputs", False)
 
     def prefill(self, prompt: Prompt, mask: Mask, positions: Tensor, past: Any) -> Tensor:
-        """The prompt as a chain from its first slot, padding included."""
+        """States of the prompt, a chain from its first slot, padding included."""
         order = torch.arange(prompt.ids.shape[1], device=prompt.ids.device)
         return self._run(prompt.ids, mask, order.expand_as(prompt.ids), past)
 
@@ -66,19 +66,19 @@ class T5Adapter(EncoderDecoderAdapter):
         return super().forward(tokens, mask, depths, past)
 
     def _distance(self, mask: Tensor, depths: Tensor, past: SourcePast) -> Tensor:
-        """How far back each slot lies in the text, up to the farthest, ``(R, Q, K)``.
+        """Distance of each token to each slot, at most the farthest, ``(R, Q, K)``.
 
         Args:
             mask: ``(R, 1, Q, K)``.
             depths: Distance of each token from the block's first, ``(R, Q)``.
-            past: Says in which slot the block begins.
+            past: Cache that knows in which slot the block begins.
         """
         begin = past.cache.start + past.cache.rows.offset
         relative = torch.arange(mask.shape[-1], device=mask.device) - begin[:, None]  # (R, K)
         return distances(relative, depths).clamp(0, self._farthest)
 
     def _correction(self, attention: nn.Module, distance: Tensor) -> Tensor:
-        """Bias of the true distances less the one that will be added, ``(R, heads, Q, K)``."""
+        """Bias of the true distances minus the one that will be added, ``(R, heads, Q, K)``."""
         bias: Any = attention.compute_bias
         if attention not in self._by_distance:
             reach = self._farthest + 1
@@ -88,7 +88,7 @@ class T5Adapter(EncoderDecoderAdapter):
         return right - bias(*distance.shape[1:], device=distance.device)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The output matrix, behind the scale that comes with tied embeddings."""
+        """Applies the output matrix, after the scale that tied embeddings need."""
         return self._head(hidden if self._scale == 1.0 else hidden * self._scale)
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -97,7 +97,7 @@ class T5Adapter(EncoderDecoderAdapter):
 
 
 class UMT5Adapter(T5Adapter):
-    """umT5; every layer has a bias of its own, and so a mask of its own."""
+    """umT5, in which every layer has its own bias, and so its own mask."""
 
     summary = "umT5, with a bias of distances in every layer"
     source = "Chung et al. 2023"
@@ -105,7 +105,7 @@ class UMT5Adapter(T5Adapter):
 
     @staticmethod
     def scales(config: Any) -> bool:
-        """With tied embeddings."""
+        """Whether states are scaled before the output matrix: with tied embeddings."""
         return config.tie_word_embeddings
 
     def _run(self, tokens: Tensor, mask: Mask, depths: Tensor, past: SourcePast) -> Tensor:
