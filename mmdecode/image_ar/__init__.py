@@ -1,8 +1,8 @@
-"""Image tokens: classes or prompts in, pictures out.
+"""Image generation: classes or prompts in, images out.
 
 START HERE: `ImageGenerator`. Below it, `mmdecode.image_ar.raster` decodes image tokens in raster
 order with any draft and rule, `mmdecode.image_ar.next_scale` scale by scale, and
-`mmdecode.image_ar.sampling` is what makes a law of logits for all of them.
+`mmdecode.image_ar.sampling` turns logits into the distribution that all of them sample from.
 """
 
 from mmdecode.image_ar.generator import ImageGenerator

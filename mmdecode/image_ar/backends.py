@@ -1,6 +1,7 @@
-"""How a batch of pictures is drawn: by a raster model, or by a next-scale one.
+"""Samples batches of images with a model in raster order.
 
-Both take requests and give `SampledImage` rows; `mmdecode.image_ar.generator` does the rest.
+Backends take conditions and return a `SampledImage` each; `mmdecode.image_ar.generator` does the
+rest. The backend of next-scale models is in `mmdecode.image_ar.next_scale_backend`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Start:
 
     Attributes:
         image: Its codes, integers ``(rows, columns)``, or its pixels from 0 to 1, ``(3, H, W)``.
-        known: What of it stays: so many codes in raster order, or a mask of cells or of pixels,
-            true where it stays.
+        known: The part of it to keep: a number of codes in raster order, or a mask of cells or
+            pixels, true where it is kept.
     """
 
     image: Tensor
@@ -63,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledImage:
-    """One row; see `mmdecode.image_ar.generator.GeneratedImage` for the fields."""
+    """One image of a batch; `mmdecode.image_ar.results.GeneratedImage` describes the fields."""
 
     codes: Tensor
     tokens: Tensor
@@ -73,16 +74,16 @@ class SampledImage:
 
 
 class RasterBackend:
-    """Draws with a `RasterModel` and a decoder.
+    """Samples images with a `RasterModel` and a decoder.
 
     Args:
-        model: With all that it takes to draw.
-        decoder: How its tokens are decoded; it is copied, and counts on its own.
-        guidance: ``None``: the decoder's guide, else the model's.
-        sampling: What guided logits become.
+        model: The model with its conditions and preset.
+        decoder: Decoder of its tokens; it is copied, with counters of its own.
+        guidance: Guidance scale; ``None``: the decoder's guide, else the model's scale.
+        sampling: Sampling settings, applied to guided logits.
 
     Raises:
-        IncompatibleError: ``guidance`` beside a decoder's guide.
+        IncompatibleError: Both ``guidance`` and a decoder's guide are given.
         OptionError: ``guidance`` is out of range.
     """
 
@@ -105,15 +106,15 @@ class RasterBackend:
         self.guarantee = guarantee_of(self.decoder)
 
     def check(self, condition: Any) -> None:
-        """Raises where an image cannot be drawn of this."""
+        """Checks that an image can be generated of a condition; raises the adapter's error."""
         self.adapter.condition(**self.model.given([condition]))
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
-        """The layout with what is given, and what that makes of the law."""
+        """The layout with the given codes, and whether the rest can be sampled exactly."""
         image = start.image
         codes = codes_of(self.adapter, image) if image.is_floating_point() else image
         layout = partly_known(self.adapter.layout, codes, start.known)
-        device = self.adapter.model.device  # a captured round cannot move what is given
+        device = self.adapter.model.device  # a captured round cannot move given codes
         return holding(layout, layout.known.to(device)), completion_of(layout)
 
     def sample(
@@ -124,7 +125,15 @@ class RasterBackend:
         start: tuple[PartlyKnown, Completion] | None,
         on_tokens: OnTokens | None,
     ) -> list[SampledImage]:
-        """A batch."""
+        """Samples a batch.
+
+        Args:
+            conditions: Classes or prompts.
+            ordinals: Index of each image among those of its condition.
+            seed: Seed of the noise.
+            start: Given codes, as `started` returns them; ``None``: none.
+            on_tokens: Called every few passes with the number of new tokens.
+        """
         decoder, adapter = self.decoder, self.adapter
         if start is not None:
             adapter = copy.copy(adapter)
@@ -165,14 +174,15 @@ class RasterBackend:
         tokens: Tensor,
         start: tuple[PartlyKnown, Completion] | None,
     ) -> list[float]:
-        """Of whole images ``(B, layout.length)``; see `GeneratedImage`."""
+        """Log-likelihoods of whole images ``(B, layout.length)``; see `GeneratedImage`."""
         layout, tokens = self.adapter.layout, tokens.to(self.adapter.model.device)
-        told, temperature = pad(tokens, (0, 1)), self.sampling.temperature
-        found = torch.zeros(told.shape, device=tokens.device)
+        padded, temperature = pad(tokens, (0, 1)), self.sampling.temperature
+        found = torch.zeros(padded.shape, device=tokens.device)
 
         def note(scores: Tensor, index: Tensor) -> None:
-            law = (scores.float() / temperature).log_softmax(-1)
-            found.scatter_(1, index, law.gather(2, told.gather(1, index)[..., None])[..., 0])
+            log_probs = (scores.float() / temperature).log_softmax(-1)
+            own = padded.gather(1, index)[..., None]
+            found.scatter_(1, index, log_probs.gather(2, own)[..., 0])
 
         reread(self.adapter, self.decoder.guide, tokens, note, self.model.given(conditions))
         free = (start[0] if start else layout).forced(torch.arange(layout.length)).cpu() < 0
@@ -180,13 +190,13 @@ class RasterBackend:
 
 
 class RowBackend(RasterBackend):
-    """Draws several rows of codes at once, see `mmdecode.image_ar.rows`.
+    """Decodes several rows of codes in parallel, see `mmdecode.image_ar.rows`.
 
     Args:
-        model: With all that it takes to draw.
-        lead: Codes that a row has to be ahead of the next one.
-        guidance: ``None``: the model's.
-        sampling: What guided logits become.
+        model: The model with its conditions and preset.
+        lead: Number of codes that a row has to be ahead of the next one.
+        guidance: Guidance scale; ``None``: the model's.
+        sampling: Sampling settings, applied to guided logits.
 
     Raises:
         OptionError: ``lead`` or ``guidance`` are out of range.
@@ -201,7 +211,7 @@ class RowBackend(RasterBackend):
         self.guarantee = self._rows.guarantee
 
     def started(self, start: Start) -> tuple[PartlyKnown, Completion]:
-        """Not possible.
+        """Refuses given codes.
 
         Raises:
             IncompatibleError: Always.
@@ -209,7 +219,7 @@ class RowBackend(RasterBackend):
         raise IncompatibleError.between(
             f"mode {ROWS!r}",
             "an image of which a part was given",
-            "rows side by side begin at the first code",
+            "rows in parallel begin at the first code",
             "use another mode",
         )
 
@@ -221,7 +231,7 @@ class RowBackend(RasterBackend):
         start: tuple[PartlyKnown, Completion] | None,
         on_tokens: OnTokens | None,
     ) -> list[SampledImage]:
-        """A batch."""
+        """Samples a batch; see `RasterBackend.sample`."""
         drawn = self._rows.generate(
             seed=seed,
             request=_requests(conditions, ordinals),
@@ -243,16 +253,16 @@ class RowBackend(RasterBackend):
 
 
 class RoundCounts(Stats):
-    """A decoder's counters, which also tell of the present call in which pass tokens came."""
+    """A decoder's counters, which also record in which pass each token of a call was decided."""
 
     def watch(self, on_tokens: OnTokens | None) -> None:
-        """Begins a call; ``on_tokens`` is told now and then how many tokens came to the batch."""
+        """Begins a call; ``on_tokens`` is called every few passes with the number of new tokens."""
         self._on_tokens = on_tokens
         self._kept: list[Tensor] = []
-        self._told = 0  # passes that were reported
+        self._reported = 0  # passes
 
     def of_call(self) -> Stats:
-        """Itself: it serves one call at a time."""
+        """Returns itself: it serves one call at a time."""
         return self
 
     def prefilled(self, counts: Tensor) -> None:
@@ -267,51 +277,51 @@ class RoundCounts(Stats):
 
     def _note(self, counts: Tensor) -> None:
         self._kept.append(counts[:, 3].clone())
-        if len(self._kept) - self._told == _EVERY:
-            self._tell()
+        if len(self._kept) - self._reported == _EVERY:
+            self._report()
 
-    def _tell(self) -> None:
-        news = self._kept[self._told :]
+    def _report(self) -> None:
+        news = self._kept[self._reported :]
         if self._on_tokens is not None and news:
-            self._told = len(self._kept)
+            self._reported = len(self._kept)
             self._on_tokens(int(torch.stack(news).sum()))
 
     def ended(self) -> Tensor:
         """Ends a call.
 
         Returns:
-            The pass that each token of the call came in, ``(B, length)``; 0: with the prompt. Rows
-            are of one length.
+            The pass in which each token of the call was decided, ``(B, length)``; 0: prefill. Rows
+            have one length.
         """
-        self._tell()
+        self._report()
         kept = torch.stack(self._kept, 1).cpu()  # (B, rounds)
         rounds = torch.arange(kept.shape[1])
         return torch.stack([rounds.repeat_interleave(row) for row in kept])
 
 
 Note = Callable[[Tensor, Tensor], None]
-"""Is told guided logits ``(B, n, V)`` without forbidden tokens, before they are sharpened and cut,
-and the places that they decide, ``(B, n)``; the last place is one behind the image."""
+"""Receives guided logits ``(B, n, V)`` without forbidden tokens, before temperature, top-k and
+top-p, and the indices of the tokens that they decide, ``(B, n)``; the last: one past the image."""
 
 
 def reread(adapter: Any, guide: Any, tokens: Tensor, note: Note, given: Mapping[str, Any]) -> None:
-    """Reads images again, each token behind the ones before it, and says what their laws were.
+    """Scores given images: passes the guided logits of every token to ``note``.
 
     Args:
-        adapter: Of the model.
+        adapter: Adapter of the model.
         guide: The guide, or ``None``.
-        tokens: As generated, forced ones included, ``(B, layout.length)``.
-        note: Told of every place once.
-        given: What the images are drawn of, as the adapter's ``condition`` takes it.
+        tokens: The generated tokens, forced ones included, ``(B, layout.length)``.
+        note: Called with every index once.
+        given: Conditions, as arguments of the adapter's ``condition``.
     """
     layout, device = adapter.layout, adapter.model.device
     holder = copy.copy(adapter)
-    holder.layout = told = holding(layout, tokens)
+    holder.layout = full = holding(layout, tokens)
     Decoder(draft=Given(), guide=guide, seed=0)(
         holder.model,
         torch.empty((len(tokens), 0), dtype=torch.long, device=device),
         logits_processor=LogitsProcessorList(
-            [Grammar(layout), _Noted(note, layout.length), Grammar(told)]
+            [Grammar(layout), _Noted(note, layout.length), Grammar(full)]
         ),
         stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(layout.length)]),
         generation_config=GenerationConfig(max_length=layout.length, do_sample=True),
@@ -321,24 +331,24 @@ def reread(adapter: Any, guide: Any, tokens: Tensor, note: Note, given: Mapping[
 
 
 class _Noted(LogitsProcessor):
-    """Hands on what comes to it, and changes nothing."""
+    """Passes scores to a function, and returns them unchanged."""
 
     def __init__(self, note: Note, length: int) -> None:
         self._note, self._length = note, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``(B, V)`` behind ``input_ids (B, P)``."""
+        """Scores ``(B, V)`` of the token after ``input_ids (B, P)``."""
         self._note(scores[:, None], torch.full_like(input_ids[:, :1], input_ids.shape[1]))
         return scores
 
     def at_nodes(self, scores: Tensor, nodes: Nodes) -> Tensor:
-        """``(B, N + 1, V)``; a node behind the image is asked too."""
+        """Scores ``(B, N + 1, V)`` of all nodes, also of a node past the image."""
         self._note(scores, nodes.prefix_length.clamp_max(self._length))
         return scores
 
 
 def _name(condition: int | str) -> bytes:
-    """As adapters name rows of classes; prompts by their text, which no batch changes."""
+    """Name of a condition: a class as adapters name it, a prompt by its text."""
     return b"class %d" % condition if isinstance(condition, int) else condition.encode()
 
 
@@ -351,5 +361,5 @@ def _requests(conditions: Sequence[Any], ordinals: Sequence[int]) -> list[bytes]
 
 
 def _pixels(adapter: Any, codes: Tensor) -> Tensor:
-    """On the CPU, ``(3, H, W)``; each image on its own, whatever it was drawn with."""
+    """Decodes one image, ``(3, H, W)`` on the CPU, so that it does not depend on its batch."""
     return adapter.decode(codes[None].to(adapter.model.device))[0].cpu()

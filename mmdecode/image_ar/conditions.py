@@ -35,7 +35,7 @@ class Conditions:
     def requests(
         self, conditions: Any, n: int
     ) -> tuple[list[ImageRequest], dict[int | str, Exception | None]]:
-        """What a call draws, and what is wrong with conditions that name nothing."""
+        """Requests of a call, and the errors of conditions that are not known."""
         if n < 1:
             raise OptionError(f"n={n}; expected at least 1 image")
         listed = list(conditions) if is_list(conditions) else [conditions]
@@ -57,7 +57,12 @@ class Conditions:
         return found, wrong
 
     def find(self, given: int | str) -> int | str:
-        """A class by its number, or a prompt."""
+        """The class, by number, or the prompt that ``given`` stands for.
+
+        Raises:
+            OptionError: It is no class or prompt of the model.
+            UnknownNameError: No class has this name.
+        """
         if not self.classes:
             if isinstance(given, str):
                 return utf8(given)
@@ -84,13 +89,13 @@ class Conditions:
 
 
 def is_list(conditions: Any) -> bool:
-    """Whether several conditions are given, and not one."""
+    """Whether ``conditions`` holds several conditions rather than one."""
     several = isinstance(conditions, Iterable) and not isinstance(conditions, str)
     return several and getattr(conditions, "ndim", 1) != 0
 
 
 def _number(given: Any) -> int | None:
-    """A whole number of Python, NumPy or torch; ``None``: it is another thing."""
+    """An integer of Python, NumPy or torch as ``int``; ``None`` for anything else."""
     if isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool:
         return None
     try:
@@ -100,10 +105,10 @@ def _number(given: Any) -> int | None:
 
 
 def utf8(text: str) -> str:
-    """The text.
+    """Returns a text that can be written in UTF-8.
 
     Raises:
-        OptionError: It is no Unicode.
+        OptionError: It cannot.
     """
     try:
         text.encode()

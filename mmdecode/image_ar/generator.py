@@ -1,9 +1,8 @@
-"""START HERE for pictures: `ImageGenerator`, classes or prompts in, images out.
+"""START HERE for images: `ImageGenerator`, classes or prompts in, images out.
 
-It finds out what kind of model a checkpoint is, draws in batches, and hands back codes, pixels and
-the pass in which every code was decided. A row's noise is named by the seed, by what it is drawn of
-and by its ordinal among equal ones: the same seed gives the same picture with and without an exact
-draft, and in any batch.
+It recognises the kind of model, samples in batches, and returns codes, pixels and the pass in which
+each code was decided. A row's noise is keyed by the seed, the condition and its ordinal among equal
+conditions: the same seed gives the same image with and without an exact drafter, in any batch.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ _ADVICE = "load the model in half precision, or use a smaller window"
 
 
 class ImageGenerator:
-    """Draws images of classes or prompts.
+    """Generates images of classes or prompts.
 
     Args:
         model: A `RasterModel`, see `mmdecode.image_ar.loading.load`, or a `NextScale`.
-        decoder: Of a raster model; ``None``: without a draft.
-        guidance: s of ``u + s (c - u)``; 1 switches it off. Of next-scale models that of the last
-            scale, 1 + t for the published t. ``None``: the model's.
-        sampling: ``None``: the model's.
-        temperature, top_k, top_p: In the place of the sampling's.
-        negative_prompt: What guidance leads away from, of models that draw of prompts alone.
-        lead: Rows of codes are drawn side by side (ZipAR, heuristic), each so many codes ahead of
-            the next; of raster models without a decoder. ``None``: one code behind the other.
-        seed: Of the noise.
-        batch: Images drawn at once; none depends on it.
+        decoder: Decoder of a raster model; ``None``: without a drafter.
+        guidance: Scale s of ``u + s (c - u)``; 1 switches guidance off. For next-scale models, the
+            scale at the last resolution, 1 + t for the published t. ``None``: the model's.
+        sampling: Sampling settings; ``None``: the model's.
+        temperature, top_k, top_p: Override those of ``sampling``.
+        negative_prompt: Text that guidance leads away from; only for models that take prompts.
+        lead: Decode rows of codes in parallel (ZipAR, lossy), each so many codes ahead of the
+            next; only for raster models without a decoder. ``None``: one code after another.
+        seed: Seed of the noise.
+        batch: Images sampled at once; no image depends on it.
 
     Attributes:
-        law: Of whole images, see `GeneratedImage`.
-        classes: Number of classes; 0: the model draws of prompts.
-        labels: Names of classes, as far as there are.
-        tokens: Of an image.
-        grid: Rows and columns of codes; of next-scale models those of the last scale.
+        guarantee: Guarantee for whole images, see `GeneratedImage`.
+        classes: Number of classes; 0: the model takes prompts.
+        labels: Names of classes, as far as they are known.
+        tokens: Number of tokens of an image.
+        grid: Rows and columns of codes; for next-scale models, of the last scale.
 
     Raises:
         OptionError: A number is out of range, or does not suit the model.
@@ -107,13 +106,13 @@ class ImageGenerator:
             if negative_prompt is not None:
                 model = model.away_from(utf8(negative_prompt))
             base = Sampling(**model.preset.sampling) if sampling is None else sampling
-            law = replace(base, **changed)
+            settings = replace(base, **changed)
             if lead is None:
-                self._backend = RasterBackend(model, decoder or Decoder(), guidance, law)
+                self._backend = RasterBackend(model, decoder or Decoder(), guidance, settings)
             elif decoder is None:
-                self._backend = RowBackend(model, lead, guidance, law)
+                self._backend = RowBackend(model, lead, guidance, settings)
             else:
-                raise OptionError(f"lead={lead}: rows side by side take no decoder; drop one")
+                raise OptionError(f"lead={lead}: rows in parallel take no decoder; drop one")
             if negative_prompt is not None and self._backend.guidance == 1:
                 raise OptionError(
                     "a negative prompt does nothing without guidance; give guidance above 1"
@@ -146,20 +145,20 @@ class ImageGenerator:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id, a short name as ``janus-pro-1b``, or ``zoo:NAME``.
-            draft: A draft, or its name with options.
+            model_id: A folder, a Hub id, a short name such as ``janus-pro-1b``, or ``zoo:NAME``.
+            draft: A drafter, or its name with options.
             accept: See `mmdecode.Decoder`.
-            mode: A draft and a rule by one name, see `mmdecode.image_ar.modes`: ``ar``, ``exact``,
-                ``fast`` or ``relaxed``, or ``zipar`` with its ``window``; the last two change the
-                law.
-            device: ``None``: CUDA where there is one.
+            mode: A drafter and a rule under one name, see `mmdecode.image_ar.modes`: ``ar``,
+                ``exact``, ``fast`` or ``relaxed``, or ``zipar`` with its ``window``; the last two
+                are lossy.
+            device: ``None``: CUDA if there is one.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
             compile: See `mmdecode.Decoder`.
             grid: Rows and columns of codes, for families whose images have no size of their own.
             refiner: A smaller next-scale model that writes the last scales (CoDe).
-            drafted: Scales that the model itself writes then.
+            drafted: Number of scales that the model itself writes in that case.
             template: See `mmdecode.image_ar.loading.load`.
-            trust_remote_code: Run Python files that come with the model: read them first.
+            trust_remote_code: Run Python files that come with the model; read them first.
             **how: Guidance, sampling and the other arguments of `ImageGenerator`.
 
         Raises:
@@ -167,7 +166,7 @@ class ImageGenerator:
             IncompatibleError: Its parts do not fit each other, or draft and rule do not.
             OptionError: An option does not suit the model, or a value is out of range.
             UnknownNameError: A mode, a draft or a rule is not known.
-            UnsupportedModelError: It writes no image tokens that an adapter is there for.
+            UnsupportedModelError: No adapter knows how the model writes images.
         """
         check_mode(mode, draft, accept)
         name = full_name(str(model_id))
@@ -222,13 +221,13 @@ class ImageGenerator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Guidance and sampling as they are, the model's own filled in, as plain values.
+        """Guidance and sampling in use, defaults of the model included, as plain values.
 
-        The sampling of a next-scale model may be a list, one for each scale.
+        The sampling of a next-scale model may be a list, one per scale.
         """
         sampling = self._backend.sampling
-        told = asdict(sampling) if isinstance(sampling, Sampling) else list(map(asdict, sampling))
-        return {"guidance": self._backend.guidance, "sampling": told}
+        values = asdict(sampling) if isinstance(sampling, Sampling) else list(map(asdict, sampling))
+        return {"guidance": self._backend.guidance, "sampling": values}
 
     def __call__(
         self,
@@ -242,33 +241,33 @@ class ImageGenerator:
         on_tokens: OnTokens | None = None,
         likelihood: bool = False,
     ) -> Any:
-        """Draws an image of a condition, or several images of each of several.
+        """Generates an image of one condition, or several images of several conditions.
 
         Args:
             conditions: Classes, by number or name, or prompts: one, or a list.
-            n: Images of each; ``None``: one.
-            on_error: ``raise`` the first error, or ``return`` an image that has it for each;
+            n: Images per condition; ``None``: one.
+            on_error: ``raise`` the first error, or ``return`` an image that holds its error;
                 ``None``: raise for a single condition, return for a list.
-            seed: In the place of the generator's.
+            seed: Overrides the generator's.
             start: An image to complete: its codes, integers ``(rows, columns)``, or its pixels from
                 0 to 1, ``(3, H, W)``.
-            known: What of it stays: so many codes in raster order, or a mask of codes or of pixels,
-                true where it stays. The first codes alone are continued exactly; of other masks
-                raster models draw *locally constrained*: a code is not told of given ones behind
-                it. Next-scale models fill masks in scale by scale.
-            on_tokens: Called every few passes with the number of tokens they added to the batch.
-            likelihood: Whether images get a log-likelihood; it reads them again.
+            known: The part of it to keep: a number of codes in raster order, or a mask of codes or
+                pixels, true where it is kept. If the first codes are kept, the rest is sampled
+                exactly. For other masks raster models sample *locally constrained*: a code does
+                not depend on kept ones after it. Next-scale models fill masks scale by scale.
+            on_tokens: Called every few passes with the number of tokens added to the batch.
+            likelihood: Whether images get a log-likelihood, which takes another pass over them.
 
         Returns:
-            A `GeneratedImage` of a single condition without ``n``; else a list by condition, then
-            ordinal, with an ``error`` where an image could not be drawn.
+            A `GeneratedImage` for a single condition without ``n``; else a list by condition, then
+            ordinal, with an ``error`` for each image that failed.
 
         Raises:
             UnknownNameError: A single class has no such name.
             OptionError: ``n`` is less than 1; a single class is out of range, or a single prompt
                 too long; or ``start`` and ``known`` do not come together.
-            ShapeError: ``start`` or ``known`` have another shape.
-            IncompatibleError: Guidance, rule or draft do not suit the model.
+            ShapeError: ``start`` or ``known`` have the wrong shape.
+            IncompatibleError: Guidance, rule or drafter do not fit the model.
         """
         single = not is_list(conditions)
         requests, wrong = self._conditions.requests(conditions, 1 if n is None else n)
@@ -287,11 +286,11 @@ class ImageGenerator:
     def requests(
         self, conditions: int | str | Sequence[int | str], n: int = 1
     ) -> list[ImageRequest]:
-        """What a call draws: ``n`` of each condition, in order.
+        """Requests of a call: ``n`` images of each condition, in order.
 
         Raises:
             UnknownNameError: A class has no such name.
-            OptionError: ``n`` is less than 1, there is no condition, or one of another kind.
+            OptionError: ``n`` is less than 1, there is no condition, or one of the wrong kind.
         """
         found, wrong = self._conditions.requests(conditions, n)
         for error in filter(None, wrong.values()):
@@ -309,21 +308,21 @@ class ImageGenerator:
         likelihood: bool = False,
         watch: Watch | None = None,
     ) -> Iterator[GeneratedImage]:
-        """Like a call, but yields images as their batches end, with an ``error`` where one failed.
+        """Like a call, but yields images as their batches end; failed ones have an ``error``.
 
-        Whatever an error of one image is, that image fails, and the others are drawn.
+        Any error of one image makes that image fail; the others are generated.
 
         Args:
-            requests: See `requests`.
-            seed: See a call, as for the others.
+            requests: As `requests` returns them.
+            seed: See `__call__`, also for the other arguments.
             start: An image to complete.
-            known: What of it stays.
+            known: The part of it to keep.
             on_tokens: Called every few passes.
-            likelihood: Whether images get one.
-            watch: Of the job, where it calls several times; see `mmdecode.runs.items`.
+            likelihood: Whether images get a log-likelihood.
+            watch: Watch of a job that calls several times; see `mmdecode.runs.items`.
 
         Raises:
-            MMDecodeError: An error of the configuration: all images fail by it.
+            MMDecodeError: An error of the configuration, by which all images fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(
@@ -341,7 +340,7 @@ class ImageGenerator:
         on_tokens: OnTokens | None,
         likelihood: bool,
     ) -> Iterator[tuple[GeneratedImage, Failed | None]]:
-        """See `images`; ``checked``: what is wrong with conditions that were looked at before."""
+        """See `images`; ``checked``: errors of conditions that were checked before, or ``None``."""
         if (start is None) != (known is None):
             raise OptionError("start and known belong together; give both, or neither")
         begun = None
@@ -357,7 +356,7 @@ class ImageGenerator:
                 error = checked[condition]
                 if error is not None:
                     failed = Failed.of(error, _ADVICE)
-                    # what is wrong with a condition is wrong with no other
+                    # the error of a condition concerns no other
                     failed = replace(failed, problem=InputError(failed.error))
                     yield self._failed(request, seed, failed), failed
                 else:
@@ -387,8 +386,8 @@ class ImageGenerator:
         on_tokens: OnTokens | None,
         likelihood: bool,
     ) -> list[GeneratedImage]:
-        """Images of a batch."""
-        sampled, likely, seconds = self._drawn(requests, seed, start, on_tokens, likelihood)
+        """Generates a batch of images."""
+        sampled, likely, seconds = self._sample(requests, seed, start, on_tokens, likelihood)
         completion = None if start is None else start[1]
         found = []
         for request, one, value in zip(requests, sampled, likely, strict=True):
@@ -409,7 +408,7 @@ class ImageGenerator:
             found.append(image)
         return found
 
-    def _drawn(
+    def _sample(
         self,
         requests: Sequence[ImageRequest],
         seed: int,
@@ -417,7 +416,7 @@ class ImageGenerator:
         on_tokens: OnTokens | None,
         likelihood: bool,
     ) -> tuple[list[SampledImage], Sequence[float | None], float]:
-        """A batch, how likely each of it is, and the seconds that one took."""
+        """Samples a batch: images, their log-likelihoods, and seconds per image."""
         conditions: list[Any] = [request.condition for request in requests]
         ordinals = [request.ordinal for request in requests]
         began = time.perf_counter()
@@ -429,12 +428,12 @@ class ImageGenerator:
         return sampled, self._backend.log_likelihood(conditions, tokens, start), seconds
 
     def _wrong(self, condition: int | str) -> Exception | None:
-        """Why nothing can be drawn of this."""
+        """Why no image can be generated of a condition; ``None``: nothing is wrong."""
         found = tried(lambda: self._backend.check(condition), _ADVICE)
         return found.problem if isinstance(found, Failed) else None
 
     def not_drawn(self, request: ImageRequest, problem: str) -> GeneratedImage:
-        """The failure of an image that nobody tries to draw."""
+        """The failure of an image that is not attempted."""
         return self._failed(request, self.seed, Failed.of(InputError(problem), _ADVICE))
 
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:

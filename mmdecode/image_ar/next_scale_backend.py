@@ -20,11 +20,11 @@ from mmdecode.image_ar.sampling import Sampling
 
 
 class NextScaleBackend:
-    """Draws with a next-scale model: VAR, or CoDe.
+    """Samples images with a next-scale model: VAR, or CoDe.
 
     Args:
-        model: With its tokenizer.
-        drawing: How codes are drawn.
+        model: The model with its tokenizer.
+        drawing: Guidance and sampling.
         labels: Names of classes.
     """
 
@@ -41,12 +41,20 @@ class NextScaleBackend:
         self.stats = RoundCounts()
 
     def check(self, condition: Any) -> None:
-        """Raises where an image cannot be drawn of this."""
+        """Checks that an image can be generated of a condition.
+
+        Raises:
+            OptionError: The class does not exist.
+        """
         if not 0 <= condition < self.classes:
             raise OptionError(f"class {condition} does not exist; expected 0 to {self.classes - 1}")
 
     def started(self, start: Start) -> tuple[Known, Completion]:
-        """What is given at every scale."""
+        """The given part of an image, at every scale.
+
+        Raises:
+            ShapeError: The image is not given as pixels.
+        """
         if not start.image.is_floating_point():
             raise ShapeError(
                 f"the image to start from has shape {tuple(start.image.shape)} and no pixels; a "
@@ -65,7 +73,7 @@ class NextScaleBackend:
         start: tuple[Known, Completion] | None,
         on_tokens: OnTokens | None,
     ) -> list[SampledImage]:
-        """A batch."""
+        """Samples a batch; see `RasterBackend.sample`."""
         sizes = [
             after - before for before, after in zip(self.starts, self.starts[1:], strict=False)
         ]
@@ -101,7 +109,7 @@ class NextScaleBackend:
 
     @torch.no_grad()
     def _pixels(self, latents: Tensor) -> Tensor:
-        """On the CPU, ``(3, H, W)``; each image on its own."""
+        """Decodes one image, ``(3, H, W)`` on the CPU, so that it does not depend on its batch."""
         tokenizer = self.model.tokenizer
         return tokenizer.image(latents[None].to(tokenizer.device))[0].cpu()
 
@@ -111,10 +119,10 @@ class NextScaleBackend:
         tokens: Tensor,
         start: tuple[Known, Completion] | None,
     ) -> list[float]:
-        """Of whole images ``(B, L)``; see `GeneratedImage`.
+        """Log-likelihoods of whole images ``(B, L)``; see `GeneratedImage`.
 
         Raises:
-            IncompatibleError: A part was given: no scale is then what the model wrote.
+            IncompatibleError: A part was given, which no scale of the model wrote.
         """
         if start is not None:
             raise IncompatibleError.between(
@@ -130,8 +138,8 @@ class NextScaleBackend:
             for scale in range(len(self.starts) - 1)
             for _ in range(self.starts[scale + 1] - self.starts[scale])
         ]
-        law = (logits / logits.new_tensor(heat)[:, None]).log_softmax(-1)
-        return law.gather(2, codes[..., None])[..., 0].sum(1).tolist()
+        log_probs = (logits / logits.new_tensor(heat)[:, None]).log_softmax(-1)
+        return log_probs.gather(2, codes[..., None])[..., 0].sum(1).tolist()
 
 
 def drawing_of(
@@ -140,7 +148,11 @@ def drawing_of(
     sampling: Sampling | None,
     changed: dict[str, Any],
 ) -> Drawing:
-    """How a next-scale model draws, its own way where nothing else is said."""
+    """Guidance and sampling of a next-scale model: those given, else the published ones.
+
+    Raises:
+        OptionError: ``guidance`` is below 1.
+    """
     base = published_drawing(model)
     if not all(stage.model.config.unconditional for stage in model.stages):
         base = replace(base, guidance=0.0)
@@ -151,14 +163,14 @@ def drawing_of(
                 "1 at the first scale up to this at the last"
             )
         base = replace(base, guidance=guidance - 1)
-    law = base.sampling if sampling is None else sampling
-    if isinstance(law, Sampling):
-        return replace(base, sampling=replace(law, **changed))
-    return replace(base, sampling=tuple(replace(one, **changed) for one in law))
+    used = base.sampling if sampling is None else sampling
+    if isinstance(used, Sampling):
+        return replace(base, sampling=replace(used, **changed))
+    return replace(base, sampling=tuple(replace(one, **changed) for one in used))
 
 
 def published_drawing(model: NextScale) -> Drawing:
-    """How models of this kind were published to draw."""
+    """Published guidance and sampling of this kind of model."""
     code = next_scale.CODE
     samplings = code.sampling
     assert not isinstance(samplings, Sampling), "one for each scale"

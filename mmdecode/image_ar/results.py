@@ -1,4 +1,4 @@
-"""What is asked of an `ImageGenerator`, and what it returns: requests and images."""
+"""Requests for an `ImageGenerator`, and the images that it returns."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRequest:
-    """One image to draw.
+    """One image to generate.
 
     Attributes:
-        index: Its place among those asked for.
+        index: Its index among the requests.
         condition: A class, or a prompt.
-        ordinal: Its place among those of its condition; it names the noise.
+        ordinal: Its index among the requests of its condition; it keys the noise.
     """
 
     index: int
@@ -35,30 +35,30 @@ class ImageRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GeneratedImage:
-    """One image as tokens, and how it came about.
+    """One image as tokens, and how it was generated.
 
     Attributes:
-        index: Its place among those asked for.
+        index: Its index among the requests.
         condition: The class, or the prompt.
         label: The class's name; ``None``: it has none.
-        ordinal: Its place among those of its condition.
-        seed: Of the noise.
-        law: ``exact``: of the model; ``heuristic``: of a relaxed rule, which changes it; ``hybrid
-            of two models``: of CoDe; ``locally constrained``: of an exact rule, where given codes
-            ahead, or a part that was laid over, were not told of.
-        completion: Of an image of which a part was given: ``continued``, by the model's law behind
-            what was given; ``locally constrained`` and ``laid over`` follow no law of the model,
-            see `mmdecode.image_ar.completion`.
-        codes: Of the image tokenizer, ``(rows, columns)``; of next-scale models those of all
+        ordinal: Its index among the images of its condition.
+        seed: Seed of the noise.
+        guarantee: ``exact``: sampled from the target distribution; ``heuristic``: a relaxed rule
+            changes the distribution; ``hybrid of two models``: CoDe; ``locally constrained``: an
+            exact rule, but codes do not depend on given ones after them.
+        completion: How an image with a given part was completed. ``continued``: exactly, after the
+            given codes; ``locally constrained`` and ``laid over`` are no samples of the model, see
+            `mmdecode.image_ar.completion`; ``None``: nothing was given.
+        codes: Codes of the image tokenizer, ``(rows, columns)``; for next-scale models those of all
             scales, ``(L,)``.
-        tokens: As generated, forced ones included.
-        commits: The pass in which each of ``codes`` was decided; 0: with the prompt, -1: given. Of
-            next-scale models the scale.
-        passes: Scoring passes after the prompt was read.
-        seconds: Of its batch without pixels, over the batch's size.
-        log_likelihood: Of the drawn codes in nats, under the guided law at the temperature, before
-            top-k and top-p; ``None``: not asked for.
-        error: What was wrong, what was expected and what to do; ``None``: nothing was.
+        tokens: The generated tokens, forced ones included.
+        commits: The pass in which each of ``codes`` was decided; 0: prefill, -1: given. For
+            next-scale models, the scale.
+        passes: Scoring passes after prefill.
+        seconds: Seconds of its batch without decoding pixels, divided by the batch size.
+        log_likelihood: Log-likelihood of the sampled codes in nats, under the guided distribution
+            at the temperature, before top-k and top-p; ``None``: not requested.
+        error: What was wrong, what was expected and what to do; ``None``: no error.
         kind: Name of the error's class.
     """
 
@@ -80,19 +80,19 @@ class GeneratedImage:
     _pixels: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     def pixels(self) -> Tensor:
-        """Float32 from 0 to 1, ``(3, H, W)``.
+        """Pixels, float32 from 0 to 1, ``(3, H, W)``.
 
         Raises:
-            InputError: The image could not be drawn.
-            IncompatibleError: What turns codes into pixels is not at hand.
+            InputError: The image could not be generated.
+            IncompatibleError: The decoder of the image tokenizer was not given.
         """
         if self._pixels is None:
-            raise InputError(self.error or "this image was not drawn")
+            raise InputError(self.error or "this image was not generated")
         return self._pixels()
 
     @cached_property
     def image(self) -> Image:
-        """As a PIL image; see `pixels`.
+        """The image as a PIL image; see `pixels`.
 
         Raises:
             MissingExtraError: Pillow is not installed.
@@ -106,5 +106,5 @@ class GeneratedImage:
 
 
 def request_name(image: ImageRequest | GeneratedImage) -> str:
-    """What an image is called in the note of what is being drawn."""
+    """Name of an image in the record of images in progress."""
     return f"{image.condition} {image.ordinal}"

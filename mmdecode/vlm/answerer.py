@@ -43,7 +43,7 @@ ADVICE = (
 )
 
 _MOST_TIMES = 100
-"""How many times the length that a model was made for a prompt may have."""
+"""Longest prompt, as a multiple of the length that a model was made for."""
 _LONGER = 32  # times: rows are padded to the longest of their batch
 
 
@@ -53,7 +53,7 @@ class Answerer:
     Args:
         model: A vision-language model of transformers.
         processor: Its processor.
-        decoder: How answers are decoded; ``None``: without a draft or a guide.
+        decoder: Decoder of the answers; ``None``: without a drafter or a guide.
 
     Raises:
         UnsupportedModelError: The processor reads no images.
@@ -64,12 +64,12 @@ class Answerer:
         self.decoder = decoder or Decoder(seed=0)
         self.prompts = Prompts(model, processor)
         self._ends = set(token_ids(model.generation_config.eos_token_id))
-        self._places: int | None = None
+        self._max_positions: int | None = None
         self._made_for: int | None = None
-        # some hand their decoder a model inside of them, which sets its own limit
+        # some models pass their inner model to the decoder, which sets its own limit
         with contextlib.suppress(UnsupportedModelError):
             adapter = registry.adapter_for(model)
-            self._places, self._made_for = adapter.max_positions, length_made_for(adapter)
+            self._max_positions, self._made_for = adapter.max_positions, length_made_for(adapter)
 
     @classmethod
     @trusting_as_asked
@@ -88,14 +88,14 @@ class Answerer:
         """Loads a model and builds its decoder.
 
         Args:
-            model_id: A folder, a Hub id, a short name as ``llava-1.5-7b``, or ``zoo:NAME``.
-            draft: A draft, or its name with options.
+            model_id: A folder, a Hub id, a short name such as ``llava-1.5-7b``, or ``zoo:NAME``.
+            draft: A drafter, or its name with options.
             guide: A guide, or its name with options.
             accept: See `mmdecode.Decoder`.
-            device: ``None``: CUDA where there is one.
+            device: ``None``: CUDA if there is one.
             dtype: ``None``: float32; ``auto``: see `mmdecode.checkpoints.dtype_of`.
-            seed: Of the noise that sampling uses.
-            trust_remote_code: Run Python files that come with the model: read them first.
+            seed: Seed of the noise that sampling uses.
+            trust_remote_code: Run Python files that come with the model; read them first.
 
         Raises:
             InputError: The checkpoint cannot be loaded.
@@ -133,15 +133,15 @@ class Answerer:
                 See `mmdecode.vlm.images`.
             questions: One question, or a list. One is asked about each entry of ``images``, and
                 one image is asked about in each question.
-            ids: Names of the requests; they also name their noise when sampling. Without them
-                what is asked and shown does, so that equal requests get equal answers.
-            on_error: ``raise`` the first error, or ``return`` an answer that has it for each;
+            ids: Ids of the requests, which also key their noise when sampling. Without ids,
+                question and images key it, so that equal requests get equal answers.
+            on_error: ``raise`` the first error, or ``return`` an answer that holds its error;
                 ``None``: raise for a single question about a single entry, return for lists.
             **options: Fields of `AnswerOptions`.
 
         Returns:
             An `Answer` for one question about one entry; where either is a list, a list in its
-            order, with empty answers that have an ``error`` where one could not be given.
+            order, with an empty answer and an ``error`` for each question that failed.
 
         Raises:
             OptionError: Images, questions and ids do not pair up, or an option is wrong.
@@ -154,17 +154,17 @@ class Answerer:
     def answers(
         self, requests: Sequence[AnswerRequest], watch: Watch | None = None, **options: Any
     ) -> Iterator[Answer]:
-        """Like a call, but yields answers as their batches end; questions of a length go together.
+        """Like a call, but yields answers as their batches end, in batches of similar length.
 
-        Whatever an error of one question is, that question fails, and the others are answered.
+        Any error of one question makes that question fail; the others are answered.
 
         Args:
-            requests: See `requests_of`.
-            watch: Of the job, where it asks several times; see `mmdecode.runs.items`.
+            requests: As `requests_of` returns them.
+            watch: Watch of a job that calls several times; see `mmdecode.runs.items`.
             **options: Fields of `AnswerOptions`.
 
         Raises:
-            MMDecodeError: An error of the configuration: all questions fail by it.
+            MMDecodeError: An error of the configuration, by which all questions fail.
         """
         watch = Watch() if watch is None else watch
         yield from watch.released(self._outcomes(requests, make_options(options), watch))
@@ -200,31 +200,31 @@ class Answerer:
                     yield found, None
 
     def _length(self, request: AnswerRequest) -> tuple[int, int]:
-        """Images and tokens of a question."""
+        """Number of images and of tokens of a question."""
         if request.problem is not None:
             raise InputError(request.problem)
         return len(request.images), len(self.processor.tokenizer.tokenize(request.text))
 
     def _question(self, request: AnswerRequest, tokens: int, settings: AnswerOptions) -> Question:
-        """A request whose images were read.
+        """Reads the images of a request.
 
         Raises:
-            InputError: One cannot be, or the question cannot be asked.
+            InputError: An image cannot be read, or the question cannot be asked.
         """
-        pictures = [source.read() for source in request.images]
-        question = self.prompts.question(request.text, pictures, text_only=settings.text_only)
-        self._refuse_beyond(tokens, settings)  # no batch need be built of it
+        images = [source.read() for source in request.images]
+        question = self.prompts.question(request.text, images, text_only=settings.text_only)
+        self._refuse_beyond(tokens, settings)  # before a batch is built of it
         return question
 
     def stream(
         self, image: Any, question: str, *, id: str | None = None, **options: Any
     ) -> Iterator[str]:
-        """Yields an answer in pieces, as soon as they cannot change any more.
+        """Yields an answer in pieces, each as soon as it is final.
 
         Args:
             image: One image, a list of images that are asked about together, or ``None``.
-            question: What is asked.
-            id: Names the request and its noise when sampling; see a call's ``ids``.
+            question: The question.
+            id: Id of the request, which keys its noise when sampling; see ``ids`` of a call.
             **options: Fields of `AnswerOptions`.
 
         Raises:
@@ -234,8 +234,8 @@ class Answerer:
 
         settings = make_options(options)
         [request] = requests_of([image], question, None if id is None else [id])
-        pictures = [source.read() for source in request.images]
-        asked = self.prompts.question(question, pictures, text_only=settings.text_only)
+        images = [source.read() for source in request.images]
+        asked = self.prompts.question(question, images, text_only=settings.text_only)
         inputs = self._inputs([asked], settings)
         streamer = TextIteratorStreamer(
             self.processor.tokenizer,
@@ -243,7 +243,7 @@ class Answerer:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        left = threading.Event()  # nobody listens any more
+        left = threading.Event()  # set when the caller stops reading
         problems: list[BaseException] = []
 
         def run() -> None:
@@ -273,7 +273,7 @@ class Answerer:
     def _batch(
         self, asked: Sequence[tuple[AnswerRequest, Question]], settings: AnswerOptions
     ) -> list[Answer]:
-        """Answers of a batch."""
+        """Answers a batch of questions."""
         requests, questions = zip(*asked, strict=True)
         began, passes = time.perf_counter(), self.stats.passes
         inputs = self._inputs(questions, settings)
@@ -317,12 +317,15 @@ class Answerer:
                 f"(max_position_embeddings), and more than {_MOST_TIMES} times that is no text for "
                 "it: shorten the question"
             )
-        if self._places is not None and tokens + settings.max_new_tokens > self._places:
+        if (
+            self._max_positions is not None
+            and tokens + settings.max_new_tokens > self._max_positions
+        ):
             raise InputError(
                 f"the question and its images make a prompt of {tokens} tokens, an answer may "
                 f"have {settings.max_new_tokens}, and {type(self.model).__name__} has "
-                f"{self._places} positions; shorten the question, give fewer or smaller images, or "
-                "lower max_new_tokens"
+                f"{self._max_positions} positions; shorten the question, give fewer or smaller "
+                "images, or lower max_new_tokens"
             )
 
     def _generate(
@@ -333,7 +336,7 @@ class Answerer:
         settings: AnswerOptions,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """Per row what an `Answer` has of it: new tokens up to the end, and what was asked for."""
+        """Fields of each row's `Answer`: new tokens up to the end, and what was requested."""
         asked = settings.margins and all(yes_no_ids(self.processor.tokenizer))
         names = None
         if settings.do_sample:
@@ -353,16 +356,16 @@ class Answerer:
         )
         rows: list[dict[str, Any]] = []
         for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
-            end = next((place for place, t in enumerate(row) if t in self._ends), len(row) - 1)
+            end = next((index for index, t in enumerate(row) if t in self._ends), len(row) - 1)
             rows.append({"token_ids": row[: end + 1]})
         own = self._margins(output.logits[0]) if asked else [None] * len(rows)
-        for place, known in enumerate(rows):
-            known["margin"] = own[place]
+        for index, known in enumerate(rows):
+            known["margin"] = own[index]
             if settings.first_logits:
-                known["first_logits"] = output.scores[0][place].cpu()
+                known["first_logits"] = output.scores[0][index].cpu()
             if settings.trace:
-                known["trace"] = rounds[place]
-                opening = rounds[place][0].opening
+                known["trace"] = rounds[index]
+                opening = rounds[index][0].opening
                 if asked and opening:
                     margins = self._margins(torch.stack([*opening.values()]))
                     known["margins"] = dict(zip(opening, margins, strict=True))
@@ -383,7 +386,7 @@ def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
 def _batches(
     ordered: Sequence[tuple[AnswerRequest, tuple[int, int] | Failed]], size: int
 ) -> Iterator[list[tuple[AnswerRequest, tuple[int, int] | Failed]]]:
-    """Questions by length; one that is much longer than the others before it begins a batch."""
+    """Batches of questions by length; one much longer than those before it begins a batch."""
     batch: list[tuple[AnswerRequest, tuple[int, int] | Failed]] = []
     for one in ordered:
         longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf

@@ -13,13 +13,13 @@ from mmdecode.errors import MissingExtraError, MMDecodeError, UnsupportedModelEr
 def load(
     model_id: str, device: str | torch.device | None, dtype: str | torch.dtype | None
 ) -> tuple[Any, Any]:
-    """Model and processor of a checkpoint.
+    """Loads model and processor of a vision-language checkpoint.
 
     Raises:
         InputError: It cannot be loaded.
         MissingExtraError: Its processor needs a library that is not installed.
         OptionError: The device or dtype does not exist.
-        UnsupportedModelError: It is no vision-language model.
+        UnsupportedModelError: The checkpoint is no vision-language model.
     """
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

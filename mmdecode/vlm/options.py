@@ -10,7 +10,7 @@ from typing import Any
 from mmdecode.errors import OptionError, refuse_unknown
 
 WARPERS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of ``generate`` that warp the law when sampling, beside those of `AnswerOptions`."""
+"""Settings of ``generate`` that warp logits when sampling, next to those of `AnswerOptions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +18,17 @@ class AnswerOptions:
     """Settings of an answer.
 
     Attributes:
-        max_new_tokens: Most tokens of an answer.
-        do_sample: Draw tokens; else the most likely one is taken.
-        temperature: Of the law that is drawn from; 1 is neutral.
-        top_p: Draw from the most likely tokens that together have this probability; 1 is neutral.
-        top_k: Draw from so many tokens; 0 is neutral, and the default whatever the checkpoint says.
+        max_new_tokens: Maximum number of tokens of an answer.
+        do_sample: Sample tokens; else the most likely one is taken.
+        temperature: Divisor of the logits; 1 is neutral.
+        top_p: Sample from the most likely tokens that reach this total probability; 1 is neutral.
+        top_k: Sample from the k most likely tokens; 0 is neutral, and the default whatever the
+            checkpoint says.
         batch_size: Questions decoded at once.
-        text_only: Whether questions without an image are meant so.
-        margins: Whether answers get a margin; it costs the memory of each token's logits.
-        trace: Whether answers get a trace, and with margins those of each branch; it costs a
-            synchronisation per round.
+        text_only: Allow questions without an image.
+        margins: Whether answers get a yes/no margin; it costs the memory of each token's logits.
+        trace: Whether answers get a trace, and, with ``margins``, the margins of each branch; it
+            costs a synchronisation per round.
         first_logits: Whether answers get the logits that their first token was decided from; it
             costs as much memory as margins do.
 
@@ -66,19 +67,23 @@ class AnswerOptions:
             )
 
     def generation(self) -> dict[str, Any]:
-        """As arguments of ``generate``; what a checkpoint says of sampling does not count.
+        """Arguments of ``generate``; they override the checkpoint's own sampling settings.
 
-        Its penalties do, such as ``repetition_penalty``: they are part of its greedy answers too.
+        Its penalties stay, such as ``repetition_penalty``: they affect its greedy answers too.
         """
         given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
         given |= dict.fromkeys(WARPERS)
         if not self.do_sample:
             return given | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return given | {"do_sample": True, **drawn}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return given | {"do_sample": True, **sampling}
 
 
 def make_options(options: Mapping[str, Any]) -> AnswerOptions:
-    """`AnswerOptions` from keyword arguments, with our error for an unknown name."""
+    """`AnswerOptions` from keyword arguments.
+
+    Raises:
+        OptionError: A name is unknown, or a value is out of range.
+    """
     refuse_unknown(options, list(AnswerOptions.__dataclass_fields__))
     return AnswerOptions(**options)

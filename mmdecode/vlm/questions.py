@@ -1,8 +1,8 @@
 """Questions about images, and the model inputs that ask them.
 
-The prompt is that of the processor's chat template; without one it is the one a family is used to,
-see `PLAIN_PROMPTS`. Images stand where the text says ``<image>`` (or the processor's own
-placeholder), once per image; where it says nothing they stand before the text. A video is given as
+The prompt is made by the processor's chat template; without one, by the family's usual format, see
+`PLAIN_PROMPTS`. Images are inserted where the text has ``<image>`` (or the processor's own
+placeholder), once per image; without placeholders they come before the text. A video is passed as
 several images, its frames.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmdecode.vlm.requests import AnswerRequest
 
 PLACEHOLDER = "<image>"
-"""Where an image stands in a question, whatever the model's own placeholder is."""
+"""Placeholder of an image in a question, whatever the model's own placeholder is."""
 
 PLAIN_PROMPTS = {
     "llava": "USER: {images}{question} ASSISTANT:",
@@ -31,29 +31,29 @@ PLAIN_PROMPTS = {
     "paligemma": "{images}{question}",
     "chameleon": "{question}{images}",
 }
-"""Prompts of families without a chat template, by model type; of others images, then the text."""
+"""Prompts of families without a chat template, by model type; default: images, then the text."""
 
 _ONE_IMAGE = ("instructblip",)
 """Families that read one image, which their processor puts before the text."""
 
 _BY_TOKEN = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
-"""Inputs with a value per token of the prompt."""
+"""Names of inputs with one value per prompt token."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request as it was made, before any processor saw it.
+    """A question before it is processed.
 
-    A guide whose branch asks something else, or shows another image, takes
-    ``dataclasses.replace(question, text=..., images=...)`` and calls ``build``.
+    A guide whose branch changes the question or its images calls
+    ``dataclasses.replace(question, text=..., images=...)``, and then ``build``.
 
     Attributes:
-        text: What is asked, without the template around it.
-        images: In RGB; none for a question of text alone.
+        text: The question, without the template around it.
+        images: RGB images; none for a question of text alone.
         build: Turns questions into model inputs, one row each: ``input_ids`` and
             ``attention_mask``, padded on the left, ``pixel_values``, and whatever else the model's
             processor makes. On the model's device, in its dtype.
-        tokenizer: The processor's.
+        tokenizer: The processor's tokenizer.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Question:
 
 
 class Prompts:
-    """Makes questions, and model inputs of them.
+    """Makes questions, and turns them into model inputs.
 
     Args:
         model: A vision-language model.
@@ -91,12 +91,12 @@ class Prompts:
     def question(
         self, text: str, images: Sequence[Image] = (), *, text_only: bool = False
     ) -> Question:
-        """A question that can be asked.
+        """Checks a question and its images.
 
         Args:
-            text: With a placeholder per image, or with none.
-            images: As `mmdecode.vlm.images.read_image` gives them.
-            text_only: Whether a question without an image is meant so.
+            text: Text with one placeholder per image, or without any.
+            images: Images, as `mmdecode.vlm.images.read_image` returns them.
+            text_only: Allow a question without an image.
 
         Raises:
             InputError: The text is empty, or text and images do not belong together.
@@ -124,7 +124,7 @@ class Prompts:
         return Question(text, tuple(images), self.build, self.processor.tokenizer)
 
     def prompt(self, question: Question) -> str:
-        """The text that the tokenizer is given, with a placeholder of the processor per image.
+        """The tokenizer's input: the filled template, with the processor's placeholder per image.
 
         Raises:
             InputError: The chat template drops images, or cannot be filled in.
@@ -163,8 +163,8 @@ class Prompts:
             content = [image] * count + [{"type": "text", "text": text}]
         else:
             content = []
-            for place, part in enumerate(parts):
-                content += [image] * (place > 0)
+            for index, part in enumerate(parts):
+                content += [image] * (index > 0)
                 content += [{"type": "text", "text": part.strip("\n")}] * bool(part.strip())
         try:
             return self.processor.apply_chat_template(
@@ -177,7 +177,7 @@ class Prompts:
             ) from error
 
     def read(self, requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
-        """Model inputs of requests whose images are not read yet, or which have none.
+        """Reads the images of requests and makes model inputs.
 
         Raises:
             InputError: An image cannot be read, or the processor refuses one.
@@ -216,20 +216,20 @@ class Prompts:
                 f"{type(self.processor).__name__} refuses the question and its images: "
                 f"{' '.join(str(error).split())}; give other images: of another size, or number"
             ) from error
-        built.pop("labels", None)  # some make what training needs
+        built.pop("labels", None)  # some processors return labels for training
         order = built["attention_mask"].argsort(dim=1, stable=True)
-        for name in _BY_TOKEN & built.keys():  # some put an image before a text that is padded
+        for name in _BY_TOKEN & built.keys():  # some insert images before a padded text
             built[name] = built[name].gather(1, order)
         return dict(built.to(self._model.device, dtype=self._model.dtype))
 
 
 def noise_of_id(name: str) -> str:
-    """Names the noise of a request that was given an id; the engine's request of `Decoder`."""
+    """Key of the noise of a request with a given id."""
     return f"id {name}"
 
 
 def noise_name(request: AnswerRequest, question: Question) -> str:
-    """The id that the user gave, else what is asked and shown."""
+    """Key of a request's noise: the id that the user gave, else question and images."""
     if request.named:
         return noise_of_id(request.id)
     return "\n".join(["asked", question.text, *map(digest, question.images)])

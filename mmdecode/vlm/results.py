@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model says to one question.
+    """A model's answer to one question.
 
     Attributes:
-        id: Of the request: the given one, else its place in the input.
-        index: Its place in the input.
+        id: Id of the request: the given one, else its index in the input.
+        index: Its index in the input.
         images: Names of its images: paths, or ``image 2``.
-        question: As it was asked.
-        text: The answer; empty where there is an error.
-        token_ids: It as ids; the one that ends it is among them.
-        margin: How much rather the model begins with yes than with no, see `yes_no_margin`, by the
-            logits of its main branch: no processor, and no guide but one that edits or replaces
-            that branch. ``None``: its tokenizer has no such words, or margins were not asked for.
-        margins: The same by branch, ``main`` as in ``margin``, and under ``guided`` with the
-            guide, before a plausibility cut; infinite where the guide leaves one of the words
-            alone. ``None``: as for ``margin``, or a trace was not asked for.
+        question: The question, as it was asked.
+        text: The answer; empty if there is an error.
+        token_ids: The answer as ids, its end token included.
+        margin: Margin of yes over no as the first word, see `yes_no_margin`, from the logits of the
+            main branch: without processors, and without a guide unless it edits or replaces that
+            branch. ``None``: the tokenizer has no such words, or margins were not requested.
+        margins: The same by branch: ``main`` is ``margin``; ``guided`` is that of the guided
+            logits before a plausibility cut, infinite if the guide leaves only one of the words.
+            ``None``: as for ``margin``, or no trace was requested.
         first_logits: Logits that the first token was decided from, after guide and processors,
             ``(V,)``; ``None``: not requested.
-        prompt: The question as the processor was given it; empty where there is an error.
-        seconds: Of its batch, over the batch's size; reading images is not counted.
-        passes: Scoring passes of its batch after the prompts were read.
-        trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not asked for.
-        error: What was wrong, what was expected and what to do; ``None``: nothing was.
+        prompt: The question as it was passed to the processor; empty if there is an error.
+        seconds: Seconds of its batch divided by the batch size, without reading images.
+        passes: Scoring passes of its batch after prefill.
+        trace: Its rounds, see `mmdecode.engine.trace.Round`; ``None``: not requested.
+        error: What was wrong, what was expected and what to do; ``None``: no error.
         kind: Name of the error's class.
     """
 
@@ -58,14 +58,14 @@ class Answer:
     kind: str | None = None
 
     def changed(self, tokens: int | None = None) -> int | None:
-        """How many tokens a guide decided otherwise than the model alone would have.
+        """Number of tokens that the guide changed, compared with the model alone.
 
         Args:
-            tokens: Only so many, the first ones; ``None``: all.
+            tokens: Count only the first so many tokens; ``None``: all.
 
         Returns:
-            Their number; ``None``: no trace was asked for, no guide was on, or it is one whose
-            trace cannot know (see `mmdecode.engine.trace.Step`).
+            The number; ``None``: no trace was requested, there was no guide, or its trace cannot
+            tell (see `mmdecode.engine.trace.Step`).
         """
         steps = [step for one in self.trace or () for step in one.steps]
         known = [step.changed for step in steps[:tokens] if step.changed is not None]

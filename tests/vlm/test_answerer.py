@@ -380,7 +380,7 @@ def test_what_a_processor_refuses_fails_alone(answerer, pictures, monkeypatch):
 
 
 def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatch):
-    monkeypatch.setattr(answerer, "_places", 60)
+    monkeypatch.setattr(answerer, "_max_positions", 60)
     long = "What is beside the star? " * 40
     found = answerer(pictures[:2], ["What?", long], max_new_tokens=20)
     assert found[0].error is None
@@ -392,7 +392,7 @@ def test_a_prompt_that_leaves_no_room_fails_alone(answerer, pictures, monkeypatc
 def test_a_prompt_a_hundred_times_too_long_fails_alone_before_it_is_read(
     answerer, pictures, monkeypatch
 ):
-    monkeypatch.setattr(answerer, "_places", None)
+    monkeypatch.setattr(answerer, "_max_positions", None)
     monkeypatch.setattr(answerer, "_made_for", 2)
     long = "What is beside the star? " * 100
     found = answerer(pictures[:2], ["What?", long], max_new_tokens=2)
