@@ -9,7 +9,7 @@ EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-oldest lint types gpu bench clean
+.PHONY: help demo test test-all test-oldest lint types docs gpu bench clean
 
 help:
 	@echo "make demo      shipped models on shipped speech and images"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-oldest  comparisons with transformers on the oldest version that is supported"
 	@echo "make lint      ruff"
 	@echo "make types     mypy"
+	@echo "make docs      the site, in build/site"
 	@echo "make bench     speed on this machine's CPU"
 	@echo "make gpu       tests and speed on CUDA, with the packages of $(PYTHON), installs nothing"
 	@echo "make clean     remove caches and build outputs, keep $(VENV)"
@@ -76,6 +77,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(PY) -m mypy
+
+# pages say what is wrong with them; a warning fails
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed
 	$(PY) benchmarks/asr_speed.py --device cpu

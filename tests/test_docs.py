@@ -153,6 +153,19 @@ def test_every_page_is_there():
     }
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    text = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"(\w+\.md)$", text.partition("\nnav:\n")[2], re.MULTILINE)
+    assert sorted(listed) == [page.name for page in PAGES]
+
+
+def test_the_site_loads_nothing_from_elsewhere_and_has_two_plugins():
+    text = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    plugins = re.search(r"^plugins:\n(.*?)^\w", text, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^  - (\w+)", plugins[1], re.MULTILINE) == ["search", "mkdocstrings"]
+    assert "  font: false" in text and "https:" not in text
+
+
 def test_the_page_of_the_loop_names_every_file_of_the_engine():
     text = (DOCS / "loop.md").read_text(encoding="utf-8")
     files = {file.name for file in (DOCS.parent / "mmdecode" / "engine").glob("*.py")}

@@ -36,22 +36,28 @@ def methods():
     return table(["part", "name", "what it does", "guarantee", "source"], rows)
 
 
-MEASURED = ("drafters", "vlm_speed", "guided_drafts", "image_speed", "hallucination")
-"""Pages whose marked tables have a row for each method that was measured."""
-CALLED = {"jacobi": "SJD", "cool_sd": "Cool-SD", "lantern": "LANTERN", "gsd": "grouped"}
-"""Names in those tables that differ from the registry's."""
+MEASURED = {"draft": ("drafters", "vlm_speed", "guided_drafts"), "guide": ("hallucination",)}
+"""By kind, pages whose marked tables have a row for each method that was measured."""
+DRAWN = {"jacobi": "SJD", "coupled": "coupled", "cool_sd": "Cool-SD", "lantern": "LANTERN"}
+DRAWN["gsd"] = "grouped"
+"""Names of the rows in the tables of image tokens."""
+JUDGED = {"rejection": "rejection", "sample_match": "membership"}
+"""Names of rules in the rows of drafters, after a semicolon."""
 
 
-def measured(name):
+def measured(kind, name):
     """Pages that have a row of measurements for a method, as links."""
-    row = re.compile(rf"^\| `?{re.escape(CALLED.get(name, name))}(?![\w-])", re.MULTILINE)
+    rows = [(stem, name) for stem in MEASURED.get(kind, ())]
+    rows += [("image_speed", DRAWN[name])] if name in DRAWN else []
+    rows += [("drafters", rf"[^|]+; {JUDGED[name]}")] if name in JUDGED else []
     found = []
-    for stem in MEASURED:
+    for stem, called in rows:
         text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
         title = text.splitlines()[0].removeprefix("# ")
+        row = re.compile(rf"^\| `?{called}(?![\w-])", re.MULTILINE)
         if row.search(text.partition("<!-- tables -->")[2]):
             found.append(f"[{title}]({stem}.md)")
-    return f"Measured: {', '.join(found)}." if found else "Not measured."
+    return f"Measured: {', '.join(found)}." if found else "Not measured in a table of its own."
 
 
 def sections(kind):
@@ -61,7 +67,7 @@ def sections(kind):
         if not entry.plugin:
             cls, _ = registry.resolve(kind, entry.name)
             says = entry.summary[0].upper() + entry.summary[1:]
-            facts = [f"## `{entry.name}`", f"{says}. {measured(entry.name)}"]
+            facts = [f"## `{entry.name}`", f"{says}. {measured(kind, entry.name)}"]
             facts.append(f"Source: {entry.source}. Guarantee: {entry.guarantee}.")
             if kind == "guide":
                 facts[-1] = f"Source: {entry.source}."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.evaluation.audit.audit import AuditReport, audit
+from mmdecode.evaluation.audit import audit as _audit
+from mmdecode.evaluation.audit.audit import AuditReport
 from mmdecode.evaluation.audit.plain import Case, Plain
 from mmdecode.evaluation.speech.word_report import Comparison, WERReport, wer_report
 from mmdecode.evaluation.speed.memory import RowBytes, row_bytes
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from mmdecode.evaluation.vision.caption_report import CaptionReport
     from mmdecode.evaluation.vision.choice_report import ChoiceReport
     from mmdecode.evaluation.vision.yes_no_report import YesNoReport
+
+audit = _audit.audit  # an assignment: the folder of that name would be taken for it
 
 __all__ = [
     "AuditReport",
