@@ -1,4 +1,4 @@
-"""FLASH: a drafter that sees an image as a few latents and makes several states in one pass.
+"""FLASH: a drafter that reads an image as a few latents and makes several states in one pass.
 
 Rows of A attend to the target's states of an image, ``softmax(A H^T) H``, and what they find lies
 at the last positions of the image, whose other rows are left out; positions keep their gap. One
@@ -77,7 +77,7 @@ class FlashModel(FeatureDrafter):
         return torch.where((rows.images > 0)[..., None], rows.embeds, states)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
-        """States of the ``k`` tokens behind each row's, ``(B, Q, k * H)``."""
+        """States of the ``k`` tokens after each row's token, ``(B, Q, k * H)``."""
         states = self.read(rows)
         rotation = self.rotary(rows.positions, states.dtype)
         return self.layers.ar_proj(states + self.layers(states, rotation, mask, past))

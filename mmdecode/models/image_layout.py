@@ -1,7 +1,7 @@
-"""Where the codes of an image stand among the generated tokens of a raster model.
+"""Positions of the codes of an image among the generated tokens of a raster model.
 
 The generated part is ``rows`` rows of ``columns`` codes, each row perhaps followed by a newline
-token, the last one perhaps by a fixed tail. Those tokens are forced: their place decides them.
+token, the last one perhaps by a fixed tail. Those tokens are forced: their position decides them.
 Index 0 is the first generated token; whatever a model wants before the codes (sizes, the token that
 opens an image) belongs to its prompt.
 """
@@ -24,8 +24,8 @@ class Layout:
         rows: Rows of codes, h.
         columns: Codes per row, w.
         ids: Id in the model's vocabulary of each code, ``(C,)``.
-        newline: Id behind every row; ``None``: no token.
-        tail: Ids behind the last row.
+        newline: Id after every row; ``None``: no token.
+        tail: Ids after the last row.
 
     Raises:
         OptionError: The grid has no cell.
@@ -63,13 +63,13 @@ class Layout:
         return self.newline is not None or bool(self.tail)
 
     def forced(self, index: Tensor) -> Tensor:
-        """The token that each place forces, -1 where it is free; any shape."""
+        """The token that is forced at each index, -1 if none is; any shape."""
         result = torch.full_like(index, -1)
         if self.newline is not None:
             result = result.masked_fill(index % self.stride == self.columns, self.newline)
         body = self.rows * self.stride
-        for place, token in enumerate(self.tail):
-            result = result.masked_fill(index == body + place, token)
+        for offset, token in enumerate(self.tail):
+            result = result.masked_fill(index == body + offset, token)
         return result.masked_fill(index >= self.length, self.tail[-1]) if self.tail else result
 
     def left(self, index: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Layout:
         return torch.where(free & (index >= self.stride), index - self.stride, -1)
 
     def allowed(self, index: Tensor, vocab: int) -> Tensor:
-        """Tokens that the grammar leaves at each place, bool ``(..., V)``."""
+        """Tokens that the grammar allows at each index, bool ``(..., V)``."""
         codes = self._is_code(vocab, index.device)
         if not self.has_forced:
             return codes.expand(*index.shape, vocab)

@@ -1,7 +1,7 @@
 """Kangaroo's adapter: one attention and two norms between an early layer and the model's head.
 
-Row t reads the state of token t behind the target's first ``exit_layer`` layers and says the law of
-the token after it, through the target's own head. Its positions turn as the target's do.
+Row t reads the state of token t after the target's first ``exit_layer`` layers and predicts the
+token after it, through the target's own head. It uses the target's rotary positions.
 
 Source: Liu et al. 2024 (Kangaroo), arXiv:2404.18911, section 3; keys and sizes as in
 Equationliu/Kangaroo.
@@ -18,7 +18,7 @@ from mmdecode.models.feature_drafter import Attention, FeatureDrafter, Level, Ro
 
 
 class KangarooLayer(nn.Module):
-    """Attention behind a norm, beside what goes round it."""
+    """Pre-norm attention with a residual connection."""
 
     def __init__(self, config: Mapping[str, Any], index: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class KangarooModel(FeatureDrafter):
         self.norm = norm_of(config)
 
     def levels(self, num_layers: int) -> tuple[Level, ...]:
-        """What the next layer of the target reads."""
+        """States that the next layer of the target reads."""
         return (self.exit_layer,)
 
     def forward(self, rows: Rows, mask: Tensor, past: Any) -> Tensor:
@@ -66,13 +66,13 @@ class KangarooModel(FeatureDrafter):
 
 
 class _Shifted:
-    """A cache, seen from one of its layers on."""
+    """A cache without its first layers."""
 
     def __init__(self, past: Any, first: int) -> None:
         self._past, self._first = past, first
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As a layer calls it."""
+        """Stores keys and values of a layer; called as transformers does."""
         return self._past.update(keys, values, self._first + layer)
 
 

@@ -1,12 +1,12 @@
-"""ViSpec: a drafter that sees each image as a few summaries and one vector for all text behind it.
+"""ViSpec: a drafter that reads each image as a few summaries and one vector for all text after it.
 
-Learned queries attend to the embeddings of an image. All answers but the last become the drafter's
+Learned queries attend to the embeddings of an image. All outputs but the last become the drafter's
 rows at the last positions of the image, whose other rows are left out; positions keep their gap.
-The last answer is the image's global vector, which every later row of text mixes into its feature,
+The last output is the image's global vector, which every later row of text mixes into its feature,
 until another image comes.
 
 Source: Kang et al. 2025 (ViSpec), arXiv:2509.15235, section 3; checked against KangJialiang/ViSpec.
-Differs from it: rows of a batch may be unlike, and images may lie anywhere, also side by side. An
+Differs from it: rows of a batch may differ, and images may be anywhere, also next to each other. An
 image with fewer tokens than summaries keeps the last of them.
 """
 

@@ -1,9 +1,9 @@
 """Targets from checkpoints in the layout of aiola-lab/whisper-medusa.
 
 A block checkpoint holds an untouched Whisper; a linear one replaces the base output by head 0, so
-its law is that of the Whisper with head 0 before the output matrix. Either loads here as a plain
-``WhisperForConditionalGeneration`` that ``generate`` and every decoder can use; the remaining heads
-load as a drafter, `mmdecode.draft.medusa`.
+its target distribution is that of the Whisper with head 0 before the output matrix. Either loads
+here as a plain ``WhisperForConditionalGeneration`` that ``generate`` and every decoder can use; the
+remaining heads load as a drafter, `mmdecode.draft.medusa`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeadedProjection(nn.Module):
 
 
 def load_target(name: str | Path) -> WhisperForConditionalGeneration:
-    """The Whisper whose law the checkpoint decodes by, in float32 and evaluation mode.
+    """Loads the Whisper that the checkpoint decodes with, in float32 and evaluation mode.
 
     Raises:
         InputError: The checkpoint has another layout.
