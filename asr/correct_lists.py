@@ -11,7 +11,7 @@ of short lists a minute with ``zoo:lm-synth`` on two CPU cores. That model knows
 so that on other texts nearly every answer is refused.
 
 Lists that say what was said are better given to ``mmdecode evaluate nbest --corrector``, which
-counts errors, beside oracles and methods without a model.
+counts errors, next to oracles and methods without a model.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Speech beside its peers: time, identity and memory of every engine in benchmarks/peers.py.
+"""Speech next to its peers: time, identity and memory of every engine in benchmarks/peers.py.
 
     python benchmarks/asr_speed.py --page docs/asr_speed.md     # CPU, a quarter of an hour
     python benchmarks/asr_speed.py --parts short --engines medusa

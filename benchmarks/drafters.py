@@ -7,7 +7,7 @@ twice, and what its second run differs from 1 is what the clock is worth. Speed 
 token, prefill of the decoder included and encoder left out, over that of the undrafted loop; its
 interval is a paired bootstrap over clips. Ids are compared with the undrafted ones. Planned trees
 are calibrated on the long recording, whose sentences are in none of the clips. Sampling rules other
-than the coupled one draw another sample of the same law: compare their speed per token.
+than the coupled one draw another sample of the same distribution: compare their speed per token.
 
 The load of the machine is printed at the start and at the end; close everything else.
 """
@@ -75,13 +75,13 @@ class Way:
     Attributes:
         draft: The drafter, or its name.
         accept: ``auto`` is greedy or coupled.
-        anew: Whether each repeat begins with a new one: a table that is kept from clip to clip must
-            not have seen a clip before.
+        again: Whether each repeat begins with a new one: a table that is kept from clip to clip
+            must not have seen a clip before.
     """
 
     draft: Any = None
     accept: str = "auto"
-    anew: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def greedy_ways(subject: Subject) -> dict[str, Way]:
         "adaptive over the model itself": Adaptive(Assistant(subject.model)),
         "adaptive over medusa, block": Adaptive(subject.heads("block", block.paths)),
     }
-    return {name: Way(draft, anew=draft == KEPT) for name, draft in drafts.items()}
+    return {name: Way(draft, again=draft == KEPT) for name, draft in drafts.items()}
 
 
 BATCHED = (
@@ -172,7 +172,7 @@ def sampled_ways(subject: Subject) -> dict[str, Way]:
             tree(("without_replacement",)), "rejection"
         ),
         "bigram table, 2 x 2 likeliest; membership": Way(tree(("deterministic",)), "sample_match"),
-        "recycling, 8 nodes, table kept; membership": Way(KEPT, "sample_match", anew=True),
+        "recycling, 8 nodes, table kept; membership": Way(KEPT, "sample_match", again=True),
     }
 
 
@@ -223,7 +223,7 @@ def conditional_rates(hits: torch.Tensor, ranks_above: int | None = None) -> lis
 def partly_heard(model: Any, features: torch.Tensor, timestamps: bool) -> list[list[int]]:
     """Transcripts of the first three quarters of each clip's sound: the text a stream has by then.
 
-    Behind the cut the features hold the clip's silence.
+    After the cut the features hold the clip's silence.
     """
     quietest = features.amin((1, 2), keepdim=True)
     heard = (features > quietest + 0.1).any(1)  # frames
@@ -236,7 +236,7 @@ def partly_heard(model: Any, features: torch.Tensor, timestamps: bool) -> list[l
 
 
 def entropy_bits(subject: Subject, case: Case) -> float:
-    """Mean entropy of the decoded law, rules and warpers applied, along its own output."""
+    """Mean entropy of the decoded distribution, rules and warpers applied, along its own output."""
     run = engine(
         subject.model,
         Decoder(seed=0),
@@ -264,7 +264,7 @@ def measure(
     decoders = {name: Decoder(way.draft, accept=way.accept, seed=0) for name, way in ways.items()}
 
     def decode(name: str, item: int, repeat: int) -> torch.Tensor:
-        if item == 0 and ways[name].anew:
+        if item == 0 and ways[name].again:
             fresh = registry.create("draft", ways[name].draft)
             decoders[name] = replace(decoders[name], draft=fresh)
         run = engine(model, decoders[name], case.timestamps, case.temperature)
@@ -295,7 +295,7 @@ def measure(
     rows = []
     for name, way in ways.items():
         own, stats = cost(name), decoders[name].stats
-        promised = way.accept == "auto"  # tokens, and not their law alone
+        promised = way.accept == "auto"  # tokens, and not their distribution alone
         value, low, high = own.over(base)
         whole, _, _ = Cost(own.amount + encoder, own.tokens).over(
             Cost(base.amount + encoder, base.tokens)
@@ -467,7 +467,7 @@ def tables(result: dict[str, Any], name: str) -> str:
             f"{facts['dtype']}, torch {facts['torch']}, transformers {facts['transformers']}, "
             f"{facts['date']}; load {facts['load_at_start']} at the start, "
             f"{facts['load_at_end']} at the end.",
-            "**Greedy, batch 1.** Medians of the repeats. Entropy of the decoded law: "
+            "**Greedy, batch 1.** Medians of the repeats. Entropy of the decoded distribution: "
             f"{bits['greedy']:.2f} bits a token, {bits['greedy, timestamps']:.2f} with timestamps. "
             f"The encoder takes {100 * plain['encoder_share']:.0f} % of the undrafted time.",
             pair_table(plain, times),

@@ -3,10 +3,10 @@
     python benchmarks/fusion.py --utterances 1000 --unseen 300     # hours on one core; resumes
     python benchmarks/fusion.py --utterances 20 --unseen 10 --development 10 --snr 3
 
-Held-out sentences in held-out voices are spoken anew (espeak-ng, `mmdecode.zoo.rebuilt`) in noise
+Held-out sentences in held-out voices are spoken again (espeak-ng, `mmdecode.zoo.rebuilt`) in noise
 of several levels; one part has sentence templates that neither model has seen. Compared are the
 first hypothesis of a beam search, rescoring by a language model, correction by a language model
-that hears nothing, static late fusion, shallow fusion and uncertainty-aware dynamic fusion, beside
+that hears nothing, static late fusion, shallow fusion and uncertainty-aware dynamic fusion, next to
 the best hypothesis of each list (o_nb) and the best text of its words (o_cp). Temperatures and
 weights are chosen on a development part: `GRIDS` lists what is tried, ties go to the first. Rows
 are written as they come, and a run goes on where it was stopped.

@@ -1,9 +1,9 @@
-"""What a guided answer costs beside a plain one: forwards, and time per token.
+"""What a guided answer costs next to a plain one: forwards, and time per token.
 
     python benchmarks/guidance_cost.py --page docs/guidance_cost.md      # CPU, about 8 minutes
 
 One process, ways interleaved item by item. Captions are decoded for exactly ``--tokens`` tokens and
-again for one; the difference is decode time, over the tokens behind the first. Answers to POPE
+again for one; the difference is decode time, over the tokens after the first. Answers to POPE
 questions are one token, timed from the processed prompt to the end. "serial" runs the branches of
 a contrast in passes of their own, as the references do; "stacked" is what the library does. Ids of
 drafted ways are compared with those of the same guide undrafted.

@@ -1,4 +1,4 @@
-"""Every hallucination method on the zoo's vision-language model, beside the controls.
+"""Every hallucination method on the zoo's vision-language model, next to the controls.
 
     python benchmarks/hallucination.py tune        # grids, on the development scenes
     python benchmarks/hallucination.py report      # the cards' settings and tuned ones, on the test

@@ -295,7 +295,7 @@ def tables(found: dict[str, Summary]) -> str:
     parts = [
         "### In short\n",
         main_table(found),
-        "\n### POPE, the likeliest token\n",
+        "\n### POPE, the most likely token\n",
         pope_table(pope),
         "\n### POPE, drawn tokens\n",
         sampled_table(pope),

@@ -3,12 +3,13 @@
     python benchmarks/image_law.py --page docs/image_speed.md     # CPU, about an hour
 
 Images of the same classes are drawn by the plain loop, by a Jacobi window under the rejection rule,
-and by two known mistakes: a window that keeps tokens with the law they had before they were tested
-(stale law), and one that draws what replaces a rejected token from p in place of the residual. The
-negative log-likelihood of each under the guided law before top-k and top-p is compared with that of
-plain images: equivalent means that the 90 % interval of the difference lies within 1 %. Likelihood
-alone is a weak witness, so each sample's tokens are also tested against the laws they should have
-come from, all of them and those that begin a pass. Work goes on where it was interrupted.
+and by two known mistakes: a window that keeps tokens with the distribution they had before they
+were tested (stale distribution), and one that draws what replaces a rejected token from p in place
+of the residual. The negative log-likelihood of each under the guided distribution before top-k and
+top-p is compared with that of plain images: equivalent means that the 90 % interval of the
+difference lies within 1 %. Likelihood alone is a weak witness, so each sample's tokens are also
+tested against the distributions they should have come from, all of them and those that begin a
+pass. Work goes on where it was interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast image tokens are drawn beside our own plain loop: passes, time, memory, and identity.
+"""How fast image tokens are drawn next to our own plain loop: passes, time, memory, and identity.
 
     python benchmarks/image_speed.py --page docs/image_speed.md     # CPU, about 20 minutes
 
@@ -7,8 +7,8 @@ A pass is one scoring of the window after the prompt was read; guidance pairs co
 token that the prompt decides counts in neither tokens nor passes. Time is from the class to whole
 images of codes, and again with pixels. Under the coupled rule the codes of every image are compared
 with those of the plain loop; a divergence has to carry a certificate (no token may be worse than
-the best one by more than twice what two ways of computing the same law differ). Peak memory is in
-a process of its own for each way.
+the best one by more than twice what two ways of computing the same distribution differ). Peak
+memory is in a process of its own for each way.
 
 The load of the machine is printed at the start and at the end; close everything else.
 """
@@ -215,7 +215,7 @@ def identity(subject: Subject, window: int, images: int, batch: int) -> dict[str
 def certificate(
     subject: Subject, codes: torch.Tensor, batch: int, item: int, row: int
 ) -> tuple[float, float]:
-    """How much worse than the best any token is by the law in float64, and what is allowed."""
+    """Largest shortfall of a token from the best one, in float64, and the largest allowed."""
     adapter, model = subject.adapter, subject.adapter.model
     labels = torch.tensor([subject.labels(batch, item)[row]], device=model.device)
     flat = codes.flatten()[None].to(model.device)

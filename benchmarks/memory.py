@@ -40,7 +40,7 @@ def repeated(value: Any, count: int) -> Any:
 
 
 def peak(device: torch.device, call: Callable[[], Any]) -> int:
-    """The most bytes that a call holds at once, beside what was there before it."""
+    """The most bytes that a call holds at once, next to what was there before it."""
     if device.type != "cuda":
         with LiveStorage() as live:
             call()

@@ -1,7 +1,7 @@
 """The engines of the speech benchmarks: transformers' generate, CTranslate2, and our own modes.
 
 Each is made from one `Checkpoint` and goes from features to what its decoder reads, and from there
-to token ids. transformers' ``generate`` cannot be entered behind its encoder: it is given features,
+to token ids. transformers' ``generate`` cannot be entered after its encoder: it is given features,
 and the encoder's time is subtracted. CTranslate2 runs its own encoder and decoder on the same
 weights, converted; it is timed on the CPU only.
 """
@@ -92,7 +92,7 @@ class Checkpoint:
 
     @cached_property
     def assistant(self) -> Any:
-        """A decoder of the first half of the model's layers, behind the model's own encoder."""
+        """A decoder of the first half of the model's layers, after the model's own encoder."""
         config = copy.deepcopy(self.model.config)
         config.decoder_layers //= 2
         assistant = WhisperForCausalLM(config).to(self.device, self.dtype).eval()
@@ -140,7 +140,7 @@ class CTranslate2:
         return self._model.encode(self._view(np.ascontiguousarray(features.float().numpy())))
 
     def generate(self, states: Any, prompts: list[list[int]]) -> list[list[int]]:
-        """Greedy ids behind the prompts.
+        """Greedy ids after the prompts.
 
         Args:
             states: Of its own encoder, or an array ``(B, S, H)``.
@@ -166,7 +166,7 @@ class Engine:
     """One way to token ids.
 
     Attributes:
-        decode: What `encode` made, to ids behind the prompt.
+        decode: What `encode` made, to ids after the prompt.
         encode: Features ``(B, mel, frames)``, to what `decode` reads; ``None``: decode reads
             features and runs the encoder itself.
         encoder: Which encoder that is.

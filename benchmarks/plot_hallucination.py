@@ -20,7 +20,7 @@ HELPS, OTHERS, CURVE = "#0b8043", "#4c8bf5", "#9aa0a6"
 
 
 def draw(pope: Summary, out: Path) -> None:
-    """Accuracy against the share of yes on the adversarial split, the likeliest token taken.
+    """Accuracy against the share of yes on the adversarial split, the most likely token taken.
 
     Args:
         pope: Summary of the run on POPE.

@@ -11,7 +11,7 @@ with those that lie next to a checkout.
 Single clips, batch 1 and 8: all ways decode the same states, one process, interleaved item by item,
 medians over repeats. ``generate`` runs twice, and no ratio is known better than that control. Ids
 are compared with those that plain ``generate`` gives of each recording alone. A draft that
-remembers begins anew with each clip, or its name says that it does not.
+remembers begins again with each clip, or its name says that it does not.
 
 Recordings of 1, 5 and 30 minutes, made of the clips (`recordings`): all from samples to tokens or
 text. ``generate`` and onnxruntime have no loop over windows: they are given the windows that our

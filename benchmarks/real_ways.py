@@ -158,8 +158,8 @@ class Drafted:
 
     Attributes:
         spec: As of ``--draft``; ``None``: no draft.
-        memory: How long the drafter remembers: for a ``call``; longer, but it begins anew with each
-            ``clip``; or it is ``kept`` from clip to clip, and begins anew with each repeat.
+        memory: How long the drafter remembers: for a ``call``; longer, but it begins again with
+            each ``clip``; or it is ``kept`` from clip to clip, and begins again with each repeat.
     """
 
     spec: str | None = None

@@ -1,4 +1,4 @@
-"""What the benchmarks of speech share: the shipped clips, and our loop behind Whisper's encoder."""
+"""What the benchmarks of speech share: the shipped clips, and our loop after Whisper's encoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def clips(extractor, limit=None):
-    """Test clips that fit one window, as ``(clip, variant)``; behind them their noisy variants.
+    """Test clips that fit one window, as ``(clip, variant)``; after them their noisy variants.
 
     Args:
         extractor: The model's.
@@ -49,7 +49,7 @@ def encode(model, features):
 
 
 def engine(model, decoder, timestamps, temperature=0.0, **options):
-    """Our loop behind the encoder: ``audio (B, S, H)`` to token ids behind the prompt.
+    """Our loop after the encoder: ``audio (B, S, H)`` to token ids after the prompt.
 
     Args:
         model: A Whisper.

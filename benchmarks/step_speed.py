@@ -9,7 +9,7 @@ undrafted loop (as it is, and with rounds captured or passes compiled), and draf
 drafter whose acceptance is simulated, so that the speed of the loop is told apart from the quality
 of a drafter: each drafted token is right with the stated probability, and the gain that follows
 from it, ``(1 - a^(k+1)) / (1 - a)`` tokens per step, is compared with the gain in time. Processor
-time per round is measured behind short and long prompts, on a CPU.
+time per round is measured after short and long prompts, on a CPU.
 
 Weights are random: times mean something here, tokens nothing.
 """
@@ -213,7 +213,7 @@ def per_token(device, run, new: int, repeats: int) -> tuple[float, Any]:
 
 
 def host_time(prompt: int, rounds: int = 256) -> float:
-    """Milliseconds of processor time per round behind a prompt of ``prompt`` tokens.
+    """Milliseconds of processor time per round after a prompt of ``prompt`` tokens.
 
     A table stands for the model, so that what is left is the loop's own.
     """

@@ -1,4 +1,4 @@
-"""Every drafter on the shipped vision-language model, beside our undrafted loop and transformers'.
+"""Every drafter on the shipped vision-language model, next to our undrafted loop and transformers'.
 
     python benchmarks/vlm_speed.py --page docs/vlm_speed.md     # CPU, about 20 minutes
     python benchmarks/vlm_speed.py --draft "mine=eagle:path=my-drafter" --only mine
@@ -62,7 +62,7 @@ class Case:
     Attributes:
         batch: Questions at once.
         temperature: 0 is greedy.
-        guide: The law's; ``None``: the model's own.
+        guide: The distribution's; ``None``: the model's own.
     """
 
     batch: int
@@ -178,7 +178,7 @@ def tables(result: dict[str, Any], name: str) -> str:
         parts.append(
             f"### {case['title'].capitalize()}\n\n{case['batches']} batches, answers of "
             f"{rows[0].tokens:.0f} tokens, {case['entropy_bits']:.2f} bits a token; at "
-            f"{case['close']:.0%} of the tokens the two likeliest are less than 0.05 apart.\n"
+            f"{case['close']:.0%} of the tokens the two most likely are less than 0.05 apart.\n"
         )
         parts.append(table(HEAD, [shown(row) for row in rows]) + "\n")
         for way, why in case["left_out"].items():

@@ -78,7 +78,7 @@ def generate(
     Raises:
         OptionError: ``stop_strings`` without a tokenizer, or in image mode.
         UnknownNameError: There is no such mode.
-        IncompatibleError: A streamer with several rows, or a draft model beside a draft.
+        IncompatibleError: A streamer with several rows, or a draft model together with a draft.
     """
     decoder = decoder or Decoder()
     draft_model = draft_model or kwargs.pop("assistant_model", None)

@@ -479,7 +479,7 @@ def read_weights(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not weights:
         refuse_unfinished(path)
         raise InputError(
-            f"{path} holds no weights; expected *.safetensors, *.bin or *.pt beside config.json"
+            f"{path} holds no weights; expected *.safetensors, *.bin or *.pt next to config.json"
         )
     return config, weights
 

@@ -52,7 +52,8 @@ class Decoder:
 
     Args:
         draft: A `Drafter`, or its name with options (``"lookup:length=8"``); ``None``: no draft.
-        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None``: the model's law.
+        guide: A `Guide`, or its name with options (``"cfg:scale=3"``); ``None``: the model's own
+            distribution.
         accept: A rule, its name, ``"auto"`` or ``"fastest"``. ``auto`` resolves per call: greedy
             generation keeps exact matches, sampling uses the coupled rule, whose tokens for one
             seed are the same with any draft and in any batch. ``fastest`` samples with the exact
@@ -335,7 +336,7 @@ def take_over_guidance(
             raise IncompatibleError.between(
                 f"guidance_scale={processor.guidance_scale}",
                 f"guide {type(guide).__name__}",
-                "both want to set the law",
+                "both want to set the distribution",
                 "drop one of them",
             )
         context = processor.unconditional_context

@@ -50,7 +50,7 @@ BASES = {
     "methods": "",
     "env": "",
 }
-"""What each command is given beside the option that is tried."""
+"""What each command is given next to the option that is tried."""
 
 NUMBERS = ["abc", "", "-1", "0", "nan", "inf", "-inf", "1e999", "99999999999999999999", "0x10"]
 TEXTS = [
@@ -130,7 +130,7 @@ def is_number(option: Any) -> bool:
 
 
 def cases(name: str) -> list[list[str]]:
-    """Words beside the base of a command, one list for each value of each option."""
+    """Words next to the base of a command, one list for each value of each option."""
     found = []
     for option in LEAVES[name].params:
         flag = option.opts[-1]

@@ -298,7 +298,7 @@ def call(benchmarks, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_speech_is_measured_beside_its_peers(call, tmp_path):
+def test_speech_is_measured_next_to_its_peers(call, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- tables -->\n<!-- end of tables -->\n")
     words = ["--quick", "--parts", "short", "long", "--out", str(tmp_path), "--page", str(page)]

@@ -213,7 +213,7 @@ class Trap(PreTrainedModel):
 
 @pytest.fixture
 def trap(tmp_path):
-    """A checkpoint whose Python leaves a file behind where it is run, and that file."""
+    """A checkpoint whose Python leaves a file after where it is run, and that file."""
     folder, trace = tmp_path / "trap", tmp_path / "trace"
     folder.mkdir()
     autos = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForCTC")

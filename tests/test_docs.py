@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def examples():
-    """Each block of Python, with the text block behind it."""
+    """Each block of Python, with the text block after it."""
     for page in EXECUTED:
         blocks = FENCE.findall(page.read_text(encoding="utf-8"))
         for index, (kind, text) in enumerate(blocks):

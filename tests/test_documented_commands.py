@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 def commands_of(text: str, known: dict[str, str]) -> Iterator[list[str]]:
-    """The words behind ``mmdecode`` of each command of a shell line; variables are filled in."""
+    """The words after ``mmdecode`` of each command of a shell line; variables are filled in."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, "#"
     try:

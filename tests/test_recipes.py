@@ -107,14 +107,14 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pict
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(lines)
-    learnt, test, out = tmp_path / "learnt.jsonl", tmp_path / "test.jsonl", tmp_path / "drafter"
-    words = ("vlm/train_drafter.py", learnt, "--out", out, "--device", "cpu", "--steps", "60")
+    learned, test, out = tmp_path / "learnt.jsonl", tmp_path / "test.jsonl", tmp_path / "drafter"
+    words = ("vlm/train_drafter.py", learned, "--out", out, "--device", "cpu", "--steps", "60")
     words += ("--held-out", "2", "--max-new-tokens", "16")
     done = run(*words, "--test", test)
     assert done.code == 0, done.err
     card = json.loads((out / "card.json").read_text())
     assert card["requests"] == {"learnt": 4, "held_out": 2, "tested": 0}
-    asked = [json.loads(line)["id"] for line in learnt.read_text().splitlines()]
+    asked = [json.loads(line)["id"] for line in learned.read_text().splitlines()]
     answered = (out / "state" / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in answered] == asked
     lines = re.findall(
@@ -123,7 +123,7 @@ def test_a_drafter_is_trained_on_a_table_and_answers_as_the_model_does(run, pict
     assert [way for way, *_ in lines] == [PLAIN, AGAIN, "lookup", "eagle, chain", "eagle, tree"]
     assert {same for *_, same in lines} == {"100"}
     passes = {way: float(number) for way, number, _ in lines}
-    assert passes[PLAIN] == 1 < passes["eagle, tree"]  # what was learnt by heart
+    assert passes[PLAIN] == 1 < passes["eagle, tree"]  # what was learned by heart
     *_, shown, last = done.out.splitlines()
     drafted, plain = re.fullmatch(r"(\d+) passes for (\d+); the same: True", last).groups()
     assert int(drafted) < int(plain) and "[" in shown

@@ -4,7 +4,7 @@
         --name librispeech --split test.clean --out data/librispeech-clean
 
 Needs the packages ``datasets`` and ``soundfile``, and a connection. Files are written as they come,
-not decoded; a run that was cut off begins anew.
+not decoded; a run that was cut off begins again.
 """
 
 from __future__ import annotations

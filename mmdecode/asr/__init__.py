@@ -1,6 +1,6 @@
 """Speech: audio files in, transcripts out.
 
-START HERE: `Transcriber`; the window loop behind it is `mmdecode.asr.decoding.long_form`. `Stream`
+START HERE: `Transcriber`; the window loop after it is `mmdecode.asr.decoding.long_form`. `Stream`
 hears a recording that is still going on.
 """
 

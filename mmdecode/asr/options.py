@@ -70,7 +70,7 @@ class TranscribeOptions:
         vad_threshold: Probability from which a moment is speech.
         vad_min_speech_s: Shorter stretches of speech are no speech.
         vad_min_silence_s: Shorter silences are kept.
-        vad_pad_s: Kept before and behind each stretch of speech.
+        vad_pad_s: Kept before and after each stretch of speech.
         n_best: Alternatives per window, with scores; 0 for none. They cost a search of their own,
             and the transcript does not depend on them. See `mmdecode.asr.decoding.n_best`.
         n_best_method: ``beam`` search, or ``sample``.
@@ -85,7 +85,7 @@ class TranscribeOptions:
             ``ctc:model=NAME`` with another model; ``True``: ``ctc`` where there is a head, else
             ``attention``. One pass per window more; the text does not depend on it. See
             `mmdecode.asr.alignment.cross_attention`.
-        hallucination_silence_threshold: Skip what sounds made up beside silences longer than so
+        hallucination_silence_threshold: Skip what sounds made up next to silences longer than so
             many seconds, by the likelihood and length of its words; needs ``word_timestamps``.
             ``None``: neutral. See `mmdecode.asr.decoding.hallucinations`.
         window_s: Longest window in seconds, for recognisers whose windows are cut at pauses;

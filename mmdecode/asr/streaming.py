@@ -1,7 +1,7 @@
 """Streams: words while somebody speaks; committed ones are never taken back.
 
 `Stream` hears a recording that is still going on. Every ``step_s`` seconds of audio it transcribes
-what it keeps of it anew, with a `Transcriber` as it is: any model, draft, guide or option. What a
+what it keeps of it again, with a `Transcriber` as it is: any model, draft, guide or option. What a
 policy of `POLICIES` finds stable is committed: it is said once, and does not change any more. The
 rest is provisional: shown, and free to change with the next step.
 
@@ -40,7 +40,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 Policy = Callable[[Sequence[Sequence[str]], int], int]
 """Open words of the last hypotheses, newest last, and ``n``, to how many of the newest are stable.
 
-Open are those behind the committed words, without case and marks.
+Open are those after the committed words, without case and marks.
 """
 
 
@@ -97,13 +97,13 @@ class Commits:
     def __init__(self, policy: Policy, n: int) -> None:
         self.policy, self.n = policy, n
         self._said: list[str] = []  # committed words that are still heard
-        self._open: list[list[str]] = []  # of the last hypotheses, behind the committed words
+        self._open: list[list[str]] = []  # of the last hypotheses, after the committed words
 
     def offer(self, words: Sequence[str]) -> tuple[int, int]:
         """Takes a hypothesis.
 
         Returns:
-            Where in it the newly committed words begin and end; those behind are provisional.
+            Where in it the newly committed words begin and end; those after are provisional.
         """
         keys = [bare(word) for word in words]
         begin = covered(self._said, keys)
@@ -156,7 +156,7 @@ class Update:
             beginning of the stream: no step begins before its audio is there and the one before has
             ended.
         committed: New words, each with the space before it: they never change.
-        provisional: Words behind them as they look now.
+        provisional: Words after them as they look now.
         words: The new words with times and confidences; ``None``: the transcriber times no words.
     """
 
@@ -400,7 +400,7 @@ class Stream:
             committed = [place for place in between if place[1] <= end]
             if between:
                 return committed[-1] if committed else between[0]
-        # all of it is said with this: what is behind the last word is quiet
+        # all of it is said with this: what is after the last word is quiet
         quiet = round(found.ends[-1][0] * self.rate) if found.ends else 0
         return min(max(least, length // 2, quiet), length), count
 

@@ -65,10 +65,7 @@ def command(
     ] = "zoo:llava-scenes",
     guide: Annotated[
         str | None,
-        typer.Option(
-            help="The law the tokens follow, as name or name:key=value,...; see 'mmdecode methods "
-            "guide'."
-        ),
+        typer.Option(help="Guide, as name or name:key=value,...; see 'mmdecode methods guide'."),
     ] = None,
     draft: Annotated[
         str | None,
@@ -98,11 +95,11 @@ def command(
     ] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Draw tokens; else the likeliest is taken.")
+        bool, typer.Option("--sample", help="Draw tokens; else the most likely is taken.")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample: of the law.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="With --sample: of the distribution.")] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="With --sample: from the likeliest tokens that sum to this.")
+        float, typer.Option(help="With --sample: from the most likely tokens that sum to this.")
     ] = 1.0,
     top_k: Annotated[
         int, typer.Option(min=0, help="With --sample: from so many tokens; 0: all.")

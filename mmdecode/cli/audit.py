@@ -1,4 +1,4 @@
-"""``mmdecode audit``: does drafted output follow the plain law, on this model and device?"""
+"""``mmdecode audit``: does drafted output follow the model's own distribution?"""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def command(
         ),
     ] = None,
     guide: Annotated[
-        str | None, typer.Option(help="The law the tokens follow; see 'mmdecode methods guide'.")
+        str | None,
+        typer.Option(help="The distribution the tokens follow; see 'mmdecode methods guide'."),
     ] = None,
     accept: Annotated[
         str, typer.Option(help="The acceptance rule; see 'mmdecode methods accept'.")

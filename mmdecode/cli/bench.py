@@ -1,4 +1,4 @@
-"""``mmdecode bench``: how fast drafts are beside plain decoding, on this model and machine."""
+"""``mmdecode bench``: how fast drafts are next to plain decoding, on this model and machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def vlm(
         ),
     ] = None,
     guide: Annotated[
-        str | None, typer.Option(help="The law that tokens follow; see 'mmdecode methods guide'.")
+        str | None,
+        typer.Option(help="The distribution that tokens follow; see 'mmdecode methods guide'."),
     ] = None,
     data: Annotated[
         str,

@@ -91,8 +91,9 @@ def command(
     speech is transcribed plainly and drafted: the text must not change, the time should. Questions
     about images are answered plainly and under guides, side by side: the answers may change. Their
     captions are written once more with a draft: in fewer passes, the tokens the same.
-    Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the law. Each writes
-    a page to look at (report.html). The exit code is 1 if drafting changed a single token.
+    Pictures are drawn plainly, exactly in parallel, and relaxed, which changes the distribution.
+    Each writes a page to look at (report.html). The exit code is 1 if drafting changed a single
+    token.
     """
     if what is not None and what not in DEMOS:
         raise UnknownNameError.of("demo", what, DEMOS)

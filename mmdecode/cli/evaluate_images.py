@@ -1,4 +1,4 @@
-"""``mmdecode evaluate images``: modes of drawing images, their law, cost and pictures."""
+"""``mmdecode evaluate images``: modes of drawing images, their distribution, cost and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO, NOTHING = "auto", "none"
 SHOWN = 5  # failures listed one by one
-MIN_REAL, MAX_REAL = 400, 4000  # pictures beside the samples
+MIN_REAL, MAX_REAL = 400, 4000  # pictures next to the samples
 
 
 def images(
@@ -103,7 +103,7 @@ def images(
     seed: Annotated[int, typer.Option(help="Of the images and of all draws in tests.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Do faster ways to draw keep the law of the images? Cost, likelihood, tests, pictures.
+    """Whether faster ways to draw keep the distribution of images: cost, likelihood, tests.
 
     Every mode draws the same conditions. Rows go to --out as they come (images.jsonl); a run
     that was interrupted continues with --resume at the next image. The page shows a sheet of images

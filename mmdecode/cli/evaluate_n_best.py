@@ -89,7 +89,7 @@ def nbest(
     seed: Annotated[int, typer.Option(help="Of every bootstrap.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Word errors of choosing and correcting, beside the oracles of the lists.
+    """Word errors of choosing and correcting, next to the oracles of the lists.
 
     o_nb takes the best hypothesis of each list, o_cp the best text made of a list's words. Lists
     are cut into parts by their ids: thresholds, weights and the table of spellings are fixed on the

@@ -36,7 +36,7 @@ def silence(
     guide: Annotated[
         list[str] | None,
         typer.Option(
-            help="A law to decode by, as name or name:key=value,...; each is a mode. Default: "
+            help="A guide, as name or name:key=value,...; each is a mode. Default: "
             "whisper_cd. Repeat it for more."
         ),
     ] = None,

@@ -48,7 +48,7 @@ Guides = Annotated[
     list[str] | None,
     typer.Option(
         "--guide",
-        help="A law to decode by, as name or name:key=value,...; 'mmdecode methods guide' lists "
+        help="A guide, as name or name:key=value,...; 'mmdecode methods guide' lists "
         "them. The plain model ('none') always stands beside. Repeat it for more.",
     ),
 ]
@@ -61,7 +61,7 @@ Sample = Annotated[
     bool | None,
     typer.Option(
         "--sample/--greedy",
-        help="Draw tokens, or take the likeliest; default: both, each against its own baseline.",
+        help="Draw tokens, or take the most likely; default: both, each against its own baseline.",
     ),
 ]
 Controls = Annotated[
@@ -85,7 +85,7 @@ Redraw = Annotated[
     bool,
     typer.Option(
         "--redraw/--no-redraw",
-        help="Draw the seeds' answers from one law of the first token, where no branch is random; "
+        help="Draw the seeds' answers from one pass over the first token, if no branch is random; "
         "else decode every seed.",
     ),
 ]
@@ -312,7 +312,7 @@ def spatial(
     """Relations of two objects: single questions, pairs and whole sets; or VSR's statements.
 
     --data is 'zoo', What's Up's JSON file, VSR's JSON lines, or JSON lines with image, question,
-    options, answer and group; images stand beside the file, or under --images. --parser and
+    options, answer and group; images stand next to the file, or under --images. --parser and
     --redraw are for VSR, whose answers are yes and no.
 
     For example:

@@ -66,8 +66,8 @@ def command(
         str | None,
         typer.Option(
             help="ar: token by token; exact: the same pictures in fewer passes; fast: others of "
-            "the same law, by the published test; relaxed: others of another law (heuristic); "
-            "zipar:window=8: several rows at once, others of another law (heuristic)."
+            "the same distribution, by the published test; relaxed: another one (heuristic); "
+            "zipar:window=8: several rows at once, another distribution (heuristic)."
         ),
     ] = None,
     draft: Annotated[
@@ -81,7 +81,7 @@ def command(
         str,
         typer.Option(
             help="The acceptance rule; auto keeps pictures as without a draft, lantern:lambda_=2 "
-            "and others change the law; see 'mmdecode methods accept'."
+            "and others change the distribution; see 'mmdecode methods accept'."
         ),
     ] = "auto",
     guidance: Annotated[
@@ -89,7 +89,7 @@ def command(
         typer.Option(help="s of u + s (c - u); 1 switches it off. Default: the model's own."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the law. Default: the model's own.")
+        float | None, typer.Option(help="Sampling temperature. Default: the model's own.")
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Draw from so many tokens; 0: all. Default: the model's own.")
@@ -97,7 +97,7 @@ def command(
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the likeliest tokens that sum to this. Default: the model's own."
+            help="Draw from the most likely tokens that sum to this. Default: the model's own."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
@@ -114,7 +114,7 @@ def command(
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="With --start: an image, white where it is to be drawn anew. Models that write in "
+            help="With --start: an image, white where it is to be drawn again. Models that draw in "
             "raster order are not told of what is given further on (locally constrained)."
         ),
     ] = None,
@@ -229,7 +229,9 @@ def command(
         tally.wall_s = time.perf_counter() - began
         tally.stats = generator.stats.as_dict()
         folder.finish(requests, grid)
-    law = next((line["law"] for line in tally.images), generator.guarantee)  # one start, one law
+    law = next(
+        (line["law"] for line in tally.images), generator.guarantee
+    )  # one start, one distribution
     _report(tally, law, output, json)
     if tally.failures:
         raise typer.Exit(1)
@@ -399,14 +401,14 @@ def _started(
     return {"start": image, "known": known}
 
 
-def _report(tally: _Tally, law: str, output: Path, as_json: bool) -> None:
+def _report(tally: _Tally, guarantee: str, output: Path, as_json: bool) -> None:
     if as_json:
         emit_json(
             {
                 "drawn": len(tally.images),
                 "resumed": tally.done_before,
                 "failed": len(tally.failures),
-                "law": law,
+                "law": guarantee,
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
                 "output": output,
@@ -421,8 +423,8 @@ def _report(tally: _Tally, law: str, output: Path, as_json: bool) -> None:
         line += f"; {tally.stats['tokens']} tokens in {tally.wall_s:.1f} s"
         if tally.stats["drafted"]:
             line += f", {tally.stats['acceptance_length']:.2f} per pass"
-    if law != "exact":
-        line += f"; law: {law}, not the model's own"
+    if guarantee != "exact":
+        line += f"; {guarantee}: not the model's own distribution"
     for how in sorted({image["completion"] for image in tally.images if "completion" in image}):
         line += f"; {how}"
     console.print(line, highlight=False, soft_wrap=True)

@@ -175,7 +175,7 @@ def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
 
 
 class _Screen:
-    """Committed words as running text; on a terminal provisional ones dimmed behind them."""
+    """Committed words as running text; on a terminal provisional ones dimmed after them."""
 
     def __init__(self) -> None:
         self._line = ""

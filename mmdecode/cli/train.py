@@ -140,7 +140,7 @@ def drafter(
     ] = None,
     length: Annotated[int, typer.Option(help="Chain by which training is judged.")] = 4,
     held_out: Annotated[
-        int, typer.Option(help="Requests that are not learnt and choose what is kept.")
+        int, typer.Option(help="Requests that are not learned and choose what is kept.")
     ] = 32,
     tested: Annotated[
         int, typer.Option(help="Further ones, of which the card tells; 0: of those held out.")
@@ -230,7 +230,7 @@ def drafter(
         return
     console.print(
         f"drafter in [bold]{out}[/bold]; with a chain of {length} a pass commits "
-        f"{card['tokens_per_pass']} tokens of answers that were not learnt, whose law has "
+        f"{card['tokens_per_pass']} tokens of answers kept from training, whose distribution has "
         f"{card['entropy_bits_per_token']} bits a token"
     )
     if push is not None:

@@ -80,7 +80,8 @@ def command(
         ),
     ] = None,
     guide: Annotated[
-        str | None, typer.Option(help="The law the tokens follow; see 'mmdecode methods guide'.")
+        str | None,
+        typer.Option(help="The distribution the tokens follow; see 'mmdecode methods guide'."),
     ] = None,
     accept: Annotated[
         str, typer.Option(help="The acceptance rule; auto keeps the text as without a draft.")

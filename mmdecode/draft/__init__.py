@@ -1,4 +1,4 @@
-"""Drafters, one a file: who proposes the tokens. A drafter changes speed, never the law."""
+"""Drafters, one a file. A drafter proposes tokens; it changes speed, never their distribution."""
 
 from mmdecode.draft.adaptive import Adaptive
 from mmdecode.draft.amateur import Amateur

@@ -1,12 +1,12 @@
 """The model itself drafts from less than it was given: no image, or the end of the prompt alone.
 
 What a contrast pulls away from is also a draft, as in speculative contrastive decoding; that is
-exact with respect to the guided law, because a rule judges the draft by the law alone. A pass of
-the amateur costs what a pass of the model costs, less the attention to what it does not see, so it
-pays where drafts are cheap to score and the image is most of the prompt.
+exact with respect to the guided distribution, because a rule judges the draft by that distribution
+alone. A pass of the amateur costs what a pass of the model costs, less the attention to what it
+does not see, so it pays where drafts are cheap to score and the image is most of the prompt.
 
 Source: Yuan et al. 2024, arXiv:2311.08981 (which lets the amateur share the contrast's scores; here
-it keeps a cache of its own, one token behind).
+it keeps a cache of its own, one token short).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A smaller model with the same vocabulary drafts a chain, one token after the other.
 
-Its branch lags one token behind on purpose: each round begins by re-reading the last two committed
+Its branch lags one token short on purpose: each round begins by re-reading the last two committed
 tokens, which overwrites whatever a rejected draft left in its cache and covers the token that a
 fully accepted draft never read. Rows therefore need no case distinction.
 
-A drafter without eyes beside a model that sees reads the words of the prompt alone, at positions of
+A text-only drafter of a model that sees images reads the words of the prompt alone, at positions of
 their own; its drafts do not depend on the image.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192; Gagrani et al. 2024, arXiv:2404.08856 (a language
@@ -52,8 +52,8 @@ class Assistant(Drafter):
             hold one that is rejected; the token that exceeds it is the row's last of the round. 1
             is neutral. See `Going`.
 
-    Proposes argmax tokens (``deterministic``), draws (``iid``, with their law), or argmax of
-    log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
+    Proposes argmax tokens (``deterministic``), samples (``iid``, with their distribution), or
+    argmax of log q plus the target's own Gumbel noise (``coupled``), as the rule prefers.
     """
 
     summary = "a smaller model drafts a chain"
@@ -250,9 +250,9 @@ class AssistantSession(DraftSession):
 class Going:
     """Which rows go on drafting: until a token of theirs is likely enough to be rejected.
 
-    A token is submitted whatever its own probability is, and ends the row behind it; so a stop
-    depends on nothing that a rule has yet to see, and sampled drafts stay exact. Tokens behind are
-    unused. The host looks only where that is free: on another device than the CPU the steps are
+    A token is submitted whatever its own probability is, and ends the row after it; so a stop
+    depends on nothing that a rule has yet to see, and sampled drafts stay exact. Tokens after it
+    are unused. The host looks only where that is free: on another device than the CPU the steps are
     taken all the same, and what is saved is their verification.
 
     Args:
@@ -261,7 +261,7 @@ class Going:
 
     Source: Huang et al. 2024 (SpecDec++), arXiv:2405.19715, section 3: stop where one minus the
     product of acceptance probabilities exceeds a threshold. Differs: these are not predicted by a
-    trained head but taken from the law that each token was drawn from.
+    trained head but taken from the distribution that each token was sampled from.
     """
 
     def __init__(self, max_rejection_probability: float, call: Call) -> None:
@@ -278,15 +278,15 @@ class Going:
         )
 
     def ended(self, logits: Tensor, token: Tensor) -> bool:
-        """Notes a token ``(B,)`` of the law ``(B, V)``; says whether all rows are known to stop."""
+        """Notes a token ``(B,)`` of probabilities ``(B, V)``; returns whether all rows stop."""
         if self.max_rejection_probability >= 1:
             return False
         self.kept *= self.chance(logits.softmax(-1), token)
         return self.looks and bool((1 - self.kept > self.max_rejection_probability).all())
 
-    def chance(self, law: Tensor, token: Tensor) -> Tensor:
-        """That a token ``(B,)`` is accepted, by the law ``(B, V)`` it was drawn from."""
-        return law.gather(1, token[:, None])[:, 0]
+    def chance(self, probs: Tensor, token: Tensor) -> Tensor:
+        """Estimated probability that a token ``(B,)`` of ``probs (B, V)`` is accepted."""
+        return probs.gather(1, token[:, None])[:, 0]
 
 
 def adapter_like(adapter: Any, model: Any) -> Any:

@@ -5,7 +5,7 @@ The model is in `mmdecode.models.dream`, how a tree is grown in `mmdecode.draft.
 Source: Hu et al. 2025, arXiv:2505.19201, section 3.3 for the image. Differs from the reference,
 whose call is commented out: the attention that counts is that of the prompt's words in the last
 layer, which the engine shows without the matrix of all tokens, and a token that is left out takes
-the state beside it along.
+the state next to it along.
 """
 
 from __future__ import annotations

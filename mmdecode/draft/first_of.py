@@ -71,8 +71,8 @@ class FirstOf(Drafter):
         The source copies ``length`` tokens where two match, or all so far. ``model_id`` and
         ``target`` go to the second draft.
         """
-        behind = registry.create("draft", second, model_id=model_id, target=target)
-        return cls(Source(length, least=2), behind)
+        fallback = registry.create("draft", second, model_id=model_id, target=target)
+        return cls(Source(length, least=2), fallback)
 
     def needs(self, adapter: Adapter) -> Requirements:
         """What either wants."""

@@ -1,4 +1,4 @@
-"""How a tree is grown level by level, for drafts that make a law of every node.
+"""How a tree is grown level by level, for drafts that make a distribution of every node.
 
 Every node of the frontier has its best children, the best of these by the probability of their
 path go on, and in the end the best of all nodes are kept. A node is never likelier than its parent,
@@ -7,7 +7,7 @@ so what is kept is a tree.
 Sources: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4; Wang et al. 2025 (OPT-Tree),
 arXiv:2406.17276, for the depth (see `Worth`). Differs from the references: no loop over nodes and
 no question to the device within a round, ties go to the earlier node, and a tree may be coupled to
-the law's noise.
+the target's noise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Worth:
     A path is expected to be accepted as often as the drafter gives it probability, so a tree is
     worth the sum of these over the ``nodes`` nodes that are kept, and the most likely nodes are the
     tree that is worth most. Where a level adds nothing, no later one can. The host looks only where
-    that is free (on the CPU); elsewhere all levels are grown, and nodes behind a row's end are
+    that is free (on the CPU); elsewhere all levels are grown, and nodes after a row's end are
     unused.
 
     Args:
@@ -108,7 +108,7 @@ class Grown:
     scores: Tensor
 
     def best(self, nodes: int) -> Grown:
-        """The likeliest nodes in their old order; of equals the earlier, so parents stay."""
+        """The most likely nodes in their old order; of equals the earlier, so parents stay."""
         size = self.tokens.shape[1]
         if nodes >= size:
             return self
@@ -142,7 +142,7 @@ def grow(
         levels: Tokens on the longest path.
         top_k: Children of a node, and nodes of a level that go on.
         noise: Of a level ``(B, 1, D)``, added to log q to choose children, not to weigh them;
-            ``None``: the likeliest are chosen.
+            ``None``: the most likely are chosen.
         worth: Which rows' trees end before; ``None``: none.
     """
     batch = len(root)
@@ -160,7 +160,7 @@ def grow(
         score = (weight[..., None] + log_prob).flatten(1)
         chosen = chosen.flatten(1)
         shown = (chosen, score) if worth is None else worth.shown(chosen, score)
-        # a warped law may leave fewer tokens than a node should have children
+        # a warped distribution may leave fewer tokens than a node should have children
         tokens.append(shown[0].masked_fill(shown[1] == -torch.inf, -1))
         parents.append(node.repeat_interleave(top_k, 1))
         scores.append(shown[1])
@@ -194,12 +194,12 @@ def grown_proposal(
     call, kind = target.call, target.call.plan.kind
     vocab, top_k = call.plan.adapter.vocab, min(shape.top_k, root.shape[-1])
     nodes = max(shape.nodes, shape.levels) if top_k == 1 else shape.nodes
-    laws: list[Tensor] = []  # of the nodes of each level
+    log_qs: list[Tensor] = []  # of the nodes of each level
 
     def law_of(level: int, logits: Tensor) -> Tensor:
         position = (call.rows.length + level)[:, None]
-        laws.append(target(logits, position, own))
-        return laws[-1]
+        log_qs.append(target(logits, position, own))
+        return log_qs[-1]
 
     grown = grow(
         law_of(0, root),
@@ -211,7 +211,7 @@ def grown_proposal(
     )
     log_q = None
     if kind in ("iid", "without_replacement"):
-        log_q = torch.cat([of.repeat_interleave(top_k, 1) for of in laws], 1)
+        log_q = torch.cat([of.repeat_interleave(top_k, 1) for of in log_qs], 1)
         if own is not None:
             whole = log_q.new_full((*log_q.shape[:2], vocab), -torch.inf)
             log_q = whole.index_copy(2, own, log_q)
@@ -230,7 +230,7 @@ def tree_mask(
     """What a level of a tree may attend to, as an additive mask ``(B, 1, k, visible)``.
 
     Args:
-        begin: Slot behind the committed rows, where the tree's first level lies, ``(B,)``.
+        begin: Slot after the committed rows, where the tree's first level lies, ``(B,)``.
         pads: Slots at the left of each row that hold nothing, ``(B,)``.
         sees: What each node may see of the tree so far, itself included, ``(B, k, W)`` bool.
         visible: Slots that attention covers.

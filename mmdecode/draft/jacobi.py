@@ -1,16 +1,17 @@
 """Jacobi windows: the guesses of one pass are the drafts of the next.
 
-Nothing is trained and no second model is run. The window behind the last committed token is scored
-in one pass, the rule keeps what it can, and what lies behind the first rejection comes back with
-the law each token was drawn from (`mmdecode.engine.window`); places that are new to the window are
-filled from their neighbours or at random. What this gains depends on how soon a token's law settles
-while the tokens before it still change, so it suits image tokens, and text hardly.
+Nothing is trained and no second model is run. The window after the last committed token is scored
+in one pass, the rule keeps what it can, and what lies after the first rejection comes back with
+the distribution each token was sampled from (`mmdecode.engine.window`); positions that are new to
+the window are filled from their neighbours or at random. What this gains depends on how soon a
+token's distribution settles while the tokens before it still change, so it suits image tokens, and
+text hardly.
 
 Sources: Teng et al. 2024 (SJD), arXiv:2410.01699, section 4, with its initialisations; SJD-PAC,
 arXiv:2603.18599, for adaptive continuation and siblings at the front; arXiv:2510.24211 for the two
-couplings. Differs from the published code: random guesses record the uniform law they came from
-(both are exact, this one is kept more often), forced tokens are put in their places, a batch is
-ragged, and at the end the window shrinks.
+couplings. Differs from the published code: random guesses record the uniform distribution they came
+from (both are exact, this one is kept more often), forced tokens are put in their places, a batch
+is ragged, and at the end the window shrinks.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Jacobi(Drafter):
         window: Tokens of a pass, L: the last committed one and L - 1 guesses. 1 is neutral.
         start: Guesses at places that are new to the window. ``random``: uniform over the image's
             codes; ``left`` and ``above``: the neighbour's token; ``left_law`` and ``above_law``: a
-            draw from the law that was last noted of the neighbour. Places without that neighbour,
+            sample from the neighbour's last distribution. Positions without that neighbour,
             and all places of models without a grid, are random.
-        continuation: What becomes of the window behind a rejection, where the rule is a rejection
+        continuation: What becomes of the window after a rejection, where the rule is a rejection
             test: ``adaptive``, every guess is tested; ``redraw``, as SJD was published; ``shared``,
             drawn with noise that belongs to the place. The coupled rule and greedy decoding guess
             by their own choice.
@@ -264,7 +265,7 @@ class JacobiSession(DraftSession):
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """The log-law of tokens that were not drawn: ``(B, N)`` to the shape of ``like (B, N, V)``."""
+    """One-hot log-probabilities ``(B, N, V)`` of tokens ``(B, N)`` that were not sampled."""
     certain = torch.full_like(like, -torch.inf)
     return certain.scatter(2, tokens.clamp_min(0)[..., None], 0.0)
 

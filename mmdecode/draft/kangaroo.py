@@ -1,8 +1,8 @@
 """Kangaroo: the model's first layers and a trained adapter draft a chain while they are sure.
 
-A view of the model runs its first layers, the adapter behind them, and the model's own head; the
+A view of the model runs its first layers, the adapter after them, and the model's own head; the
 adapter's keys and values lie in the view's cache, in the place of the next layer. Drafting ends
-behind a token of which the adapter was not sure. The adapter is in `mmdecode.models.kangaroo`.
+after a token of which the adapter was not sure. The adapter is in `mmdecode.models.kangaroo`.
 
 Source: Liu et al. 2024, arXiv:2404.18911, section 3, with its defaults. Differs from the reference:
 any batch and any rule; the first layers read the prompt and the last two committed tokens again,
@@ -32,16 +32,17 @@ from mmdecode.models.kangaroo import Exit, KangarooModel
 
 
 class Kangaroo(LayerSkip):
-    """Drafts with an adapter behind the model's first layers.
+    """Drafts with an adapter after the model's first layers.
 
     Args:
-        drafter: The adapter; its configuration says behind which layer.
+        drafter: The adapter; its configuration says after which layer.
         length: Tokens per round at most; 0 is neutral.
         confidence_threshold: Probability that the most likely token must have for a row to go on
             after it; 0: always to ``length``. Published 0.6.
 
     Proposes what `mmdecode.draft.assistant.Assistant` does: argmax, sampled or coupled chains.
-    Lossless under every exact rule: what ends a chain is the law of a token that is submitted.
+    Lossless under every exact rule: what ends a chain is the distribution of a token that is
+    submitted.
 
     Raises:
         OptionError: An option is out of range.
@@ -109,7 +110,7 @@ class Kangaroo(LayerSkip):
         first, count = own.exit_layer, len(adapter.layers())
         if not 1 <= first <= count:
             raise IncompatibleError.between(
-                f"draft Kangaroo behind layer {first}",
+                f"draft Kangaroo after layer {first}",
                 adapter.name,
                 f"the model has {count} layers",
                 "use an adapter that was trained for this model",
@@ -125,7 +126,7 @@ class Kangaroo(LayerSkip):
 
 
 def refuse_unsuited(adapter: Any) -> None:
-    """Raises where no adapter fits behind a model's layers.
+    """Raises where no adapter fits after a model's layers.
 
     Raises:
         IncompatibleError: They see a window or have no rotary positions.
@@ -136,7 +137,7 @@ def refuse_unsuited(adapter: Any) -> None:
         raise IncompatibleError.between(
             "draft Kangaroo",
             adapter.name,
-            "the adapter goes behind layers that see all tokens at rotary positions, with a norm "
+            "the adapter goes after layers that see all tokens at rotary positions, with a norm "
             "before the head",
             "use layer_skip",
         )
@@ -176,6 +177,6 @@ class _GoingSure(Going):
         super().__init__(0.0 if confidence_threshold else 1.0, call)
         self.confidence_threshold = confidence_threshold
 
-    def chance(self, law: Tensor, token: Tensor) -> Tensor:
+    def chance(self, probs: Tensor, token: Tensor) -> Tensor:
         """1 where the top probability reaches the threshold, else 0."""
-        return (law.amax(-1) >= self.confidence_threshold).float()
+        return (probs.amax(-1) >= self.confidence_threshold).float()

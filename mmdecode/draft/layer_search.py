@@ -2,7 +2,7 @@
 
 `Swift` tries sets of attention and MLP sublayers on what was written last, and keeps the one that
 would have drafted most of it. `Clasp` chooses whole layers by a dynamic programme over the hidden
-states of the last token. Both draft behind the model's own keys and values (see
+states of the last token. Both draft on the model's own keys and values (see
 `mmdecode.draft.mirror`), with one set for all rows of a batch: what is drafted, though never what
 is written, depends on the other rows.
 
@@ -150,7 +150,7 @@ class Swift(LayerSearch):
         seed: Of the candidates.
 
     Differs from the reference: no Bayesian proposals (off by default there too), no tree; the best
-    set is scored anew beside each candidate, on the same tokens. Whole layers are the units of a
+    set is scored again with each candidate, on the same tokens. Whole layers are the units of a
     model whose layers do not consist of ``attention_sites`` and an ``mlp``.
     """
 
@@ -261,7 +261,7 @@ class SwiftSession(SearchSession):
 class Clasp(LayerSearch):
     """Skips the layers without which the last token's state stays nearest to the whole model's.
 
-    With X_i the state behind layer i and g(i, j) the best state behind i layers of which j were
+    With X_i the state after layer i and g(i, j) the best state after i layers of which j were
     skipped, g(i, j) is g(i-1, j-1) or f_i(g(i-1, j)), whichever has the larger cosine with X_i. All
     j run as siblings in one pass of the whole model, of which j = 0 is X itself.
 
@@ -320,7 +320,7 @@ class Programme:
         self.choices: list[Tensor] = []  # by layer, which j skip it, (count + 1,)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """A hook behind a layer: what it puts out, or what went in one candidate before."""
+        """A hook after a layer: what it puts out, or what went in one candidate before."""
         before = args[0] if args else kwargs["hidden_states"]
         ran = output[0] if isinstance(output, tuple) else output
         done = len(self.choices)  # layers before this one, of which so many could be skipped

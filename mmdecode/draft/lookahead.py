@@ -1,14 +1,14 @@
 """Lookahead: n-grams that the model guessed for places ahead are drafted when they begin to fit.
 
-Beside the candidates every pass scores a window of guesses for the places ahead. Column i of the
-window holds what Jacobi iterations of the last rounds made of place i and those behind it, so that
-a column and the token that the model puts behind it are an n-gram of the model's own. N-grams go
-into a pool per row; those that begin with the last committed token are the next candidates. Window
-and candidates are one tree: the first row of the window is a chain below the root, each column
-hangs below its token of that chain. No parameters, no second model; the passes are wide.
+With the candidates, every pass scores a window of guesses for the positions ahead. Column i of the
+window holds what Jacobi iterations of the last rounds made of position i and those after it, so
+that a column and the token that the model puts after it are an n-gram of the model's own. N-grams
+go into a pool per row; those that begin with the last committed token are the next candidates.
+Window and candidates are one tree: the first row of the window is a chain below the root, each
+column hangs below its token of that chain. No parameters, no second model; the passes are wide.
 
 Source: Fu et al. 2024 (Lookahead Decoding), arXiv:2402.02057, sections 3.1 to 3.3. Differs from the
-reference: the window begins with the likeliest tokens behind the prompt, where it draws at random;
+reference: the window begins with the most likely tokens after the prompt, where it draws at random;
 its guesses are candidates too; a batch has a pool per row, which forgets the oldest.
 """
 
@@ -37,7 +37,7 @@ class Lookahead(Drafter):
         ngram: Tokens of an n-gram, the one that it is found by included: N.
         guesses: N-grams that are candidates at once, G. With ``window=0`` neutral.
 
-    A pass scores ``(W + G) * (N - 1)`` nodes beside the root; the reference's example is W = G = 7
+    A pass scores ``(W + G) * (N - 1)`` nodes and the root; the reference's example is W = G = 7
     and N = 5. Siblings may repeat one another. Lossless under every exact rule.
     """
 

@@ -22,7 +22,7 @@ from mmdecode.errors import OptionError
 
 
 class PromptLookup(Drafter):
-    """Copies ``length`` tokens from behind the longest earlier match of at most ``ngram`` tokens.
+    """Copies ``length`` tokens that follow the longest earlier match of at most ``ngram`` tokens.
 
     Args:
         length: Most tokens proposed per round.

@@ -187,7 +187,7 @@ class Medusa(Drafter):
 
         Args:
             name: A folder, a Hub id or ``zoo:NAME``. Layouts: ours, aiola-lab/whisper-medusa
-                (linear and block), FasterDecoding/Medusa (heads alone, or beside a Llama).
+                (linear and block), FasterDecoding/Medusa (heads alone, or together with a Llama).
             paths: Overrides the tree of the checkpoint.
 
         Raises:
@@ -372,8 +372,8 @@ class MedusaSession(DraftSession):
         if self.target.plain:
             return logits
         first = self.call.rows.length[:, None]
-        laws = [self.target(own[:, None], first + head) for head, own in enumerate(logits)]
-        return torch.cat(laws, 1).transpose(0, 1)
+        targets = [self.target(own[:, None], first + head) for head, own in enumerate(logits)]
+        return torch.cat(targets, 1).transpose(0, 1)
 
     def observe(self, proposal: Proposal, output: BranchOutput, block: Block) -> None:
         """Keeps the states at the end of the accepted path."""
@@ -385,7 +385,7 @@ class MedusaSession(DraftSession):
 
 
 class BlockRunner:
-    """Runs the block over committed states, behind a cache of its own.
+    """Runs the block over committed states, with a cache of its own.
 
     Args:
         layer: The block.

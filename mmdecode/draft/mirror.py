@@ -1,9 +1,9 @@
-"""Drafts by the model itself behind the keys and values that the model has already computed.
+"""Drafts by the model itself after the keys and values that the model has already computed.
 
 The prompt is not read a second time: a cache of the draft's own begins as a copy of the main
 branch's, whole or in part, and each round's committed tokens are copied into it. So the draft reads
-one token behind what the model knows, never a rejected one, and what other drafts proposed is there
-too. It costs the memory of the copy.
+one token short of what the model knows, never a rejected one, and what other drafts proposed is
+there too. It costs the memory of the copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmdecode.errors import IncompatibleError
 
 
 class CacheCopyDrafter(Assistant):
-    """Drafts ``length`` tokens with the model behind a copy of its cache: a base for others.
+    """Drafts ``length`` tokens with the model on a copy of its cache: a base for others.
 
     Args:
         length: Tokens per round; 0 is neutral.

@@ -1,8 +1,8 @@
 """Token recycling: propose what the model itself held likely after the same token before.
 
-Every scored node says which tokens are likeliest after it, most of which are thrown away. They are
-kept here, by token, and the next draft reads its tree off this table: the children of a node are
-the kept candidates of its token. No parameters, no training, no model pass.
+Every scored node says which tokens are most likely after it, most of which are thrown away. They
+are kept here, by token, and the next draft reads its tree off this table: the children of a node
+are the kept candidates of its token. No parameters, no training, no model pass.
 
 Source: Luo et al. 2024 (Token Recycling), arXiv:2408.08696, sections 3.1 and 3.2. Differs from the
 reference: unknown candidates are -1 and draft nothing, where a table of zeros drafts token 0 many
@@ -37,7 +37,7 @@ class Recycling(Drafter):
     """Drafts a tree of the model's own earlier candidates.
 
     Args:
-        nodes: Nodes of the default tree; 0 is neutral. Not used beside ``paths``.
+        nodes: Nodes of the default tree; 0 is neutral. Not used with ``paths``.
         ranks: Candidates kept per token: k.
         paths: Rank paths of another tree, see `mmdecode.draft.trees`.
         keep: Keep one table from call to call, shared by all rows; it is warm from the first token

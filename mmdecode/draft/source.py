@@ -2,8 +2,8 @@
 
 For outputs that mostly copy a text that is at hand: a recogniser's hypotheses under correction, the
 last partial transcript of a stream, a sentence to be edited. The draft continues in the source
-behind the place that matches the last committed tokens best. Where several match equally well, the
-nearest to where the row would stand had it copied one for one since its last match wins; so a
+after the position that matches the last committed tokens best. Where several match equally well,
+the nearest to where the row would stand had it copied one for one since its last match wins; so a
 substituted word costs one round, and repeated words do not lead astray. A row may have several
 texts, each with a place of its own: the draft goes on in the one that matches best, of equals in
 the one that has agreed with most of the output, of these in the first.
@@ -34,13 +34,13 @@ _MANY = 1 << 20
 
 
 class Source(Drafter):
-    """Copies ``length`` tokens from a source text, behind the best match of at most ``ngram``.
+    """Copies ``length`` tokens from a source text, after the best match of at most ``ngram``.
 
     Args:
         length: Most tokens proposed per round; 0 is neutral.
         ngram: Longest suffix of the output that is looked up in the source.
         least: Tokens that have to match before anything is proposed, or all while there are fewer.
-            0 also goes on behind a mismatch, as if one token had been replaced, for outputs that
+            0 also goes on after a mismatch, as if one token had been replaced, for outputs that
             copy nearly all of the source.
         ids: Token ids of the source, one sequence per row or one for all, or in the place of a
             sequence a list of several; ``None``: the call gives them as

@@ -1,8 +1,8 @@
 """Which tree to draft, from what was measured: rank paths for a budget of nodes.
 
 A rank path ``(0, 2)`` is the third choice below the first choice. The value of a tree is the number
-of tokens a pass commits on average: one for the law itself, and for every node the probability that
-its whole path is accepted.
+of tokens a pass commits on average: one for the target itself, and for every node the probability
+that its whole path is accepted.
 
 Sources: Chen et al. 2024 (Sequoia), arXiv:2402.12374, section 3.1, with rates that may differ by
 depth; Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.3, with joint counts in place of
@@ -46,8 +46,11 @@ def plan(rates: Sequence[Sequence[float]], nodes: int) -> list[Path]:
             return 0.0, 0
         found = (0.0, 0)
         for size in range(1, budget + 1):
-            below, beside = best(size - 1, depth + 1, 0)[0], best(budget - size, depth, rank + 1)[0]
-            value = rates[depth][rank] * (1 + below) + beside
+            below, siblings = (
+                best(size - 1, depth + 1, 0)[0],
+                best(budget - size, depth, rank + 1)[0],
+            )
+            value = rates[depth][rank] * (1 + below) + siblings
             if value > found[0] + 1e-12:
                 found = (value, size)
         return found
@@ -93,7 +96,7 @@ def affordable(
 
 
 def value(rates: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
-    """Tokens that a pass commits on average: the law's own, and each node's with its whole path."""
+    """Tokens committed in a pass on average: the target's own, and nodes whose path is accepted."""
     return 1 + sum(_product(rates, path) for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""ViSpec: EAGLE's layer over summaries of images, with a global image vector behind them.
+"""ViSpec: EAGLE's layer over summaries of images, with a global image vector after them.
 
 The model is in `mmdecode.models.vispec`, how a tree is grown in `mmdecode.draft.features`. Images
 are told apart by what the adapter says of their sizes, so that two side by side are two.

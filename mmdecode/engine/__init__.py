@@ -1,1 +1,1 @@
-"""The loop and its machinery: tensors and laws, no modality, no method, no model family."""
+"""The decoding loop: tensors and distributions; no modality, no method, no model family."""

@@ -4,7 +4,7 @@ A model attends by `NAME` only while `switched` lasts. A layer that no plan name
 bit for bit; a layer of the plan computes scores and weights in the open, so that a part may read or
 change them, of the queries it asks for: of a prompt most often the last alone, which spares the
 matrix of all queries and keys. Edits see prompt columns and rows of a block, never how the cache
-lies behind them.
+lies after them.
 
 Which layers of a model attend where is the adapter's to say; when a plan is active is the branch's.
 """
@@ -28,8 +28,8 @@ from mmdecode.engine.noise import Noise
 
 NAME = "mmdecode"
 
-Rows = Literal["law", "last_prompt", "all"]
-"""Queries an edit changes: ``law``: the last prompt row and all later ones."""
+Rows = Literal["decoding", "last_prompt", "all"]
+"""Queries an edit changes: ``decoding``: the last prompt row and all later ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class AttentionEdit:
 
     branch: str
     layers: tuple[float, float] = (0.0, 1.0)
-    rows: Rows = "law"
+    rows: Rows = "decoding"
     scores: Callable[[Tensor, Site], Tensor] | None = None
     weights: Callable[[Tensor, Site], Tensor] | None = None
     strength: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
@@ -101,7 +101,7 @@ class AttentionPlan:
         edits: With the rows of the pass that each may change, as a slice.
         reads: Layers whose weights are kept.
         images: Keys that are image tokens, bool ``(R, K)``.
-        law_rows: Queries of the law, bool ``(R, Q)``: see `Rows`.
+        decoding_rows: Queries whose logits decide tokens, bool ``(R, Q)``: see `Rows`.
         is_prompt: Whether the pass reads the prompt.
         positions: Tokens before each query, ``(R, Q)``.
         keys: Tokens before each key, ``(R, K)``.
@@ -117,7 +117,7 @@ class AttentionPlan:
     edits: Sequence[tuple[AttentionEdit, slice]] = ()
     reads: frozenset[int] = frozenset()
     images: Tensor
-    law_rows: Tensor
+    decoding_rows: Tensor
     is_prompt: bool
     positions: Tensor
     keys: Tensor
@@ -155,13 +155,13 @@ class AttentionPlan:
             seen: Keys each query may see, ``(R or 1, 1, Q, K)``.
             stage: ``"scores"`` or ``"weights"``.
         """
-        here = slice(self.law_rows.shape[1] - values.shape[2], None)
-        law = self.law_rows[:, here]
+        here = slice(self.decoding_rows.shape[1] - values.shape[2], None)
+        decoding = self.decoding_rows[:, here]
         for index, edit, rows in self.active(layer):
             change = getattr(edit, stage)
             if change is None:
                 continue
-            chosen = torch.ones_like(law) if edit.rows == "all" else law
+            chosen = torch.ones_like(decoding) if edit.rows == "all" else decoding
             chosen = chosen[rows][:, None, :, None]
             strength = self.strengths.get(index)
             strength = (

@@ -2,7 +2,7 @@
 
 All branches of one model and stage are stacked as batch rows, branch by branch, so that a contrast
 costs rows, not launches; prompts that cannot be read in one pass are read one by one and stacked
-behind the prompt. Each row has its own write position, padding and position offset; the tree
+after the prompt. Each row has its own write position, padding and position offset; the tree
 mask is additive (a boolean one is silently wrong under eager attention) and positions are explicit.
 """
 
@@ -37,7 +37,7 @@ class ModelRunner(BranchRunner):
     Args:
         adapter: How the model is run.
         specs: Its branches, in row order.
-        needs: Internals wanted beside logits.
+        needs: Internals wanted in addition to logits.
         edits: Of attention and of states, those of other branches left out.
     """
 
@@ -125,7 +125,7 @@ class ModelRunner(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Root and nodes behind the committed slots."""
+        """Root and nodes after the committed slots."""
         _, depths, tree = proposal.structure()
         ancestors = None if proposal.is_chain else tree
         tokens = torch.cat([call.last(1), proposal.tokens], 1)
@@ -155,7 +155,7 @@ class ModelRunner(BranchRunner):
         specs: Sequence[BranchSpec] | None = None,
         masked: bool = True,
     ) -> tuple[dict[int | str, Tensor], Mapping[int, Tensor]]:
-        """One forward pass that writes behind ``start + offset`` and commits nothing.
+        """One forward pass that writes after ``start + offset`` and commits nothing.
 
         Args:
             tokens: ``(R, Q)``, -1 where unused.
@@ -163,7 +163,7 @@ class ModelRunner(BranchRunner):
             ancestors: What each may see of the others, ``(1 or R, Q, Q)`` bool, self included;
                 ``None``: all before it.
             visible: Slots that attention covers; at least every row's ``start + offset + Q``.
-            offset: Slots behind ``start`` that an earlier pass wrote and that count as committed.
+            offset: Slots after ``start`` that an earlier pass wrote and that count as committed.
             prompt: What ``tokens`` are the ids of, when the prompt is read.
             specs: Branches whose rows these are; ``None``: all.
             masked: Whether the model is told what each token may see; see `Adapter.masks_itself`.
@@ -251,9 +251,9 @@ class ModelRunner(BranchRunner):
         if not (attention or self.needs.attention or averages):
             return None
         assert self._images is not None and self._noise is not None, "read with the prompt"
-        law = torch.ones_like(positions.expand(len(self.pads), -1), dtype=torch.bool)
+        decoding = torch.ones_like(positions.expand(len(self.pads), -1), dtype=torch.bool)
         if is_prompt:
-            law[:, :-1] = False
+            decoding[:, :-1] = False
         first = positions[:, :1]
         slots = torch.arange(visible, device=positions.device)
         plan = AttentionPlan(
@@ -262,7 +262,7 @@ class ModelRunner(BranchRunner):
             edits=attention,
             reads=self.needs.attention,
             images=self._images,
-            law_rows=law,
+            decoding_rows=decoding,
             is_prompt=is_prompt,
             positions=positions.expand(len(self.pads), -1),
             keys=first + places(slots - first - self.pads[:, None], positions - first),
@@ -294,11 +294,11 @@ class ModelRunner(BranchRunner):
         return slice(first, first + batch)
 
     def use(self, adapter: Adapter) -> None:
-        """Lets another view of the model read from now on, behind what was read before."""
+        """Lets another view of the model read from now on, after what was read before."""
         self.adapter, self._forward = adapter, adapter.forward
 
     def fork(self, name: str) -> ModelRunner:
-        """One of the branches behind the same prompt, with an empty cache of its own."""
+        """One of the branches after the same prompt, with an empty cache of its own."""
         rows = self.rows_of(name)
         spec = next(spec for spec in self.specs if spec.name == name)
         own = ModelRunner(self.adapter, [spec])
@@ -364,7 +364,7 @@ def _capture(module: torch.nn.Module, into: dict[int | str, Tensor], key: int) -
 
 
 def _places(there: Tensor) -> Tensor:
-    """Columns where ``there (R, P)``, in order from the left, -1 behind: ``(R, most of a row)``."""
+    """Columns where ``there (R, P)``, in order from the left, then -1: ``(R, most of a row)``."""
     most = int(there.sum(1).amax())
     order = (~there).long().argsort(dim=1, stable=True)[:, :most]
     return torch.where(there.gather(1, order), order, -1)

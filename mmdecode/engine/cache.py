@@ -1,7 +1,7 @@
 """A key-value cache whose rows grow independently.
 
 transformers' caches crop the same suffix from every row; here each row has its own write position
-(``start``). A pass writes its tokens behind ``start`` and may be overwritten by the next pass;
+(``start``). A pass writes its tokens after ``start`` and may be overwritten by the next pass;
 ``commit`` moves ``start`` forward, and moves accepted tree nodes into place first. Keys are stored
 after rotary embedding, so a slot says nothing about a position.
 
@@ -73,7 +73,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes behind each row's start and returns the visible slots."""
+        """Writes after each row's start and returns the visible slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.rows
@@ -185,11 +185,11 @@ class RaggedCache(Cache):
         self.rows.start += count
 
     def copy(self, source: RaggedCache, rows: slice, slots: Sequence[Tensor], visible: int) -> None:
-        """Writes slots of another cache's rows behind each row's start; commits nothing.
+        """Writes slots of another cache's rows after each row's start; commits nothing.
 
         Args:
             source: A cache of the same model.
-            rows: Those of its rows that stand beside the rows here.
+            rows: Those of its rows that stand next to the rows here.
             slots: By layer, ``(B, H or 1, n)``; beyond the end, the last is copied.
             visible: Slots that the storage must hold.
         """

@@ -50,7 +50,7 @@ def coarse(length: int) -> int:
 def record(
     call: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[T, Callable[[], None], Any]:
-    """What ``call`` returns, what fills it anew, and the memory for the next; computes nothing."""
+    """What ``call`` returns, what fills it again, and the memory for the next; computes nothing."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     with torch.cuda.device(device), torch.cuda.graph(graph, **options):

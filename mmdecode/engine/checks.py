@@ -126,13 +126,13 @@ def refuse_inputs(input_ids: Tensor, inputs: Mapping[str, Any], own_prompt: bool
     if input_ids.shape[1] == 0 and not own_prompt:
         raise IncompatibleError(
             "the prompt came as inputs_embeds, without ids; drafts, processors and stop rules of a "
-            "mmdecode decoder read ids: pass input_ids, beside inputs_embeds if these differ from "
-            "the embeddings of the ids, one for each"
+            "mmdecode decoder read ids: pass input_ids, and with them inputs_embeds if these "
+            "differ from the embeddings of the ids, one for each"
         )
     embeds = inputs.get("inputs_embeds")
     if embeds is not None and embeds.shape[:2] != input_ids.shape:
         raise IncompatibleError(
-            f"inputs_embeds of shape {tuple(embeds.shape)} came beside ids of shape "
+            f"inputs_embeds of shape {tuple(embeds.shape)} came with ids of shape "
             f"{tuple(input_ids.shape)}; expected one per id, or leave inputs_embeds out"
         )
 
@@ -379,7 +379,7 @@ def refuse_guide(guide: Guide | None, needs: Requirements, adapter: Adapter) -> 
                 "Decoder",
                 f"branch {spec.name!r} answers in the place of {replaced!r}, which shares a pass "
                 f"with {', '.join(n for n in sharing if n != replaced)}",
-                "give the branches beside it a later stage",
+                "give the other branches of its stage a later stage",
             )
     refuse_closed(name, adapter, guide.edits, needs)
     missing = [kind for kind in guide.requires_inputs if kind not in adapter.inputs]

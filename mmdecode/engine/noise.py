@@ -30,7 +30,7 @@ def _signed(value: int) -> int:
 class Role(enum.IntEnum):
     """What a draw is for; draws of different roles are independent."""
 
-    TARGET = 1  # Gumbel noise of the law itself, shared by every drafter
+    TARGET = 1  # Gumbel noise of the target itself, shared by every drafter
     ACCEPT = 2
     RESIDUAL = 3
     DRAFT = 4

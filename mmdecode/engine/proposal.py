@@ -121,7 +121,8 @@ class Proposal:
             (``coupled``). Which acceptance rules are exact depends on it: there is no default.
         tree: Shape shared by all rows; a chain when neither ``tree`` nor ``parents`` is given.
         parents: ``(B, N)``, when rows have shapes of their own.
-        log_q: ``(B, N, V)``, the law each node was drawn from before siblings were removed.
+        log_q: ``(B, N, V)``, the distribution each node was sampled from before siblings were
+            removed.
     """
 
     tokens: Tensor
@@ -149,7 +150,9 @@ class Proposal:
                 f"parents {tuple(self.parents.shape)} and tokens {tuple(self.tokens.shape)} differ"
             )
         if self.kind in ("iid", "without_replacement") and self.log_q is None:
-            raise OptionError(f"a proposal of kind {self.kind!r} needs log_q, the law of its draws")
+            raise OptionError(
+                f"a proposal of kind {self.kind!r} needs log_q, what its tokens were sampled from"
+            )
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> Proposal:

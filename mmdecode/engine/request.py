@@ -99,7 +99,7 @@ def request_of(
     most = min([int(config.max_length), *lengths]) - width
     if most < 1:
         raise OptionError(
-            f"max_length={config.max_length} leaves no room behind a prompt of {width} tokens; "
+            f"max_length={config.max_length} leaves no room after a prompt of {width} tokens; "
             "raise max_length or set max_new_tokens"
         )
     mask = model_kwargs.get("decoder_attention_mask")
@@ -127,7 +127,7 @@ def left_padded(mask: Tensor) -> Tensor:
     """The mask, as bool.
 
     Raises:
-        IncompatibleError: A row has padding behind a token.
+        IncompatibleError: A row has padding after a token.
     """
     mask = mask.bool()
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
@@ -160,7 +160,7 @@ def _requests(
     Raw audio counts where there is one entry per row, and images as the adapter shares them out;
     what only a draft reads never does. Whisper's own ``generate`` hands a decoder no audio and
     drops rows between attempts; rows that cannot be told apart share their noise, which leaves the
-    law of each row as it is. Name the rows, or use the Transcriber.
+    distribution of each row as it is. Name the rows, or use the Transcriber.
     """
     copies = int(config.num_return_sequences or 1)
     if given is not None:

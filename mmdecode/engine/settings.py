@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 class Refused(NamedTuple):
     """Why something that ``generate`` takes is refused, and what to do.
 
-    ``neutral`` are the values that ask for nothing, beside ``None``.
+    ``neutral`` are the values that ask for nothing, other than ``None``.
     """
 
     because: str
@@ -179,4 +179,4 @@ ARGUMENTS: Mapping[str, Verdict] = {
         "stands for a prompt whose ids are not known; pass decoder_input_ids"
     ),
 }
-"""Arguments of ``generate`` beside these, and inputs of models that a decoder makes itself."""
+"""Arguments of ``generate`` other than these, and inputs of models that a decoder makes itself."""

@@ -1,4 +1,4 @@
-"""Guides, one law a file: what the tokens must follow, as a pure function of branch scores."""
+"""Guides, one a file: the target distribution as a pure function of branch scores."""
 
 from mmdecode.guide.adaptvis import AdaptVis
 from mmdecode.guide.agla import AGLA

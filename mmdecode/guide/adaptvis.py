@@ -39,7 +39,7 @@ class AdaptVis(Edited):
     summary = "as scalingvis, sharpened or smoothed by the model's confidence"
     source = "Chen et al. 2025"
     requires_inputs = ("image",)
-    branches = (BranchSpec(name="law", stage=2, replaces_after_prefill="main"),)
+    branches = (BranchSpec(name="edited", stage=2, replaces_after_prefill="main"),)
 
     def __init__(self, unsure: float = 0.5, sure: float = 1.5, threshold: float = 0.4) -> None:
         if not 0 <= threshold <= 1:
@@ -48,7 +48,7 @@ class AdaptVis(Edited):
         self.threshold = threshold
         self.neutral = self.unsure == self.sure == 1
         edit = AttentionEdit(
-            branch="law", rows="last_prompt", scores=self._scaled, strength=self._choice
+            branch="edited", rows="last_prompt", scores=self._scaled, strength=self._choice
         )
         self.edits = [edit]
 

@@ -101,7 +101,7 @@ class FirstWord(Guide, ABC):
 
     @abstractmethod
     def opening(self, main: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        """The law of the first token; masks as `begin` gives them."""
+        """The target logits of the first token; masks as `begin` gives them."""
 
 
 def _among(vocab: Tensor, ids: Sequence[int]) -> Tensor:

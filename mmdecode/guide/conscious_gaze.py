@@ -2,11 +2,11 @@
 
 A sensor reads four branches that nothing changes: the prompt as it is, with noise for its images,
 without its words, and without either. Their Harsanyi interaction
-``I = L(image, words) - L(image) - L(words) + L(neither)`` is taken over the likeliest tokens of the
-first; where its variance is above ``threshold``, a fifth branch, read after the four, adds
+``I = L(image, words) - L(image) - L(words) + L(neither)`` is taken over the most likely tokens of
+the first; where its variance is above ``threshold``, a fifth branch, read after the four, adds
 ``alpha`` times the mean over heads of ``|s|`` to the scores of image keys in middle layers. The
-fifth is the law. It is gated at each row and node by the sensor at that very place: the released
-code steers a token by what it sensed at the token before.
+fifth is the target. It is gated at each row and node by the sensor at that very position: the
+released code steers a token by what it sensed at the token before.
 
 Ours, where the release knows InstructBLIP alone: images are replaced by uniform noise over the
 range of their own normalised pixels; the empty prompt is the image tokens and the last token of the
@@ -42,7 +42,7 @@ class ConsciousGaze(Guide):
     Args:
         alpha: Boost of image keys; 0 leaves the fifth branch out.
         threshold: Variance of the interaction above which the boost is on, ``k``.
-        candidates: Likeliest tokens that the variance is taken over.
+        candidates: Most likely tokens that the variance is taken over.
         update: Whether the interaction is also added to the logits, at places where its variance
             over the vocabulary is at least ``update_from``, as the released sampler does; then the
             plausibility cut follows. Neutral: off, with ``alpha = 0``.
@@ -80,9 +80,9 @@ class ConsciousGaze(Guide):
         ]
         self.edits = []
         if self.alpha:
-            self.branches.append(BranchSpec(name="law", stage=2))
+            self.branches.append(BranchSpec(name="edited", stage=2))
             boost = AttentionEdit(
-                branch="law",
+                branch="edited",
                 layers=checked_layers(layers),
                 scores=self._boosted,
                 strength=self.gate,
@@ -107,8 +107,8 @@ class ConsciousGaze(Guide):
     def gate(self, call: Call, outputs: Mapping[str, BranchOutput]) -> Tensor:
         """1.0 where the boost is on, else 0.0; ``(B, N + 1)``."""
         interaction, main = harsanyi(outputs), outputs["main"].logits
-        likeliest = main.topk(min(self.candidates, main.shape[-1]), -1).indices
-        return (interaction.gather(-1, likeliest).var(-1) > self.threshold).float()
+        best = main.topk(min(self.candidates, main.shape[-1]), -1).indices
+        return (interaction.gather(-1, best).var(-1) > self.threshold).float()
 
     def _boosted(self, scores: Tensor, site: Site) -> Tensor:
         boost = self.alpha * site.strength * scores.abs().mean(1, keepdim=True)
@@ -126,7 +126,7 @@ class ConsciousGaze(Guide):
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The law before the cut."""
+        """The logits before the cut."""
         logits = self._law(outputs)
         if not self.update:
             return logits
@@ -142,7 +142,7 @@ class ConsciousGaze(Guide):
         return plausible(combined, self._law(outputs), self.beta) if self.update else combined
 
     def _law(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
-        return outputs["law" if self.alpha else "main"].logits
+        return outputs["edited" if self.alpha else "main"].logits
 
 
 def harsanyi(outputs: Mapping[str, BranchOutput]) -> Tensor:

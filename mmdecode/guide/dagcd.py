@@ -1,11 +1,11 @@
 """DAGCD on image tokens: words that the attended parts of the image stand for become likelier.
 
 Each image token is given the word that the model's own head reads in its last state. At every step
-the attention that the token pays to the image says how much each word is used, ``U``; the law is
-``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the denominator), with H the entropy of
-P over ``log V``: a model that is sure is left alone. Attention to image tokens of one word counts
-once, by its mean; only words among the likeliest ``rank`` gain. Nothing changes where the likeliest
-token ends the text.
+the attention that the token pays to the image says how much each word is used, ``U``; the
+distribution is ``(P + alpha * H * U) / (1 + alpha * H)`` (handed on without the denominator), with
+H the entropy of P over ``log V``: a model that is sure is left alone. Attention to image tokens of
+one word counts once, by its mean; only words among the ``rank`` most likely gain. Nothing changes
+where the most likely token ends the text.
 
 The published method reads words of a text and picks heads, and their weights, by a probe trained
 for each model. No probe comes with this library: all heads of the chosen layers count alike, unless
@@ -60,7 +60,7 @@ class DAGCD(Guide):
         layers: First and last layer whose attention counts, as fractions of the depth.
         heads: Weight by ``(layer, head)``, of a trained probe, instead of ``layers``; negative
             sums count as none.
-        rank: Only so many likeliest tokens can gain.
+        rank: Only so many most likely tokens can gain.
     """
 
     summary = "words of attended image tokens become more likely, the more in doubt"
@@ -145,8 +145,10 @@ class DAGCD(Guide):
         """See `mmdecode.engine.contracts.Guide`."""
         main = outputs["main"]
         logits = main.logits
-        law = logits.log_softmax(-1)
-        doubt = torch.special.entr(law.exp()).sum(-1, keepdim=True) / math.log(logits.shape[-1])
+        logprobs = logits.log_softmax(-1)
+        doubt = torch.special.entr(logprobs.exp()).sum(-1, keepdim=True) / math.log(
+            logits.shape[-1]
+        )
         ranked = logits.topk(min(self.rank, logits.shape[-1]), -1).indices
         usage = self.usage(constants, main)
         usage = torch.zeros_like(usage).scatter(-1, ranked, usage.gather(-1, ranked))

@@ -2,7 +2,7 @@
 
 At layer l of a late range, ``r = sum_k w_k h_k`` over the outputs of all layers before it; where
 ``cos(h, r) < tau``, ``h`` becomes ``alpha * h + (1 - alpha) * r``. Each position is judged by
-itself, and the same way in the prompt and behind it, so a cached pass equals a full one. Final norm
+itself, and the same way in the prompt and after it, so a cached pass equals a full one. Final norm
 and head stay. Works on text models too.
 
 Abstract and reviews, all that we know of it, leave the layer range, the weights and the side of

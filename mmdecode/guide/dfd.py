@@ -1,9 +1,9 @@
 """Dynamic Focus Decoding: a temperature for each token, low where layers disagree.
 
 On the tokens with ``p_L > rho * max p_L``, ``KA = mean_l KL(p_L || p_l)`` over the early layers l,
-all laws normalised on those tokens; then ``T = T0 * 0.5 ** (KA / sigma)`` and the law is that of
-``logits / T``. A way of sampling: greedy decoding takes the same tokens with it and without, and
-pays for the exits of all layers. Works on text models too.
+all distributions normalised on those tokens; then ``T = T0 * 0.5 ** (KA / sigma)`` and the
+distribution is that of ``logits / T``. A way of sampling: greedy decoding takes the same tokens
+with it and without, and pays for the exits of all layers. Works on text models too.
 
 Two differences from the released code: early states pass the final norm before the head, without
 which their logits have another scale, and every row and node has a temperature of its own.
@@ -96,8 +96,10 @@ class DFD(Guide):
         layers = self.early(call.plan.adapter)
         divergence = torch.zeros_like(floor[..., 0])
         for layer in layers:
-            law = main.early_exit_logits[layer].masked_fill(outside, -torch.inf).log_softmax(-1)
-            divergence += (weight * (last - law).masked_fill(outside, 0.0)).sum(-1)
+            logprobs = (
+                main.early_exit_logits[layer].masked_fill(outside, -torch.inf).log_softmax(-1)
+            )
+            divergence += (weight * (last - logprobs).masked_fill(outside, 0.0)).sum(-1)
         focus = divergence / len(layers) / self.sigma
         return (self.temperature * 0.5**focus).clamp_min(_COLDEST)
 

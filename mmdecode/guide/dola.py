@@ -1,10 +1,10 @@
-"""DoLa: the last layer's law against that of the early layer which differs from it most.
+"""DoLa: the last layer's distribution against that of the early layer which differs from it most.
 
 ``log p_N - alpha * log p_M`` on tokens with ``p_N >= relative_top * max p_N``, where M is the early
-layer, of a few candidates, whose law is farthest from the last one's by Jensen-Shannon divergence.
-M is chosen for each row and node, by the divergence of the paper's formula: the released code swaps
-the arguments of its KL terms and takes means over the batch. Layers are read through the final norm
-and the head. Works on text models too.
+layer, of a few candidates, whose distribution is farthest from the last one's by Jensen-Shannon
+divergence. M is chosen for each row and node, by the divergence of the paper's formula: the
+released code swaps the arguments of its KL terms and takes means over the batch. Layers are read
+through the final norm and the head. Works on text models too.
 
 Source: Chuang et al. 2024, arXiv:2309.03883, equations 1 to 5.
 """
@@ -85,19 +85,19 @@ class DoLa(Guide):
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The difference of the two laws, before the cut."""
+        """The difference of the two layers' log-probabilities, before the cut."""
         main = outputs["main"]
         if not self.alpha:
             return main.logits
         last = main.logits.log_softmax(-1)
         farthest, early = None, last
         for layer in self.candidates(call.plan.adapter):
-            law = main.early_exit_logits[layer].log_softmax(-1)
-            distance = jensen_shannon(last, law)
+            logprobs = main.early_exit_logits[layer].log_softmax(-1)
+            distance = jensen_shannon(last, logprobs)
             if farthest is None:
-                farthest, early = distance, law
+                farthest, early = distance, logprobs
                 continue
-            early = torch.where((distance > farthest)[..., None], law, early)
+            early = torch.where((distance > farthest)[..., None], logprobs, early)
             farthest = torch.maximum(farthest, distance)
         return last - self.alpha * early
 
@@ -110,13 +110,13 @@ class DoLa(Guide):
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """``(KL(P || M) + KL(Q || M)) / 2`` with M their mean; of log-laws ``(..., V)``, in nats."""
+    """Jensen-Shannon divergence of log-probabilities ``(..., V)``, in nats."""
     middle = torch.logaddexp(p, q) - math.log(2)
     return (_divergence(p, middle) + _divergence(q, middle)) / 2
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL of log-laws; a token that ``p`` excludes adds nothing."""
+    """KL divergence of log-probabilities; a token that ``p`` excludes adds nothing."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
 
 

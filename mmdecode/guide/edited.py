@@ -1,4 +1,4 @@
-"""What guides share whose law is the main branch's own, changed from within."""
+"""Base of guides that take the main branch's own logits, changed by edits inside the model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Late fusion: a second model has a say in every token, by its own law of the same next token.
+"""Late fusion: a second model's distribution of the next token is combined with the main model's.
 
-Made for a language model that corrects a transcript while a recogniser hears the audio, whose law
-is called acoustic here. The second model either scores the same vocabulary (`SecondModel`), or it
-answers for candidates alone (`mmdecode.engine.contracts.BranchOutput.candidates`). Tokens that are
-no candidates keep the main probability where probabilities are added, and are excluded where their
-logarithms are. A position at which nothing is a candidate follows the main model.
+Made for a language model that corrects a transcript while a recogniser hears the audio, whose
+distribution is called acoustic here. The second model either scores the same vocabulary
+(`SecondModel`), or it answers for candidates alone
+(`mmdecode.engine.contracts.BranchOutput.candidates`). Tokens that are no candidates keep the main
+probability where probabilities are added, and are excluded where their logarithms are. A position
+at which nothing is a candidate follows the main model.
 
 Two fixed combinations, the baselines of `mmdecode.guide.uadf`:
 
@@ -85,11 +86,11 @@ class Fusion(Guide, ABC):
 
     @abstractmethod
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """The normalised or unnormalised log-law of two log-laws, all ``(B, N + 1, V)``."""
+        """Combines log-probabilities ``(B, N + 1, V)`` of two models; need not be normalised."""
 
 
 def acoustic_law(output: BranchOutput, main: Tensor, temperature: float) -> Tensor:
-    """The second model's log-law over the main vocabulary, ``-inf`` for what it does not score.
+    """Log-probabilities of the second model over the main vocabulary; ``-inf``: not scored.
 
     Args:
         output: Of the second model; unused candidates are -1, and a score may be ``-inf``.
@@ -99,13 +100,13 @@ def acoustic_law(output: BranchOutput, main: Tensor, temperature: float) -> Tens
     values = output.logits / temperature
     if output.candidates is not None:
         values = values.masked_fill(output.candidates < 0, -torch.inf)
-    # a position without any score has no law
-    law = values.log_softmax(-1).masked_fill(values == -torch.inf, -torch.inf)
+    # a position without any score has no distribution
+    logprobs = values.log_softmax(-1).masked_fill(values == -torch.inf, -torch.inf)
     if output.candidates is None:
-        return law
+        return logprobs
     spread = torch.full_like(main, -torch.inf)
     # unused ones point at token 0, which may be a candidate itself: the larger value stays
-    return spread.scatter_reduce(-1, output.candidates.clamp_min(0), law, "amax")
+    return spread.scatter_reduce(-1, output.candidates.clamp_min(0), logprobs, "amax")
 
 
 class Late(Fusion):
@@ -113,10 +114,10 @@ class Late(Fusion):
 
     @abstractmethod
     def weight(self, main: Tensor) -> Tensor:
-        """W at every position, ``(B, N + 1, 1)``, of the main log-law ``(B, N + 1, V)``."""
+        """Weight at every position, ``(B, N + 1, 1)``, by log-probabilities ``(B, N + 1, V)``."""
 
     def fuse(self, main: Tensor, acoustic: Tensor) -> Tensor:
-        """See `Fusion.fuse`; the law is normalised."""
+        """See `Fusion.fuse`; the result is normalised."""
         weight = self.weight(main)
         return torch.logaddexp(main, weight.log() + acoustic) - weight.log1p()
 
@@ -213,7 +214,7 @@ class Choices:
             self.kept[row].append(seen[0])
 
     def commit(self, path: Tensor, count: Tensor) -> None:
-        """As of a scorer: tokens behind the root and behind accepted nodes."""
+        """See the base class: tokens after the root and after accepted nodes."""
         for row, (nodes, number) in enumerate(zip(path.tolist(), count.tolist(), strict=True)):
             places = [0, *(node + 1 for node in nodes)][:number]
             self.kept[row] += [self._seen[row][place] for place in places]
@@ -232,7 +233,7 @@ class Choices:
 class SecondModel(BranchRunner):
     """An encoder-decoder that writes the main model's words, and reads an input of its own.
 
-    It sees what the row has generated, behind a prompt of its own. What it reads is the call's
+    It sees what the row has generated, after a prompt of its own. What it reads is the call's
     ``mm_inputs["audio"]``, a `Given` per row; or, where that is missing, ``mm_inputs[name]`` for
     the model's ``main_input_name``: ``input_features`` for a recogniser. See
     `mmdecode.engine.contracts.BranchRunner`.
@@ -310,8 +311,8 @@ class SecondModel(BranchRunner):
         logits = found["main"].logits
         if self.ids is not None:
             logits = logits[..., self.ids.clamp_min(0)].masked_fill(self.ids < 0, -torch.inf)
-        likeliest = [[frozenset([t]) for t in row] for row in logits.argmax(-1).tolist()]
-        self.choices.see(earlier["main"].logits.argmax(-1), likeliest)
+        best = [[frozenset([t]) for t in row] for row in logits.argmax(-1).tolist()]
+        self.choices.see(earlier["main"].logits.argmax(-1), best)
         return {ACOUSTIC: BranchOutput(logits=logits)}
 
 

@@ -49,7 +49,7 @@ class Guidance(Linear):
         super().__init__([branch], [self.scale, 1 - self.scale])
 
     def weigh(self, call: Call, proposal: Proposal) -> Sequence[float | Tensor]:
-        """``(s, 1 - s)``, and ``(1, 0)`` behind ``until``."""
+        """``(s, 1 - s)``, and ``(1, 0)`` after ``until``."""
         if self.until is None or self.neutral:
             return self.weights
         scale = where(generated(call, proposal) <= self.until, self.scale, 1.0)[..., None]

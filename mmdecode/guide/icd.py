@@ -1,7 +1,7 @@
 """ICD: away from what the model says under an instruction that disturbs it.
 
 ``(1 + alpha) z(question) - alpha z(instruction, question)``, cut to what is plausible. The
-instruction stands before the question, behind images that the question begins with; of five, one is
+instruction stands before the question, after images that the question begins with; of five, one is
 drawn by request.
 
 Source: Wang et al. 2024, arXiv:2403.18715; the instructions are the release's.

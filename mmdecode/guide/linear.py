@@ -3,7 +3,8 @@
 Raw logits: ``sum_i w_i z_i`` over the main branch and others; then tokens whose main probability is
 below ``beta`` times the best are excluded, judged on the *raw main* logits. With weights
 ``(1 + alpha, -alpha)`` this is contrastive decoding in the form of VCD. The sum of the weights, S,
-tells contrast from hidden sharpening: branches that agree give the main law at temperature 1 / S.
+tells contrast from hidden sharpening: branches that agree give the main distribution at temperature
+1 / S.
 
 Source: Li et al. 2023, arXiv:2210.15097, equations 2 and 3; Leng et al. 2024, arXiv:2311.16922,
 equations 3 and 4.
@@ -38,8 +39,8 @@ class Linear(Guide):
         beta: Plausibility cut, 0..1: keep tokens with p at least ``beta * max p`` in the main
             branch. ``0`` keeps the vocabulary.
         log_space: Whether log-probabilities are combined, as text guidance does it, and not raw
-            logits. Both give the same law, but not to processors that tell the two apart. Without
-            other branches nothing is combined: raw logits are handed on.
+            logits. Both give the same distribution, but not to processors that tell the two apart.
+            Without other branches nothing is combined: raw logits are handed on.
 
     Attributes:
         images: Whether the guide is about images; then it warns where no branch differs.
@@ -92,7 +93,7 @@ class Linear(Guide):
     def combine(
         self, constants: None, call: Call, proposal: Proposal, outputs: Mapping[str, BranchOutput]
     ) -> Tensor:
-        """The law before the cut, ``(B, N + 1, V)``."""
+        """The combined logits before the cut, ``(B, N + 1, V)``."""
         values = [outputs[name].logits for name in ("main", *(b.name for b in self.branches))]
         if self.log_space and self.branches:
             values = [value.log_softmax(-1) for value in values]

@@ -1,10 +1,11 @@
 """Uncertainty-aware dynamic fusion: the surer the main model, the less the second one counts.
 
 ``U = -sum p_L log p_L`` of ``p_L = softmax(z_L / main_temperature)``, in nats, ``w = sigmoid(scale
-* U) - beta`` where that is above 0, and the law is ``(p_L + w p_A) / (1 + w)``. So the second model
-can change the likeliest token only where the two best main probabilities are less than w apart,
-and w is below ``1 - beta``. Over a large vocabulary the sigmoid saturates: 3 nats already give 0.45
-of at most 0.5, so that ``scale`` decides how far between on and off the fusion is.
+* U) - beta`` where that is above 0, and the distribution is ``(p_L + w p_A) / (1 + w)``. So the
+second model can change the most likely token only where the two best main probabilities are less
+than w apart, and w is below ``1 - beta``. Over a large vocabulary the sigmoid saturates: 3 nats
+already give 0.45 of at most 0.5, so that ``scale`` decides how far between on and off the fusion
+is.
 
 ``scale`` is ours, and so is the bound at 0; the rest is the source's. Its released code gives NaN
 where a probability underflows, and scores that sum to ``1 + w``.
@@ -51,6 +52,6 @@ class UADF(Late):
         self.neutral = self.beta >= (1.0 if self.scale else 0.5)
 
     def weight(self, main: Tensor) -> Tensor:
-        """W at every position, ``(B, N + 1, 1)``, of the main log-law ``(B, N + 1, V)``."""
+        """Weight at every position, ``(B, N + 1, 1)``, by log-probabilities ``(B, N + 1, V)``."""
         entropy = entr(main.exp()).sum(-1, keepdim=True)
         return ((self.scale * entropy).sigmoid() - self.beta).clamp_min(0)

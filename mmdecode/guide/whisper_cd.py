@@ -5,17 +5,17 @@ Over log-probabilities ``l``, of text tokens alone::
 
     (1 + alpha) l(clean) - alpha tau log mean_k exp(l_k / tau)
 
-With tau 1 that is contrast with the mixture of the negatives' laws. The mean and not the sum stands
-in the logarithm, so that negatives which agree with the clean branch leave its scores as they are;
-with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted. What comes
-out shares among the text tokens the probability that the clean branch gives to text: the end,
-special and timestamp tokens keep theirs exactly.
+With tau 1 that is contrast with the mixture of the negatives' distributions. The mean and not the
+sum stands in the logarithm, so that negatives which agree with the clean branch leave its scores as
+they are; with the sum, text would lose ``alpha tau log K`` to everything that is not contrasted.
+What comes out shares among the text tokens the probability that the clean branch gives to text: the
+end, special and timestamp tokens keep theirs exactly.
 
 Contrast cannot stop text in silence, where all branches agree. There the agreement itself is the
 sign. Where the first text token is decided, the evidence for speech is the total variation between
-the law that heard the window and the one that heard silence; a part ``doubt`` of what noise changes
-in that law counts against it, since what was really said is heard through noise, and what was made
-up of a sound is not. Where the evidence is below ``gate``, the window ends.
+the distribution given the window and the one that heard silence; a part ``doubt`` of what noise
+changes in that distribution counts against it, since what was really said is heard through noise,
+and what was made up of a sound is not. Where the evidence is below ``gate``, the window ends.
 
 That gate knows what sounds like silence to the model, and no more. Two others ask the model itself:
 Whisper was taught to predict a no-speech token where a transcript starts. ``no_speech`` ends a
@@ -27,7 +27,7 @@ and much of the evidence comes from them: a sound that stops long before its win
 speech.
 
 Fill last windows with silence (``padding="silence"`` of the Transcriber): zeros in the features
-are no silence, and silence behind which they stand is no reference. How much evidence speech has
+are no silence, and silence before them is no reference. How much evidence speech has
 depends on the model: choose ``gate`` with ``mmdecode evaluate silence --part development``, below
 nearly all of your speech, and likewise ``no_speech`` and ``structure``, which are off unless given.
 The default ends what is surely silence.
@@ -71,7 +71,7 @@ class Vocabulary:
     Attributes:
         end: Ids below it are text.
         text: Which tokens these are, ``(V,)``.
-        ended: The law that ends a window, ``(V,)``.
+        ended: The distribution that ends a window, ``(V,)``.
         timed: Rows in which a timestamp comes before any text, ``(B, 1)``.
         unspoken: Rows in which the no-speech token says that nobody speaks, ``(B, 1)``; ``None``:
             nobody asked for it.
@@ -90,7 +90,7 @@ class WhisperCD(Guide):
     Args:
         alpha: Strength of the contrast; 0 leaves the scores alone.
         tau: Temperature at which the negative branches are joined: the lower, the more the one
-            that holds a token likeliest decides.
+            that holds a token most likely decides.
         beta: Plausibility cut among text tokens.
         gate: Evidence, 0..1, below which a window without text so far ends; 0 is no gate.
         doubt: Part of the total variation that noise makes which counts against the evidence, 0..1.
@@ -126,7 +126,9 @@ class WhisperCD(Guide):
         self.alpha, self.beta = not_negative("alpha", alpha), checked_cut("beta", beta)
         self.gate, self.doubt = checked_cut("gate", gate), checked_cut("doubt", doubt)
         if isinstance(tau, str) or not 0 < tau < math.inf:
-            raise OptionError(f"tau must be more than 0, got {tau}; 1 joins the branches' laws")
+            raise OptionError(
+                f"tau must be more than 0, got {tau}; 1 joins the branches' distributions"
+            )
         if shift is not None and not 0 < shift < 1:
             raise OptionError(f"shift must be between 0 and 1, got {shift}; none leaves it out")
         if isinstance(structure, str) or not (structure is None or math.isfinite(structure)):
@@ -190,8 +192,8 @@ class WhisperCD(Guide):
         def probability(name: str) -> Tensor:  # of the token, where the transcript starts, as log
             rows = torch.arange(call.batch, device=call.device)
             states = prefill[name].prompt_hidden["last"][rows, start]
-            law = call.plan.adapter.head(states).float().log_softmax(-1)
-            return law[:, call.plan.adapter.no_speech, None]
+            logprobs = call.plan.adapter.head(states).float().log_softmax(-1)
+            return logprobs[:, call.plan.adapter.no_speech, None]
 
         start = (call.request.prompt_ids == call.plan.adapter.start).int().argmax(1)
         found = torch.zeros(call.batch, 1, dtype=torch.bool, device=call.device)
@@ -213,7 +215,7 @@ class WhisperCD(Guide):
         proposal: Proposal,
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
-        """The law before cut and gate, ``(B, N + 1, V)``."""
+        """The combined logits before cut and gate, ``(B, N + 1, V)``."""
         return self._contrasted(constants, outputs, beta=0.0)
 
     def apply(
@@ -224,16 +226,16 @@ class WhisperCD(Guide):
         outputs: Mapping[str, BranchOutput],
     ) -> Tensor:
         """See `mmdecode.engine.contracts.Guide`."""
-        law = self._contrasted(constants, outputs, self.beta)
+        logits = self._contrasted(constants, outputs, self.beta)
         if not (self.gate or self.asks):
-            return law
-        doubtful = torch.zeros_like(law[..., 0], dtype=torch.bool)
+            return logits
+        doubtful = torch.zeros_like(logits[..., 0], dtype=torch.bool)
         if self.gate:
             doubtful = self._evidence(outputs) < self.gate
         if constants.unspoken is not None:
             doubtful = doubtful | constants.unspoken
         ends = first_text(constants, call, proposal) & doubtful
-        return torch.where(ends[..., None], constants.ended, law)
+        return torch.where(ends[..., None], constants.ended, logits)
 
     def _evidence(self, outputs: Mapping[str, BranchOutput]) -> Tensor:
         """For speech, at root and nodes, ``(B, N + 1)``."""
@@ -255,8 +257,8 @@ class WhisperCD(Guide):
         elif not beta:
             return main
         text = main.masked_fill(~constants.text, -torch.inf)
-        law = plausible(combined.masked_fill(~constants.text, -torch.inf), text, beta)
-        shared = text.logsumexp(-1, keepdim=True) + law.log_softmax(-1)
+        spoken = plausible(combined.masked_fill(~constants.text, -torch.inf), text, beta)
+        shared = text.logsumexp(-1, keepdim=True) + spoken.log_softmax(-1)
         return torch.where(constants.text, shared, main)
 
 
@@ -267,7 +269,7 @@ def joined(logits: list[Tensor], tau: float) -> Tensor:
 
 
 def distance(first: Tensor, second: Tensor) -> Tensor:
-    """Total variation of two laws, 0..1: ``(..., V)`` raw to ``(...)``."""
+    """Total variation of two distributions, 0..1: ``(..., V)`` raw to ``(...)``."""
     return (first.softmax(-1) - second.softmax(-1)).abs().sum(-1) / 2
 
 

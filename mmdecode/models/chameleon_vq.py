@@ -37,7 +37,7 @@ class ChameleonVQConfig(PreTrainedConfig):
         residual_blocks: Per level of the encoder; the decoder has one more.
         latent_channels: Between codebook and decoder.
         norm_groups: Of every GroupNorm.
-        attends: Whether the coarsest level has attention, beside the middle.
+        attends: Whether the coarsest level has attention, besides the middle.
     """
 
     model_type = "chameleon_vq_decoder"
@@ -87,7 +87,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> Cha
 
     Args:
         file: With the weights under ``state_dict``, or bare.
-        codebook_size: What the transformer beside it expects; ``None``: whatever is there.
+        codebook_size: What the transformer that uses it expects; ``None``: whatever is there.
 
     Raises:
         InputError: The file has another layout, or another codebook.

@@ -125,7 +125,7 @@ class DreamModel(FeatureDrafter):
         return ("last",)
 
     def stages(self, rows: Rows, mask: Tensor, past: Any) -> list[Tensor]:
-        """States behind each block and behind the norm, ``(B, Q, H)`` four times."""
+        """States after each block and after the norm, ``(B, Q, H)`` four times."""
         rotation = self.rotary(rows.positions, rows.embeds.dtype)
         first = self.layers[0](rows.embeds, rotation, mask, past)
         crossed = self.layers[1](first, rows.features, mask, past)
@@ -156,7 +156,7 @@ def entropies(weights: Tensor) -> Tensor:
 
 
 def early_layers(num_layers: int, share: float = 0.4) -> range:
-    """Layers whose inputs may be learnt from: those of the first ``share`` but the ends."""
+    """Layers whose inputs may be learned from: those of the first ``share`` but the ends."""
     return range(1, int(num_layers * share) - 1)
 
 

@@ -184,7 +184,7 @@ class Eagle3Model(FeatureDrafter):
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         part = size != config["vocab_size"]
-        # what the drafter's ids are behind themselves in the target's, and which of those it has
+        # how far the drafter's ids are from those of the target's, and which of those it has
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if part else None)
         known = torch.arange(config["vocab_size"]) < size
         self.register_buffer("t2d", known if part else None)

@@ -55,11 +55,11 @@ class Rows:
         """Prompts of several branches, one below the other, padded on the left to the widest."""
         width = max(part.embeds.shape[1] for part in parts)
 
-        def rows(name: str, *behind: int) -> Tensor:
+        def rows(name: str, *after: int) -> Tensor:
             found = [getattr(part, name) for part in parts]
             room = [width - part.embeds.shape[1] for part in parts]
             return torch.cat(
-                [F.pad(one, (*behind, left, 0)) for one, left in zip(found, room, strict=True)]
+                [F.pad(one, (*after, left, 0)) for one, left in zip(found, room, strict=True)]
             )
 
         return cls(
@@ -273,7 +273,7 @@ class FeatureDrafter(nn.Module):
         """Embeddings of the target's ids, by the own table where there is one."""
         if self.embed_tokens is None:
             return embedded(ids, adapter)
-        # a placeholder of an image may have an id of its own behind the vocabulary
+        # a placeholder of an image may have an id of its own after the vocabulary
         return self.embed_tokens(ids.clamp_max(self.embed_tokens.num_embeddings - 1))
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Hydra heads: heads on the model's last state that also read the tokens drafted so far.
 
-Head k, counted from 1, reads the state that decided the root x_1 beside the embeddings of x_1 to
+Head k, counted from 1, reads the state that decided the root x_1 next to the embeddings of x_1 to
 x_k and predicts x_(k+1); so children of two siblings differ, where those of Medusa's heads cannot.
 
 Source: Ankner et al. 2024 (Hydra), arXiv:2402.05109, section 3; checked against the reference's

@@ -81,7 +81,7 @@ class Classifier:
         Args:
             pixels: Batches ``(B, 3, H, W)`` from 0 to 1.
         """
-        features, laws = [], []
+        features, probabilities = [], []
         for batch in pixels:
             resized = batch
             if batch.shape[-2:] != (self.side, self.side):
@@ -91,8 +91,10 @@ class Classifier:
                 network.forward_features(2 * resized - 1), pre_logits=True
             )
             features.append(hidden.numpy())
-            laws.append(network.get_classifier()(hidden).softmax(-1).numpy())
-        return Judged(features=np.concatenate(features), probabilities=np.concatenate(laws))
+            probabilities.append(network.get_classifier()(hidden).softmax(-1).numpy())
+        return Judged(
+            features=np.concatenate(features), probabilities=np.concatenate(probabilities)
+        )
 
 
 def import_timm() -> Any:

@@ -54,7 +54,7 @@ class KangarooModel(FeatureDrafter):
         return self.norm(self.layers[0](rows.features, rotation, mask, past))
 
     def behind(self, states: Tensor, mask: Tensor, rotation: Any, past: Any) -> Tensor:
-        """The same behind a layer of a running target, before the last norm.
+        """The same after a layer of a running target, before the last norm.
 
         Args:
             states: That the layer made, ``(B, Q, H)``.
@@ -77,7 +77,7 @@ class _Shifted:
 
 
 class Exit(nn.Module):
-    """The last layer that runs, with the adapter behind it: stands in its place in a view.
+    """The last layer that runs, with the adapter after it: stands in its place in a view.
 
     Args:
         layer: Of the target.

@@ -1,7 +1,7 @@
 """LlamaGen's transformer: a Llama over image codes in raster order, after a class or a caption.
 
 The sequence is the condition's slots (one for a class, many for a caption), then the codes row by
-row; position i's logits are the law of code i + 1 - slots. Positions are rotated by row and column,
+row; position i's logits are those of code i + 1 - slots. Positions are rotated by row and column,
 and those of the condition by nothing at all: cosine and sine are both zero there, so their queries
 and keys vanish. A condition is therefore attended to evenly, whatever it says, and speaks through
 its values.
@@ -201,7 +201,7 @@ class LlamaGenMLP(nn.Module):
 
 
 class LlamaGenLayer(nn.Module):
-    """Attention and feed-forward part, each behind its norm."""
+    """Attention and feed-forward part, each after its norm."""
 
     def __init__(self, config: LlamaGenConfig, layer_idx: int) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel):
             inputs_embeds: What stands for them, ``(B, Q, hidden)``; slots come from
                 `embed_condition`.
             attention_mask: Additive float or bool ``(B, 1, Q, K)``; ``None``: causal.
-            position_ids: Positions in slots and grid, ``(B or 1, Q)``; ``None``: behind the cache.
+            position_ids: Positions in slots and grid, ``(B or 1, Q)``; ``None``: after the cache.
             past_key_values: Keys and values of before, which grow.
             use_cache: Whether to make a cache where none is given.
 
@@ -389,8 +389,8 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     """The stack and its head.
 
     A saved folder may hold more than this class loads: ``vq`` with the tokenizer's
-    `mmdecode.models.vq.VQModel`, and for captions ``text_encoder`` with a ``T5EncoderModel`` beside
-    the files of its tokenizer.
+    `mmdecode.models.vq.VQModel`, and for captions ``text_encoder`` with a ``T5EncoderModel`` next
+    to the files of its tokenizer.
     """
 
     def __init__(self, config: LlamaGenConfig) -> None:
@@ -417,11 +417,11 @@ class LlamaGenForImageGeneration(LlamaGenPreTrainedModel):
     def code_logits(
         self, condition: Tensor, codes: Tensor, slot_mask: Tensor | None = None
     ) -> Tensor:
-        """The law of every code given those before it, in one uncached pass.
+        """The logits of every code given those before it, in one uncached pass.
 
         Args:
             condition: As of `embed_condition`.
-            codes: In raster order, ``(B, n)``; the last one's own law does not depend on it.
+            codes: In raster order, ``(B, n)``; the last one's own logits do not depend on it.
             slot_mask: Slots that are no padding, bool ``(B, slots)``; ``None``: all.
 
         Returns:

@@ -47,7 +47,7 @@ class MultiScaleVQConfig(PreTrainedConfig):
         norm_groups: Of every normalisation; divides all widths.
         kernel: Side of the convolutions between encoder, codebook and decoder.
         residual_convolutions: How many convolutions the scales share among them.
-        residual_share: Weight of a convolution beside what goes in.
+        residual_share: Weight of a convolution added to its input.
     """
 
     model_type = "multiscale_vq"
@@ -79,7 +79,7 @@ def token_counts(patch_nums: Sequence[int]) -> tuple[int, ...]:
 
 
 def scale_starts(patch_nums: Sequence[int]) -> tuple[int, ...]:
-    """Index of each scale's first token when all are laid one behind the other, then their sum."""
+    """Index of each scale's first token when all are laid one after the other, then their sum."""
     return (0, *accumulate(token_counts(patch_nums)))
 
 

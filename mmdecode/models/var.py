@@ -2,8 +2,8 @@
 
 The sequence is the class, then the scales, small ones first: the first scale reads the class
 itself, every later one the picture so far on its grid (`MultiScaleVQ.scale_input`). A position's
-logits are the law of the code at its own place. A place sees its whole scale and all before it, so
-that the codes of a scale are drawn together, and keys and values of finished scales are kept.
+logits are those of the code at its own position. A position sees its whole scale and all before it,
+so that the codes of a scale are drawn together, and keys and values of finished scales are kept.
 
 Parameters are named as in the published checkpoints, which `load_published` reads.
 
@@ -47,7 +47,7 @@ class VarConfig(PreTrainedConfig):
         num_hidden_layers, num_attention_heads: Of the blocks.
         attn_l2_norm: Queries and keys of length one, and a learned sharpness for each head, at
             most 100.
-        shared_adaln: One projection of the class for all blocks beside a learned offset in each,
+        shared_adaln: One projection of the class for all blocks next to a learned offset in each,
             as in the model for 512 pixels; otherwise a projection in each.
         norm_eps: Of every normalisation.
         tokenizer: Folder of the `MultiScaleVQ`, from this model's own folder; empty: not known.

@@ -55,7 +55,7 @@ class ViSpecModel(EagleModel):
 
     ``num_queries`` of the configuration counts the global vector. At first ``W_g`` is the identity
     on h and zero on g: EAGLE's weights go on as they are. Positions are those of the tokens, also
-    behind a target that counts in time, height and width.
+    after a target that counts in time, height and width.
     """
 
     kind: ClassVar[str] = "vispec"

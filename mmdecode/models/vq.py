@@ -125,7 +125,7 @@ def load_published(file: str | Path, *, codebook_size: int | None = None) -> VQM
 
     Args:
         file: With the weights under ``model``, ``module`` or ``state_dict``, or bare.
-        codebook_size: What the transformer beside it expects; ``None``: whatever is there.
+        codebook_size: What the transformer that uses it expects; ``None``: whatever is there.
 
     Raises:
         InputError: The file has another layout, or another codebook.

@@ -24,7 +24,7 @@ def normed(channels: int, groups: int = GROUPS) -> nn.GroupNorm:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a skip connection, ``(B, C, H, W)`` to ``(B, C', H, W)``."""
+    """Two 3 x 3 convolutions with a skip connection, ``(B, C, H, W)`` to ``(B, C', H, W)``."""
 
     def __init__(self, channels: int, out_channels: int, groups: int = GROUPS) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The blocks of one resolution; the coarsest one has attention behind each of them."""
+    """The blocks of one resolution; the coarsest one has attention after each of them."""
 
     def __init__(
         self, channels: int, out_channels: int, blocks: int, attend: bool, groups: int

@@ -1,7 +1,7 @@
 """Files that a run reads and writes: whole or not there, never over another's, continued as begun.
 
 Results go to a folder, or to one file of lines. `RUN` in the folder, or a file of that ending
-beside the file, says under which settings they were made; whatever else is there belongs to its
+next to the file, says under which settings they were made; whatever else is there belongs to its
 kind of run (`mmdecode.asr.output.jobs`, `mmdecode.vlm.jobs`, `mmdecode.evaluation.speech.runs`).
 """
 
@@ -138,7 +138,7 @@ def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
 
     Args:
         path: Of the file; made where there is none, with its folder.
-        overwrite: Start anew where a file is there that is not ours.
+        overwrite: Start again where a file is there that is not ours.
 
     Raises:
         OptionError: A file that is not ours is there.
@@ -533,7 +533,7 @@ def lock(handle: int, place: Path) -> None:
 
 
 def run_of(place: Path) -> Path:
-    """Where the settings of results stand: in their folder, or beside their file."""
+    """Where the settings of results stand: in their folder, or next to their file."""
     return place.with_name(f"{place.name}.{RUN}") if place.is_file() else place / RUN
 
 
@@ -564,7 +564,7 @@ def check_settings(place: Path, settings: Mapping[str, Any], resume: bool) -> No
         old_hash, old = before["hash"], dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OptionError(
-            f"{run} cannot be read, so nothing shows that the results beside it belong to this "
+            f"{run} cannot be read, so nothing shows that the results next to it belong to this "
             "run; choose another --out"
         ) from None
     wanted = _noted(settings)

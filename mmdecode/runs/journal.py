@@ -44,7 +44,7 @@ class Journal(Generic[Row]):
         key: What a row is about; of several rows about one thing the last counts.
         settings: What may change a row.
         resume: Continue what is there.
-        overwrite: Begin anew where something is there, as the first row comes, and replace files
+        overwrite: Begin again where something is there, as the first row comes, and replace files
             that are not ours.
         input_of: The file that a row is made of, ``None`` for none; rows of files that are others
             now under the same paths are taken out.

@@ -38,7 +38,7 @@ from mmdecode.testing.table import (
     plain_loop,
 )
 
-RowLaw = Callable[[list[int], list[int]], Tensor]
+RowDistribution = Callable[[list[int], list[int]], Tensor]
 """Scores ``(V,)`` from a row's prompt and what it has generated."""
 
 PROMPTS = ([1, 2, 3], [0, 0, 2, 1, 4, 2], [3], [2, 2])
@@ -47,9 +47,9 @@ LEVEL = 1e-4
 """A distribution is rejected below this p-value; seeds are fixed, so a test is not flaky."""
 
 
-def law_of(model: Table) -> RowLaw:
-    """The law of a table model without a guide."""
-    return lambda prompt, new: model.law([*prompt, *new])
+def distribution_of(model: Table) -> RowDistribution:
+    """The distribution of a table model without a guide."""
+    return lambda prompt, new: model.target_logits([*prompt, *new])
 
 
 def run_rows(
@@ -65,7 +65,7 @@ def run_rows(
 def assert_lossless(
     decoder: Decoder,
     model: Any,
-    law: RowLaw,
+    distribution: RowDistribution,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     *,
     do_sample: bool,
@@ -79,11 +79,11 @@ def assert_lossless(
     Args:
         decoder: With a seed of its own, where it samples.
         model: A table model.
-        law: The law the rows should follow.
+        distribution: The distribution the rows should follow.
         prompts: One per row.
         do_sample: Whether to sample; then by the coupled rule.
         eos: End-of-sequence ids.
-        processors: Makes the logits processors, anew for each loop.
+        processors: Makes the logits processors, again for each loop.
         criteria: Makes the stopping criteria.
         max_new_tokens: Most tokens.
     """
@@ -100,7 +100,7 @@ def assert_lossless(
     width = max(map(len, prompts))
     for row, prompt in enumerate(prompts):
         expected = plain_loop(
-            lambda prefix, p=list(prompt): law(p, prefix[len(p) :]),  # type: ignore[misc]
+            lambda prefix, p=list(prompt): distribution(p, prefix[len(p) :]),  # type: ignore[misc]
             prompt,
             coupled(int(decoder.seed or 0), str(list(prompt))) if do_sample else greedy,
             padding=[0] * (width - len(prompt)),
@@ -117,13 +117,16 @@ def assert_lossless(
 
 
 def exact_joint(
-    law: RowLaw, prompt: Sequence[int], length: int, processors: Iterable[Any] = ()
+    distribution: RowDistribution,
+    prompt: Sequence[int],
+    length: int,
+    processors: Iterable[Any] = (),
 ) -> Tensor:
     """Probabilities of all sequences of ``length`` tokens, float64 ``(V, V, ...)``."""
     processors = list(processors)
 
     def below(new: list[int]) -> Tensor:
-        scores = law(list(prompt), new)[None]
+        scores = distribution(list(prompt), new)[None]
         for processor in processors:
             scores = processor(torch.tensor([[*prompt, *new]]), scores)
         p = scores[0].double().softmax(-1)
@@ -154,7 +157,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
 def assert_distribution(
     make: Callable[[], Decoder],
     model: Any,
-    law: RowLaw,
+    distribution: RowDistribution,
     prompt: Sequence[int] = (1, 0, 2),
     *,
     length: int = 4,
@@ -163,18 +166,19 @@ def assert_distribution(
     processors: Callable[[], Iterable[Any]] = tuple,
     joint: Tensor | None = None,
 ) -> Tensor:
-    """Asserts that sampled sequences have the joint law, and so does every prefix of them.
+    """Asserts that sampled sequences have the joint distribution, and so does every prefix of them.
 
     Args:
         make: A new decoder, whose seed is set here.
         model: A table model with a vocabulary of 5 or less.
-        law: The law the rows should follow.
+        distribution: The distribution the rows should follow.
         prompt: Of all rows; they differ in their noise.
         length: Tokens that are counted, and generated.
         samples: Number of sequences.
         rows: Batch size.
         processors: Makes the logits processors.
-        joint: Their probabilities, ``(V, V, ...)``, where these are not products of ``law``.
+        joint: Their probabilities, ``(V, V, ...)``, where these are not products of
+            ``distribution``.
 
     Returns:
         The sequences, ``(samples, length)``.
@@ -195,13 +199,15 @@ def assert_distribution(
         parts.append(sequences[:, len(prompt) :])
     drawn = torch.cat(parts)
     if joint is None:
-        joint = exact_joint(law, prompt, length, processors())
+        joint = exact_joint(distribution, prompt, length, processors())
     for count in range(1, length + 1):  # positions separately: a late fault drowns in the joint
         cell = (drawn[:, :count] * vocab ** torch.arange(count).flip(0)).sum(1)
         counts = torch.bincount(cell, minlength=vocab**count)
         exact = joint.flatten(count).sum(-1) if count < length else joint
         p = p_value(counts, exact)
-        assert p > LEVEL, f"the first {count} of {length} tokens have another law: p = {p:.2g}"
+        assert p > LEVEL, (
+            f"the first {count} of {length} tokens have another distribution: p = {p:.2g}"
+        )
     return drawn
 
 
@@ -372,7 +378,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
                 assert_lossless(
                     Decoder(_watched_draft(make()), seed=SEED),
                     model,
-                    law_of(model),
+                    distribution_of(model),
                     prompts,
                     do_sample=do_sample,
                     eos=[model.vocab - 1],
@@ -389,7 +395,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
                 assert_distribution(
                     lambda rule=rule: Decoder(make(), accept=rule),  # type: ignore[misc]
                     model,
-                    law_of(model),
+                    distribution_of(model),
                     samples=10_000,
                     length=3,
                 )
@@ -398,7 +404,7 @@ def check_draft(make: Callable[[], Any], model: Any = None, *, learns: bool = Fa
 
 
 def check_accept(make: Callable[[], Any]) -> None:
-    """Checks that an acceptance rule gives the law it declares, for what it says it takes.
+    """Checks that an acceptance rule gives the distribution it declares, for what it says it takes.
 
     Args:
         make: A new rule. Unless its ``guarantee`` is ``"exact"``, only an empty draft is judged.
@@ -431,14 +437,18 @@ def check_accept(make: Callable[[], Any]) -> None:
         if "greedy" in rule.modes:
             with _promised(told.format("greedy")):
                 assert_lossless(
-                    Decoder(draft, accept=make()), model, law_of(model), do_sample=False, eos=[3]
+                    Decoder(draft, accept=make()),
+                    model,
+                    distribution_of(model),
+                    do_sample=False,
+                    eos=[3],
                 )
         if "sample" in rule.modes:
             with _promised(told.format("sample")):
                 assert_distribution(
                     lambda draft=draft: Decoder(draft, accept=make()),  # type: ignore[misc]
                     model,
-                    law_of(model),
+                    distribution_of(model),
                     samples=10_000,
                     length=3,
                 )
@@ -456,11 +466,11 @@ def check_accept(make: Callable[[], Any]) -> None:
 def check_guide(
     make: Callable[[], Any], neutral: Callable[[], Any] | None = None, model: Any = None
 ) -> None:
-    """Checks that a guide's law depends on each node's prefix alone.
+    """Checks that a guide's distribution depends on each node's prefix alone.
 
-    Tokens and their processed laws are compared over drafts, batches and repeated calls, so that a
-    guide which keeps a state from round to round or from call to call is found; then one object
-    is used for two models in turn and by two threads at once.
+    Tokens and their processed distributions are compared over drafts, batches and repeated calls,
+    so that a guide which keeps a state from round to round or from call to call is found; then one
+    object is used for two models in turn and by two threads at once.
 
     Args:
         make: A new guide for a table model with a vocabulary of 5.
@@ -469,7 +479,7 @@ def check_guide(
 
     Raises:
         AssertionError: Drafting, batch neighbours, an earlier call or the neutral setting change
-            the law.
+            the distribution.
         IncompatibleError: The guide says that it looks back or ahead.
         OptionError: ``make`` makes no `Guide`.
     """
@@ -479,18 +489,18 @@ def check_guide(
         for do_sample in (False, True):
             options: dict[str, Any] = {"do_sample": do_sample, "eos": [model.vocab - 1]}
             undrafted = Decoder(None, _watched_guide(make()), seed=SEED)
-            plain = _laws(undrafted, model, PROMPTS, **options)
+            plain = _distributions(undrafted, model, PROMPTS, **options)
             for draft in (
                 drafts.Random(),
                 drafts.RandomTrees(),
                 drafts.FullTree(),
                 drafts.Known([tokens for tokens, _ in plain], wrong_at=[3, 7]),
             ):
-                found = _laws(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
+                found = _distributions(Decoder(draft, make(), seed=SEED), model, PROMPTS, **options)
                 _agree(found, plain, f"with draft {type(draft).__name__}")
             for prompts in _batches(PROMPTS):
                 expected = [plain[PROMPTS.index(prompt)] for prompt in prompts]
-                found = _laws(undrafted, model, prompts, **options)
+                found = _distributions(undrafted, model, prompts, **options)
                 where = f"with the prompts {prompts} alone (is padding read?)"
                 _agree(found, expected, where, "in the padded batch")
     if neutral is not None:
@@ -498,12 +508,14 @@ def check_guide(
             assert neutral().neutral, "the neutral setting does not say so"
             for do_sample in (False, True):
                 options = {"do_sample": do_sample, "eos": [model.vocab - 1]}
-                found = _laws(Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options)
-                without = _laws(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
+                found = _distributions(
+                    Decoder(None, neutral(), seed=SEED), model, PROMPTS, **options
+                )
+                without = _distributions(Decoder(None, None, seed=SEED), model, PROMPTS, **options)
                 _agree(found, without, "in its neutral setting", "without it", tolerance=0.0)
 
     def run(guide: Any, *given: Any, **options: Any) -> list[_Row]:
-        return _laws(Decoder(None, guide, seed=SEED), *given, **options)
+        return _distributions(Decoder(None, guide, seed=SEED), *given, **options)
 
     _check_shared(
         make,
@@ -514,10 +526,10 @@ def check_guide(
 
 
 _Row = tuple[list[int], Tensor]
-"""Tokens of a row, and the law that each was chosen by, ``(n, V)``."""
+"""Tokens of a row, and the distribution that each was chosen by, ``(n, V)``."""
 
 
-def _laws(
+def _distributions(
     decoder: Decoder, model: Any, prompts: Sequence[Sequence[int]], **options: Any
 ) -> list[_Row]:
     ids, mask = left_pad(prompts)
@@ -532,8 +544,11 @@ def _laws(
         **options,
     )
     rows = new_tokens(found.sequences, ids.shape[1], model.config.vocab_size)
-    laws = torch.stack(found.scores, 1)
-    return [(row, law[: len(row)]) for row, law in zip(rows, laws, strict=True)]
+    distributions = torch.stack(found.scores, 1)
+    return [
+        (row, distribution[: len(row)])
+        for row, distribution in zip(rows, distributions, strict=True)
+    ]
 
 
 def _agree(
@@ -543,15 +558,15 @@ def _agree(
     otherwise: str = "undrafted",
     tolerance: float = 1e-4,
 ) -> None:
-    """Asserts the same tokens by the same laws: a law may drift long before a token does."""
+    """Asserts the same tokens and the same distributions, which may drift before a token does."""
     tokens, others = [row for row, _ in found], [row for row, _ in expected]
     assert tokens == others, f"{where} the guide gives {tokens}, {otherwise} {others}"
-    for row, ((_, law), (_, other)) in enumerate(zip(found, expected, strict=True)):
-        same = torch.isclose(law, other, rtol=0, atol=tolerance).all(-1)
+    for row, ((_, distribution), (_, other)) in enumerate(zip(found, expected, strict=True)):
+        same = torch.isclose(distribution, other, rtol=0, atol=tolerance).all(-1)
         position = int(same.long().argmin())
         assert bool(same.all()), (
-            f"{where} the law at token {position} of row {row} is {law[position].tolist()}, "
-            f"{otherwise} {other[position].tolist()}"
+            f"{where} the distribution at token {position} of row {row} is "
+            f"{distribution[position].tolist()}, {otherwise} {other[position].tolist()}"
         )
 
 

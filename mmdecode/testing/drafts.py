@@ -110,7 +110,7 @@ class RandomTrees(TestDrafter):
 
 
 class FullTree(TestDrafter):
-    """Every token at every node, ``depth`` levels deep: whatever the law chooses was drafted."""
+    """Every token at every node, ``depth`` levels deep: whatever is chosen was drafted."""
 
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
@@ -166,7 +166,7 @@ class Bigram(TestDrafter):
         logits: ``(V, V)``.
         length: Tokens per round.
         kinds: What it offers.
-        ragged: Whether a row stops drafting behind each multiple of three positions.
+        ragged: Whether a row stops drafting after each multiple of three positions.
     """
 
     def __init__(
@@ -180,31 +180,31 @@ class Bigram(TestDrafter):
 
     def draft(self, call: Call, budget: int) -> Proposal:
         """Token after token, each from the row of the token before."""
-        previous, tokens, laws = call.last(1)[:, 0], [], []
+        previous, tokens, distributions = call.last(1)[:, 0], [], []
         table = self.logits.to(call.device)
         for step in range(self.length):
-            law = table[previous]
+            distribution = table[previous]
             position = (call.rows.length + step)[:, None]
-            previous = self.draw(call, law, position)
-            laws.append(law)
+            previous = self.draw(call, distribution, position)
+            distributions.append(distribution)
             tokens.append(previous)
         drafted = torch.stack(tokens, 1)
         if self.ragged:
             index = call.rows.length[:, None] + torch.arange(self.length, device=call.device)
             ended = (index % 3 == 0).long().cumsum(1) > 0
             drafted = drafted.masked_fill(ended, -1)
-        log_q = torch.stack(laws, 1) if call.plan.kind == "iid" else None
+        log_q = torch.stack(distributions, 1) if call.plan.kind == "iid" else None
         return Proposal(tokens=drafted, kind=call.plan.kind, log_q=log_q)
 
-    def draw(self, call: Call, law: Tensor, position: Tensor) -> Tensor:
-        """One token per row from ``law (B, V)``."""
+    def draw(self, call: Call, distribution: Tensor, position: Tensor) -> Tensor:
+        """One token per row from ``distribution (B, V)``."""
         if call.plan.kind == "deterministic":
-            return law.argmax(-1)
+            return distribution.argmax(-1)
         role, trial = (
             (Role.TARGET, None) if call.plan.kind == "coupled" else (Role.DRAFT, call.rows.rounds)
         )
-        gumbel = call.request.noise.gumbel(position, role, law.shape[-1], trial=trial)
-        return (law + gumbel[:, 0]).argmax(-1)
+        gumbel = call.request.noise.gumbel(position, role, distribution.shape[-1], trial=trial)
+        return (distribution + gumbel[:, 0]).argmax(-1)
 
 
 class Siblings(TestDrafter):
@@ -214,8 +214,8 @@ class Siblings(TestDrafter):
         logits: ``(V, V)``.
         widths: Children of each node, by depth.
         kinds: What it offers: ``iid`` draws may repeat, ``without_replacement`` are in Gumbel-top-k
-            order, ``deterministic`` ones the likeliest.
-        ragged: Whether a row stops drafting behind each multiple of three positions.
+            order, ``deterministic`` ones the most likely.
+        ragged: Whether a row stops drafting after each multiple of three positions.
     """
 
     def __init__(
@@ -238,29 +238,29 @@ class Siblings(TestDrafter):
         """Level by level, siblings side by side."""
         level = call.last(1)
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         table = self.logits.to(call.device)
         for step, width in enumerate(self.widths):
-            law = table[level]  # (B, n, V)
+            distribution = table[level]  # (B, n, V)
             position = (call.rows.length + step)[:, None]
-            chosen = self.draw(call, law, position, width)  # (B, n, width)
+            chosen = self.draw(call, distribution, position, width)  # (B, n, width)
             ended = ((position % 3 == 0) & self.ragged) | (tokens[-1][:, :1] < 0 if step else False)
             level = chosen.flatten(1)
             tokens.append(level.masked_fill(ended, -1))
-            laws.append(law.repeat_interleave(width, 1))
-        log_q = None if call.plan.kind == "deterministic" else torch.cat(laws, 1)
+            distributions.append(distribution.repeat_interleave(width, 1))
+        log_q = None if call.plan.kind == "deterministic" else torch.cat(distributions, 1)
         return Proposal(
             tokens=torch.cat(tokens, 1), kind=call.plan.kind, tree=self.tree, log_q=log_q
         )
 
-    def draw(self, call: Call, law: Tensor, position: Tensor, width: int) -> Tensor:
+    def draw(self, call: Call, distribution: Tensor, position: Tensor, width: int) -> Tensor:
         """``width`` tokens for each of the nodes, ``(B, n, V)`` to ``(B, n, width)``."""
         if call.plan.kind == "deterministic":
-            return law.topk(width, dim=-1).indices
-        batch, nodes, vocab = law.shape
+            return distribution.topk(width, dim=-1).indices
+        batch, nodes, vocab = distribution.shape
         size = nodes * width * vocab
         gumbel = call.request.noise.gumbel(position, Role.DRAFT, size, trial=call.rows.rounds)
-        noisy = law[:, :, None] + gumbel.view(batch, nodes, width, vocab)
+        noisy = distribution[:, :, None] + gumbel.view(batch, nodes, width, vocab)
         if call.plan.kind == "iid":
             return noisy.argmax(-1)
         return noisy[:, :, 0].topk(width, dim=-1).indices

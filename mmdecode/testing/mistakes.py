@@ -19,8 +19,8 @@ from mmdecode.engine.contracts import DraftWindow, Outcome
 
 
 @contextmanager
-def stale_law() -> Iterator[None]:
-    """Tokens of a window that are kept behind a rejection keep the law they had before it."""
+def stale_distribution() -> Iterator[None]:
+    """Window tokens kept after a rejection keep the distribution they had before it."""
     sound = window.continued
 
     def stale(outcome: Outcome, proposal: Any, *others: Any) -> DraftWindow:

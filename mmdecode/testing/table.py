@@ -6,8 +6,8 @@ hash of token and position goes through the engine's own cache, a wrapped sum ov
 the mask shows is hashed again, and the logits are read off. A wrong mask, position or slot changes
 them; another batch, width or order of summation does not.
 
-`Table.law` is the same function on a plain list of tokens, in Python integers, with no engine: the
-oracle of the law tests.
+`Table.target_logits` is the same function on a plain list of tokens, in Python integers, with no
+engine: the oracle of the distribution tests.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Table(nn.Module):
         for token, value in (bias or {}).items():
             self.offsets[token] = value
         self.decoder_layers = nn.ModuleList(TableLayer(index) for index in range(LAYERS))
-        self._law = lru_cache(maxsize=None)(self._law_of)
+        self._distribution = lru_cache(maxsize=None)(self._distribution_of)
         self._sums = lru_cache(maxsize=None)(self._sums_of)
 
     def embed(self, tokens: Tensor, positions: Tensor, salt: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Table(nn.Module):
     def _scale(self, word: Any) -> Any:
         return (word * (2 / _RESOLUTION) - 1) * self.sharpness
 
-    def law(self, tokens: Sequence[int], salt: int = 0, layers: int = LAYERS) -> Tensor:
+    def target_logits(self, tokens: Sequence[int], salt: int = 0, layers: int = LAYERS) -> Tensor:
         """The oracle: logits ``(V,)`` after a plain list of tokens, without engine or cache.
 
         Args:
@@ -149,9 +149,9 @@ class Table(nn.Module):
             salt: Of the row.
             layers: Read off the output of so many layers.
         """
-        return self._law(tuple(tokens), salt, layers)
+        return self._distribution(tuple(tokens), salt, layers)
 
-    def _law_of(self, tokens: tuple[int, ...], salt: int, layers: int) -> Tensor:
+    def _distribution_of(self, tokens: tuple[int, ...], salt: int, layers: int) -> Tensor:
         state = self.output(self._sums(tokens, salt)[layers - 1])
         words = [
             _mix((state + _mix(token + 17)) & _WORD) & (_RESOLUTION - 1)
@@ -161,7 +161,7 @@ class Table(nn.Module):
         return torch.tensor([self._scale(w) + o for w, o in zip(words, offsets, strict=True)])
 
     def output(self, total: int) -> int:
-        """What a layer that has summed ``total`` hands on, as `law` counts it."""
+        """What a layer that has summed ``total`` hands on, as `distribution` counts it."""
         return _mix(total) & _KEEP
 
     def _sums_of(self, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Table(nn.Module):
 
 
 class TablePast:
-    """The engine's cache beside the salt of each row."""
+    """The engine's cache next to the salt of each row."""
 
     def __init__(self, cache: RaggedCache, salt: Tensor) -> None:
         self.cache, self.salt = cache, salt
@@ -282,7 +282,7 @@ def decode(
         decoder: What is tested.
         mask: True where the prompt is not padding.
         processors: Logits processors, in order.
-        criteria: Stopping criteria beside length and end-of-sequence.
+        criteria: Stopping criteria next to length and end-of-sequence.
         eos: Ends a row.
         max_new_tokens: Most tokens of a row.
         do_sample: Whether to sample.
@@ -321,7 +321,7 @@ def decode(
 
 
 def new_tokens(sequences: Tensor, width: int, pad: int) -> list[list[int]]:
-    """The generated tokens of each row, without the padding behind its end."""
+    """The generated tokens of each row, without the padding after its end."""
     return [[t for t in row if t != pad] for row in sequences[:, width:].tolist()]
 
 
@@ -358,7 +358,7 @@ def coupled(seed: int, request: Any) -> Choice:
 
 
 def plain_loop(
-    law: Callable[[list[int]], Tensor],
+    distribution: Callable[[list[int]], Tensor],
     prompt: Sequence[int],
     choose: Choice = greedy,
     *,
@@ -371,7 +371,8 @@ def plain_loop(
     """The reference: one token after the other on plain lists, with no engine at all.
 
     Args:
-        law: Scores ``(V,)`` after a list of tokens; a `Table`'s ``law``, or a guide's formula.
+        distribution: Scores ``(V,)`` after a list of tokens; a `Table`'s ``target_logits``, or a
+            guide's formula.
         prompt: Without padding.
         choose: From processed scores and position to a token.
         padding: What stands before the prompt in the batch; processors and criteria see it.
@@ -383,7 +384,7 @@ def plain_loop(
     new: list[int] = []
     while len(new) < max_new_tokens:
         prefix = [*prompt, *new]
-        scores = law(prefix)[None]
+        scores = distribution(prefix)[None]
         for processor in processors:
             scores = processor(torch.tensor([[*padding, *prefix]]), scores)
         new.append(choose(scores[0], len(new)))

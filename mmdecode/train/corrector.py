@@ -5,7 +5,7 @@ model from scratch with a tokenizer of its own. The loss is on the answer alone:
 are left out, and an answer ends once. Training stops at the best likelihood of lists held out.
 
 Lists are told apart by their ids, so the parts are the same in any file and any order: up to
-`TRAINED` they are learnt, up to `JUDGED` they decide when to stop, and those behind are not looked
+`TRAINED` they are learned, up to `JUDGED` they decide when to stop, and those after are not looked
 at. `mmdecode.asr.correction.n_best_lists.split` with `JUDGED` leaves exactly these for the test.
 
 Sources: Hu et al. 2021, arXiv:2106.09685 (LoRA); settings as of HyPoradise (Chen et al. 2023) and
@@ -177,7 +177,7 @@ class Batches:
 
     Args:
         prompts: How lists are put.
-        lists: What is learnt.
+        lists: What is learned.
         options: Settings; a batch depends on them and the step alone.
     """
 
@@ -225,7 +225,7 @@ class Batches:
 
 def loss_at(model: nn.Module, device: torch.device, batches: Batches, step: int) -> Tensor:
     """Mean negative log-likelihood of a step's answers in nats per token."""
-    torch.manual_seed(batches.options.fit.seed * 2**32 + step)  # dropout, also behind a resumption
+    torch.manual_seed(batches.options.fit.seed * 2**32 + step)  # dropout, also after a resumption
     model.train()
     inputs = batches.prompts.collated(batches(step))
     return model(**{name: part.to(device) for name, part in inputs.items()}).loss
@@ -308,23 +308,23 @@ def train(
     device = model.device
     if options.method == "lora":
         model = with_adapters(model, base, options)
-    learnt = model
+    learned = model
     if options.method == "lora":  # what does not learn is not kept with each state
-        learnt = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
+        learned = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
     before = bits_per_token(model, device, prompts, held_out)
     best = work / "best.pt"
     log = fit(
-        learnt,
+        learned,
         loss_at=partial(loss_at, model, device, batches),
         held_out=partial(bits_per_token, model, device, prompts, held_out),
-        keep=lambda: write_state(best, learnt.state_dict()),
+        keep=lambda: write_state(best, learned.state_dict()),
         options=options.fit,
         work=work,
     )
-    learnt.load_state_dict(torch.load(best, map_location=device, weights_only=True))
+    learned.load_state_dict(torch.load(best, map_location=device, weights_only=True))
     if options.method == "scratch":
         save_half(model, out)
-        learnt.load_state_dict({n: p.half().float() for n, p in learnt.state_dict().items()})
+        learned.load_state_dict({n: p.half().float() for n, p in learned.state_dict().items()})
     else:
         write_folder(out, model.save_pretrained)
     write_folder(out, tokenizer.save_pretrained)
@@ -343,7 +343,7 @@ def train(
         },
         "steps": int(best_at["step"]),
         "minutes": round(log[-1]["seconds"] / 60, 1),
-        "parameters_learnt": sum(p.numel() for p in learnt.parameters()),
+        "parameters_learnt": sum(p.numel() for p in learned.parameters()),
         "development_bits_per_token": {
             "before": round(before, 4),
             "after": round(best_at["held_out"], 4),
@@ -396,7 +396,7 @@ def train_from_lists(
         device: On which it learns.
 
     Raises:
-        OptionError: A model beside ``scratch``, or none beside another method.
+        OptionError: A model next to ``scratch``, or none next to another method.
     """
     if (model_id is None) != (options.method == "scratch"):
         raise OptionError(
@@ -416,7 +416,7 @@ def train_from_lists(
 
 
 def build_tokenizer(lists: Sequence[NBestList], size: int = 1536) -> Any:
-    """Byte-level BPE of the lists' texts; each line begins as if behind a space."""
+    """Byte-level BPE of the lists' texts; each line begins as if after a space."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Drafters on the Hugging Face Hub: the page beside the weights, and pushing both.
+"""Drafters on the Hugging Face Hub: the page next to the weights, and pushing both.
 
 What is pushed is loaded by its id wherever a folder is.
 """
@@ -21,7 +21,7 @@ LEFT_OUT = ["state/**", ".cache/**", "*.tmp", "*.tmp/**", LISTING]
 
 
 def write_model_page(folder: str | Path, card: Mapping[str, Any], name: str = "") -> Path:
-    """Writes ``README.md`` beside a drafter's weights, unless there is one that is not ours.
+    """Writes ``README.md`` next to a drafter's weights, unless there is one that is not ours.
 
     Args:
         folder: Of the drafter.
@@ -57,11 +57,11 @@ def model_page(card: Mapping[str, Any], name: str) -> str:
         _use(card["what"].rpartition(" ")[2], target, spec),
         "```\n",
         f"- Tokens per pass, with a chain of {card['chain']}, on {requests[judged]} requests that "
-        f"were not learnt: {card['tokens_per_pass']:.2f} (1 without a drafter{chosen}).",
+        f"were not learned: {card['tokens_per_pass']:.2f} (1 without a drafter{chosen}).",
         f"- Share of passes that accepted at least so many drafted tokens: {accepted}.",
         f"- Entropy of the target along its answers: {card['entropy_bits_per_token']:.2f} bits per "
         "token.",
-        f"- Learnt from the target's own answers to {requests['learnt']} requests{asked}, "
+        f"- Learned from the target's own answers to {requests['learnt']} requests{asked}, "
         f"{card['steps']} steps in {card['precision']}.",
         "- Settings and numbers: `card.json`.",
     ]
@@ -107,7 +107,7 @@ def push(folder: str | Path, name: str, private: bool | None = None) -> str:
     """Uploads a drafter's folder, without the state of its training.
 
     Args:
-        folder: With weights and ``config.json``; its page is written anew for the name.
+        folder: With weights and ``config.json``; its page is written again for the name.
         name: ``USER/NAME``, made where it is not there.
         private: Whether others may not see it when it is made; ``None``: as the account says.
 

@@ -141,11 +141,11 @@ def fit(
 
 def optimizers_of(learner: nn.Module, options: FitOptions) -> list[torch.optim.Optimizer]:
     """AdamW, and Muon for the matrices of layers if it has a rate."""
-    learnt = {name: p for name, p in learner.named_parameters() if p.requires_grad}
-    by_muon = {n: p for n, p in learnt.items() if p.ndim == 2 and ".layers." in n}
+    learned = {name: p for name, p in learner.named_parameters() if p.requires_grad}
+    by_muon = {n: p for n, p in learned.items() if p.ndim == 2 and ".layers." in n}
     if not options.matrix_rate:
         by_muon = {}
-    rest = [p for name, p in learnt.items() if name not in by_muon]
+    rest = [p for name, p in learned.items() if name not in by_muon]
     groups = [
         {
             "params": [p for p in rest if (p.ndim > 1) == wide],

@@ -305,7 +305,7 @@ def reader():
 
 
 class Reader:
-    """The reader's process, begun anew where it crashed or hung."""
+    """The reader's process, begun again where it crashed or hung."""
 
     def __init__(self, command=(sys.executable, __file__, "--reader")):
         self.command, self.process = command, None

@@ -74,7 +74,7 @@ CONTAINERS = {"m4a": "aac", "mp4": "aac", "mkv": "flac", "webm": "libopus", "mov
 
 
 def container(path, samples, codec, picture=False):
-    """Writes mono samples of 48 kHz, with a film of black pictures beside them or without."""
+    """Writes mono samples of 48 kHz, with a film of black pictures next to them or without."""
     av = pytest.importorskip("av")
     name = {".m4a": "ipod", ".mkv": "matroska"}.get(path.suffix, path.suffix[1:])
     with av.open(str(path), "w", format=name) as file:
@@ -82,7 +82,7 @@ def container(path, samples, codec, picture=False):
         if picture:
             film = file.add_stream("mpeg4", rate=10)
             film.width = film.height = 32
-            for _ in range(len(samples) // 4_800 + 20):  # it goes on behind the sound
+            for _ in range(len(samples) // 4_800 + 20):  # it goes on after the sound
                 image = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
                 file.mux(film.encode(image))
             file.mux(film.encode(None))
@@ -189,7 +189,7 @@ def test_a_part_that_is_not_there_is_refused(kit, start, length, words):
         read(part(source_of(kit.noise(2.0), kit.rate), start, length))
 
 
-def test_a_part_may_end_a_little_behind_the_recording_since_durations_are_rounded(kit):
+def test_a_part_may_end_a_little_after_the_recording_since_durations_are_rounded(kit):
     assert len(read(part(source_of(kit.noise(2.0), kit.rate), 1.0, 1.2))) == kit.rate
 
 

@@ -80,7 +80,7 @@ def test_each_window_decides_the_times_on_its_side_of_the_seam():
     assert [(piece.start, piece.end) for piece in found] == [(0, 3), (3, 6.1), (6.1, 9)]
 
 
-def test_what_is_new_begins_behind_what_is_kept():
+def test_what_is_new_begins_after_what_is_kept():
     found = join(pieces((3, 6, [1, 2])), pieces((5, 9, [8, 9])), 3.5, is_text)
     assert [(piece.start, piece.end) for piece in found] == [(3, 6), (6, 9)]
 

@@ -1,4 +1,4 @@
-"""Correction behind a transcriber: words and who decided them, windows, and the command."""
+"""Correction after a transcriber: words and who decided them, windows, and the command."""
 
 import dataclasses
 import json
@@ -140,11 +140,11 @@ def test_temperatures_of_the_card_are_taken_unless_others_are_given(tmp_path):
     assert temperatures_of(str(tmp_path), acoustic=3.0) == (1.5, 3.0)
 
 
-# Behind a transcriber
+# After a transcriber
 
 
 class Marked(ListCorrection):
-    """Puts a mark behind the first hypothesis, and remembers what it was asked."""
+    """Puts a mark after the first hypothesis, and remembers what it was asked."""
 
     def __init__(self):
         self.asked = []

@@ -111,27 +111,27 @@ class Definition:
         }
         with torch.no_grad():
             self.states = self.model.get_encoder()(features[None]).last_hidden_state
-        self.laws = {}
+        self.distributions = {}
 
-    def law(self, prefix):
-        if tuple(prefix) not in self.laws:
+    def distribution(self, prefix):
+        if tuple(prefix) not in self.distributions:
             with torch.no_grad():
                 logits = self.model(
                     encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
                     decoder_input_ids=torch.tensor([self.prompt + list(prefix)]),
                 ).logits[0, -1]
-            self.laws[tuple(prefix)] = logits.double().log_softmax(-1)
-        return self.laws[tuple(prefix)]
+            self.distributions[tuple(prefix)] = logits.double().log_softmax(-1)
+        return self.distributions[tuple(prefix)]
 
     def ids(self, word):
         return self.encode(" " + word, add_special_tokens=False).input_ids
 
     def along(self, before, ids):
-        return sum(float(self.law([*before, *ids[:i]])[t]) for i, t in enumerate(ids))
+        return sum(float(self.distribution([*before, *ids[:i]])[t]) for i, t in enumerate(ids))
 
     def begins(self, prefix, piece):
         ids = [token for name, token in self.names.items() if name.startswith(piece)]
-        return float(self.law(prefix)[ids].logsumexp(0)) if ids else -math.inf
+        return float(self.distribution(prefix)[ids].logsumexp(0)) if ids else -math.inf
 
     def finished(self, before, word, ended):
         end = self.spelling.end
@@ -139,7 +139,7 @@ class Definition:
         for way in spellings(word):
             ids = self.ids(way)
             own, full = self.along(before, ids), [*before, *ids]
-            behind = float(self.law(full)[end]) if ended else self.begins(full, "Ġ")
+            behind = float(self.distribution(full)[end]) if ended else self.begins(full, "Ġ")
             found.append((own + behind, own + behind if ended else own, full))
         return max(found, key=lambda one: one[0])[1:]
 
@@ -152,7 +152,7 @@ class Definition:
             own, before = self.finished(before, word, ended and place == len(words) - 1)
             value += own
         if ended:
-            return value if words else float(self.law([])[self.spelling.end])
+            return value if words else float(self.distribution([])[self.spelling.end])
         if not pending:
             return value + self.begins(before, "Ġ")
         ways = []
@@ -173,25 +173,25 @@ def definitions(recogniser, features):
     return [Definition(recogniser, one) for one in features]
 
 
-def test_the_space_behind_a_word_decides_how_it_is_written(recogniser):
+def test_the_space_after_a_word_decides_how_it_is_written(recogniser):
     spelling = recogniser.spelling
     [upper], [lower] = (spelling.ids(word) for word in ("The", "the"))
     spaced = (token for token, name in spelling.name.items() if name.startswith(spelling.space))
     other = next(token for token in spaced if token not in (upper, lower))
     size = spelling.end + 1
 
-    def law(*told):
+    def distribution(*told):
         made = np.full(size, np.log(1e-9))
         for token, value in told:
             made[token] = np.log(value)
         return made
 
-    behind = {(upper,): law((other, 0.01)), (lower,): law((other, 0.9))}
-    listener = Listener(spelling, law((upper, 0.6), (lower, 0.3)))
+    behind = {(upper,): distribution((other, 0.01)), (lower,): distribution((other, 0.9))}
+    listener = Listener(spelling, distribution((upper, 0.6), (lower, 0.3)))
     while (found := listener.score("The ")) is None:
         block = listener.block()
-        laws = [behind.get(prefix, law()) for prefix in block.prefixes]
-        listener.hear(block, dict(enumerate(laws)))
+        distributions = [behind.get(prefix, distribution()) for prefix in block.prefixes]
+        listener.hear(block, dict(enumerate(distributions)))
     # more likely by itself, "The" is hardly a word of its own there
     assert found == pytest.approx(math.log(0.3 * 0.9), abs=1e-3)
 
@@ -312,7 +312,7 @@ def test_what_is_written_as_the_recogniser_writes_takes_one_pass(recogniser, fea
     assert one.passes == 1
     other = Fixed(recogniser, features[:1])
     changed = other([[(text.lower(), True)]])[0][0]
-    assert changed == pytest.approx(value, abs=2e-3)  # the likeliest casing is its own
+    assert changed == pytest.approx(value, abs=2e-3)  # the most likely casing is its own
     assert other.passes > 1
 
 
@@ -325,12 +325,14 @@ def test_a_token_that_covers_more_than_the_last_piece_counts(recogniser, feature
         for end in range(2, len(whole))
         if len(spelling.ids(whole[1:end])) > 1  # cut where the recogniser has no token
     )
-    law = torch.full((len(recogniser.tokenizer),), -30.0)
-    law[spelling.ids(whole[1:])[0]] = 0.0
-    listener = Listener(spelling, law.log_softmax(-1).numpy())
+    distribution = torch.full((len(recogniser.tokenizer),), -30.0)
+    distribution[spelling.ids(whole[1:])[0]] = 0.0
+    listener = Listener(spelling, distribution.log_softmax(-1).numpy())
     while listener.score(begun) is None:
         block = listener.block()
-        listener.hear(block, {p: law.log_softmax(-1).numpy() for p in listener.unread(block)})
+        listener.hear(
+            block, {p: distribution.log_softmax(-1).numpy() for p in listener.unread(block)}
+        )
     assert listener.score(begun) == pytest.approx(0.0, abs=1e-3)
 
 
@@ -425,19 +427,21 @@ def by_definition(language, recogniser, definition, row, kind, count):
         logits = model(torch.tensor([ids + new])).logits[0, -1]
         best = logits.topk(6).indices.tolist()
         text = tokenizer.decode(new, skip_special_tokens=True)
-        law = logits.log_softmax(-1)
+        distribution = logits.log_softmax(-1)
         scores = {}
         for token in best:
             if token == tokenizer.eos_token_id:
                 scores[token] = definition.score(text, True)
             elif pieces[token] is not None:
                 scores[token] = definition.score(text + pieces[token])
-        heard = torch.full_like(law, -torch.inf)
+        heard = torch.full_like(distribution, -torch.inf)
         if scores:
             own = torch.tensor([*scores.values()]).log_softmax(-1)
             heard[[*scores]] = own.to(heard)
         guide = kind(recogniser.branch(tokenizer, len(tokenizer), 6, "text"))
-        new.append(int(guide.fuse(law[None], heard[None])[0].argmax()) if scores else best[0])
+        new.append(
+            int(guide.fuse(distribution[None], heard[None])[0].argmax()) if scores else best[0]
+        )
     return new
 
 
@@ -526,8 +530,8 @@ def test_temperatures_are_recovered_from_drawn_labels():
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(20_000, 12, generator=generator)
     for wanted in (0.3, 1.0, 2.5):
-        law = (scores / wanted).softmax(-1)
-        labels = torch.multinomial(law, 1, generator=generator)[:, 0]
+        distribution = (scores / wanted).softmax(-1)
+        labels = torch.multinomial(distribution, 1, generator=generator)[:, 0]
         assert fit_temperature(scores, labels) == pytest.approx(wanted, rel=0.05)
     assert fit_temperature(scores, scores.argmax(-1)) == COLDEST
     assert fit_temperature(scores, torch.full((20_000,), -1)) == HOTTEST
@@ -549,14 +553,14 @@ def test_both_models_are_calibrated_on_what_was_said(language, recogniser, featu
     assert found.tokens == sum(map(len, answers))
     assert COLDEST <= found.acoustic <= HOTTEST
     # the language model's own, by one full pass for each text
-    laws, labels = [], []
+    distributions, labels = [], []
     with torch.no_grad():
         for one, answer in zip(lists, answers, strict=True):
             prompt = corrector.prompts.prompt(one.hypotheses)
             logits = model(torch.tensor([prompt + answer])).logits[0]
-            laws.append(logits[len(prompt) - 1 : -1])
+            distributions.append(logits[len(prompt) - 1 : -1])
             labels += answer
-    expected = fit_temperature(torch.cat(laws), torch.tensor(labels))
+    expected = fit_temperature(torch.cat(distributions), torch.tensor(labels))
     assert found.main == pytest.approx(expected, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""What sounds made up beside a silence is skipped, and nothing else is touched."""
+"""What sounds made up next to a silence is skipped, and nothing else is touched."""
 
 import math
 
@@ -53,18 +53,18 @@ def test_doubtful_words(words, doubtful):
         ([segment(61), segment(70)], None),
         # speech at both sides, without a pause
         ([segment(68), segment(69.2, True), segment(70.4)], None),
-        # a silence before, none behind
+        # a silence before, none after
         ([segment(66), segment(75, True), segment(76.2)], None),
-        # a silence behind, none before
+        # a silence after, none before
         ([segment(68), segment(69.2, True), segment(80)], None),
         ([segment(66), segment(75, True), segment(80)], (1, 75)),
-        # another doubtful one behind counts as silence
+        # another doubtful one after counts as silence
         ([segment(66), segment(75, True), segment(76.2, True), segment(77.4)], (1, 75)),
         # so do the ends of the window
         ([segment(61, True), segment(70)], (0, 61)),
         ([segment(60.5, True), segment(70)], (0, 61)),
         ([segment(66), segment(87.5, True)], (1, 87.5)),
-        # a window is heard anew from where its first words begin
+        # a window is heard again from where its first words begin
         ([segment(65, True), segment(66.2)], (0, 65)),
         ([[], segment(65, True), segment(66.2)], (0, 65)),
     ],

@@ -270,11 +270,11 @@ def test_a_decoder_works_inside_the_speech_pipeline(model, processor, kit):
     [
         # nothing said when: the whole window
         ([1, 2], [(0, 50, [1, 2])], None),
-        # one pair of times and silence behind
+        # one pair of times and silence after
         ([100, 1, 120], [(0, 20, [100, 1, 120])], None),
         # a time that only opens: its own place counts as none
         ([100, 1, 2], [(0, 50, [100, 1, 2])], None),
-        # cut off behind a complete segment: the next window starts there
+        # cut off after a complete segment: the next window starts there
         ([100, 1, 120, 120, 2], [(0, 20, [100, 1, 120, 120])], 20),
         ([100, 1, 120, 125], [(0, 20, [100, 1, 120, 125])], 20),
         # two segments, the last one complete

@@ -1,4 +1,4 @@
-"""N-best lists: transformers' beams window by window, samples of the model's law, scores."""
+"""N-best lists: transformers' beams window by window, samples of the model, scores."""
 
 import pytest
 import torch
@@ -146,8 +146,8 @@ def test_samples_are_scored_by_the_model_and_ranked(model, processor, kit):
             logits = model(features, decoder_input_ids=ids).logits[0, len(start) - 1 : -1]
         logits[:, config.suppress_tokens] = -torch.inf
         logits[0, config.begin_suppress_tokens] = -torch.inf
-        law = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
-        assert hypothesis.score == pytest.approx(float(law.mean()), abs=1e-4)
+        distribution = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
+        assert hypothesis.score == pytest.approx(float(distribution.mean()), abs=1e-4)
 
 
 def test_the_trained_model_lists_near_misses(trained):

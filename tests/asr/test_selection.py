@@ -138,7 +138,7 @@ def test_forbidden_tokens_make_certainty_infinite_and_are_refused():
 
 
 def by_hand(model, ids):
-    """Log-probability of ids behind the first, token by token."""
+    """Log-probability of ids after the first, token by token."""
     total = 0.0
     for place in range(1, len(ids)):
         logits = model(torch.tensor([ids[:place]])).logits[0, -1].double()

@@ -28,7 +28,7 @@ RATE, WINDOW_S, WORD, GAP = 10, 8.0, 3, 1
 
 
 def spoken(count, sentence=5, pause=5, first=1):
-    """Word n is three samples of n; sentences have pauses behind them."""
+    """Word n is three samples of n; sentences have pauses after them."""
     samples = []
     for word in range(first, first + count):
         samples += [word] * WORD + [0] * (pause if word % sentence == 0 else GAP)
@@ -240,7 +240,7 @@ def test_a_sentence_longer_than_any_window_loses_no_word_but_where_one_is_cut(ti
 
 @pytest.mark.parametrize("noise", ["", "thank you", " ".join(["thank you"] * 30)])
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_long_pause_neither_loops_nor_holds_up_what_comes_behind(noise, timed):
+def test_a_long_pause_neither_loops_nor_holds_up_what_comes_after(noise, timed):
     pause = np.zeros(120 * RATE, np.float32)
     samples = np.concatenate([spoken(10), pause, spoken(10, first=11)])
     hearer = Hearer(timed, in_silence=noise)

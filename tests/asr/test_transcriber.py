@@ -198,7 +198,7 @@ def test_a_recording_that_vanishes_while_it_is_read_fails_alone(tiny, tmp_path, 
     read = source_of
 
     def reopened(item, *args):
-        """As if each block were opened anew, so that a vanished file shows at once."""
+        """As if each block were opened again, so that a vanished file shows at once."""
         source = read(item, *args)
 
         def parts():

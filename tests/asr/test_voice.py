@@ -187,9 +187,9 @@ TIMELINE = Timeline((Stretch(1.0, 1.5, 2.5, 3.0), Stretch(10.0, 10.5, 12.5, 13.0
         ((1.8, 4.0), (10.5, 12.0)),  # said to begin before the seam
         ((1.4, 4.0), (10.5, 12.0)),  # with less than a word of the first stretch
         ((1.2, 4.0), (2.2, 12.0)),  # across the seam
-        ((0.7, 2.6), (1.7, 2.5)),  # said to end behind the seam
+        ((0.7, 2.6), (1.7, 2.5)),  # said to end after the seam
         ((0.1, 0.3), (1.1, 1.3)),  # the detector heard nothing here, the model did
-        ((4.7, 5.4), (12.7, 13.4)),  # a last window may say that it ends behind the recording
+        ((4.7, 5.4), (12.7, 13.4)),  # a last window may say that it ends after the recording
     ],
     ids=str,
 )

@@ -149,7 +149,7 @@ def test_drafts_leave_the_contrasted_text_as_it_is(model, processor, waves, draf
     assert transcripts(model, processor, waves, guide, draft(), **options) == expected
 
 
-def test_n_best_lists_are_drawn_from_the_contrasted_law(model, processor, waves):
+def test_n_best_lists_are_drawn_from_the_contrasted_distribution(model, processor, waves):
     options = make_options({"n_best": 2, "n_best_method": "sample"})
     guided = Transcriber(model, processor, Decoder(None, WhisperCD(), seed=0), options)
     free = Transcriber(model, processor, Decoder(seed=0), options)

@@ -214,7 +214,7 @@ def test_planted_times_are_found():
     assert np.abs(found - np.array(times))[1:-1].max() <= 1.5
 
 
-def test_a_pause_stretches_neither_the_word_before_nor_the_one_behind():
+def test_a_pause_stretches_neither_the_word_before_nor_the_one_after():
     times = [(5, 12), (12, 20), (20, 27), (90, 98), (98, 105), (105, 112)]
     spans = np.array(attention_spans(planted(times, 120), 0.04, [True] * 6)) / 0.04
     assert np.abs(spans - np.array(times))[2:4].max() <= 10
@@ -259,7 +259,7 @@ def test_without_named_heads_the_upper_half_is_read(model):
 # Confidence
 
 
-def test_probabilities_are_those_of_the_decoded_law(aligned, features):
+def test_probabilities_are_those_of_the_decoded_distribution(aligned, features):
     """Stock processors, prefix by prefix."""
     config = aligned.generation_config
     options = TranscribeOptions()
@@ -320,7 +320,7 @@ def test_what_cannot_be_aligned_shares_the_time(texts):
     assert not spans or (spans[0][0], spans[-1][1]) == (0, 6)
 
 
-def test_opening_marks_stand_at_the_word_behind_them():
+def test_opening_marks_stand_at_the_word_after_them():
     heard = letters_heard([("i", 3, 6), ("o", 20, 26)], 30)
     assert forced_spans(heard, [" i", " (", "o", ")"], LetterHead()) == [
         (3, 6),

@@ -95,7 +95,7 @@ def recomputed(family, stage, kind, steps=NEW):
     prompt = inputs["input_ids"].shape[1]
     rows = {
         "all": lambda count: slice(0, count),
-        "law": lambda count: slice(prompt - 1, count),
+        "decoding": lambda count: slice(prompt - 1, count),
         "last_prompt": lambda count: slice(prompt - 1, prompt),
     }
     ids = inputs["input_ids"]
@@ -131,7 +131,7 @@ def ours(family, guide, draft=None, batch=1):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("rows", ["law", "last_prompt", "all"])
+@pytest.mark.parametrize("rows", ["decoding", "last_prompt", "all"])
 @pytest.mark.parametrize("stage", ["scores", "weights"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_edit_is_that_of_uncached_passes(family, stage, rows):
@@ -163,7 +163,7 @@ class Matrices(TorchDispatchMode):
 
 
 ROWS_OF_A_PROMPT = {
-    "law": Edited(AttentionEdit(branch="main", scores=doubled)),
+    "decoding": Edited(AttentionEdit(branch="main", scores=doubled)),
     "last_prompt": Edited(AttentionEdit(branch="main", rows="last_prompt", weights=squared)),
     "read": Edited(needs=Requirements(attention=frozenset([0, 1]))),
     "all": Edited(AttentionEdit(branch="main", rows="all", weights=squared)),
@@ -211,7 +211,7 @@ def test_a_cap_on_scores_is_handed_on():
 
 def test_the_edit_matters_and_leaves_no_trace():
     before = plain("llava", batch=1)
-    for rows in ("law", "all"):
+    for rows in ("decoding", "all"):
         guide = Edited(AttentionEdit(branch="main", rows=rows, scores=doubled))
         assert ours("llava", guide).tolist() != before.tolist()
     assert plain("llava", batch=1).tolist() == before.tolist()
@@ -249,8 +249,8 @@ def test_edits_are_of_the_branch_the_layers_and_the_strength_named():
 
 
 def test_a_branch_that_replaces_the_main_one_is_alone_from_the_first_round_on():
-    law = BranchSpec(name="law", stage=2, replaces_after_prefill="main")
-    edit = AttentionEdit(branch="law", rows="last_prompt", scores=doubled)
+    law = BranchSpec(name="edited", stage=2, replaces_after_prefill="main")
+    edit = AttentionEdit(branch="edited", rows="last_prompt", scores=doubled)
     expected = ours(
         "llava", Edited(AttentionEdit(branch="main", rows="last_prompt", scores=doubled))
     )

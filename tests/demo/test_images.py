@@ -35,7 +35,7 @@ def test_demo_draws_the_same_pictures_in_fewer_passes_and_writes_a_page(tmp_path
     assert is_own(shown), "a second demo needs no flag"
     parser = checked(shown.read_text())
     assert all(address.startswith("data:") for address in parser.fetched)
-    assert "(heuristic law)" in " ".join(done.stderr.split())
+    assert "(heuristic distribution)" in " ".join(done.stderr.split())
 
 
 def drawn(**changes):
@@ -60,8 +60,8 @@ def report(*ways):
 
 def test_page_is_one_well_formed_file_that_fetches_nothing():
     text = page.page(report())
-    assert "exact law</span></span> <span>pictures come as often as" in text
-    assert "heuristic law" not in text  # a legend of what is there
+    assert "exact distribution</span></span> <span>pictures come as often as" in text
+    assert "heuristic distribution" not in text  # a legend of what is there
     assert "the darker, the later" in text and "a seam: another pass" in text
     parser = checked(text)
     assert all(address.startswith("data:") for address in parser.fetched)
@@ -70,7 +70,7 @@ def test_page_is_one_well_formed_file_that_fetches_nothing():
     other = report(("ar", "exact", drawn()), ("relaxed", "heuristic", drawn(same=False)))
     text = page.page(other)
     assert "Picture, drawn in 2 ways" in text and "another picture" in text
-    assert '<span class="tag bad">heuristic law</span>' in text
+    assert '<span class="tag bad">heuristic distribution</span>' in text
 
 
 def test_seams_part_codes_of_different_passes_and_no_others():

@@ -264,7 +264,7 @@ def test_a_boost_draws_attention_to_the_image_and_the_plain_map_stays(answerer, 
 def test_the_law_is_read_where_a_branch_of_a_later_stage_is_edited(answerer, png):
     guide = registry.create("guide", "conscious_gaze:threshold=0,alpha=2")
     found = attention_map(answerer, png, "Is there a ring in the image?", guide)
-    assert found.branch == "law" and found.edited.sum() > found.plain.sum()
+    assert found.branch == "edited" and found.edited.sum() > found.plain.sum()
 
 
 def test_a_guide_that_edits_no_attention_has_no_map(answerer, png):
@@ -277,7 +277,7 @@ def test_a_guide_that_edits_no_attention_has_no_map(answerer, png):
 
 def test_page_is_one_well_formed_file_that_fetches_nothing():
     flat = torch.full((64,), 0.01)
-    look = AttentionMap(flat, 2 * flat, (0, 1), "law")
+    look = AttentionMap(flat, 2 * flat, (0, 1), "edited")
     text = page.page(report(given(), given(method="pai", attention=look)))
     parser = checked(text)
     assert all(address.startswith("data:") for address in parser.fetched)

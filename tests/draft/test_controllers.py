@@ -14,7 +14,7 @@ from mmdecode.draft.target import TargetDistribution
 from mmdecode.draft.trees import affordable, plan, value
 from mmdecode.errors import OptionError
 from mmdecode.testing import check_draft
-from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, law_of, run_rows
+from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, distribution_of, run_rows
 from mmdecode.testing.table import Table
 from tests.support.clock import call_after
 from tests.support.rounds import rounds_of
@@ -40,9 +40,9 @@ def assert_stops(max_rejection_probability):
             while 1 - sure <= max_rejection_probability and len(tokens) < min(
                 6, 40 - 1 - len(written)
             ):
-                law = OTHER.law([*prompt, *written, *tokens]).softmax(-1)
-                tokens.append(int(law.argmax()))
-                sure *= float(law.max())
+                distribution = OTHER.target_logits([*prompt, *written, *tokens]).softmax(-1)
+                tokens.append(int(distribution.argmax()))
+                sure *= float(distribution.max())
             assert drafted == tokens
             lengths.add(len(tokens))
     return lengths
@@ -51,7 +51,7 @@ def assert_stops(max_rejection_probability):
 @pytest.mark.parametrize(
     ("max_rejection_probability", "lengths"), [(0.0, {1}), (0.5, None), (1.0, None)]
 )
-def test_a_row_stops_behind_the_token_that_is_one_risk_too_many(max_rejection_probability, lengths):
+def test_a_row_stops_after_the_token_that_is_one_risk_too_many(max_rejection_probability, lengths):
     found = assert_stops(max_rejection_probability)
     if lengths is not None:
         assert found == lengths
@@ -73,9 +73,11 @@ def test_a_stop_before_the_doubtful_token_is_found(monkeypatch):
 @modes
 def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeypatch):
     steps = []
-    law = TargetDistribution.__call__
+    distribution = TargetDistribution.__call__
     monkeypatch.setattr(
-        TargetDistribution, "__call__", lambda self, *a: (steps.append(1), law(self, *a))[1]
+        TargetDistribution,
+        "__call__",
+        lambda self, *a: (steps.append(1), distribution(self, *a))[1],
     )
     counts = {}
     for max_rejection_probability in (0.3, 1.0):
@@ -83,7 +85,7 @@ def test_where_all_rows_have_stopped_the_drafting_model_rests(do_sample, monkeyp
         decoder = Decoder(
             Assistant(OTHER, 6, max_rejection_probability=max_rejection_probability), seed=SEED
         )
-        assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+        assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample)
         counts[max_rejection_probability] = len(steps)
     assert counts[0.3] < 0.7 * counts[1.0]
 

@@ -151,7 +151,7 @@ def test_a_drafter_that_is_the_target_is_always_right(family, do_sample):
 
 
 class Longer(Guide):
-    """A law that asks what the caller did behind more words, instead of it."""
+    """A distribution that asks what the caller did after more words, instead of it."""
 
     neutral = False
 
@@ -159,10 +159,10 @@ class Longer(Guide):
         ids = F.pad(inputs["input_ids"], (5, 0), value=3)
         ids[:, 0] = 1
         mask = torch.ones_like(ids, dtype=torch.bool)
-        law = BranchSpec(
-            name="law", prompt=ids, prompt_mask=mask, stage=2, replaces_after_prefill="main"
+        distribution = BranchSpec(
+            name="edited", prompt=ids, prompt_mask=mask, stage=2, replaces_after_prefill="main"
         )
-        self.branches = (law,)
+        self.branches = (distribution,)
 
     def begin(self, call, prefill):
         return None
@@ -188,7 +188,7 @@ def test_a_tree_of_such_a_drafter_holds_the_right_path(family):
     draft = FeatureDraft(Oracle(model_of(family), 1), depth=3, top_k=3, nodes=21)
     found, decoder = decode(family, draft, inputs=inputs)
     assert found == decode(family, inputs=inputs)[0]
-    # the likeliest token may lead where less likely paths go on, so not every path is whole
+    # the most likely token may lead where less likely paths go on, so not every path is whole
     assert decoder.stats.acceptance_length > 3
 
 
@@ -311,16 +311,16 @@ def brute_force(table, depth, top_k, nodes):
     for _ in range(depth):
         below = []
         for path, weight in frontier:
-            law = table[path[-1] if path else 0].log_softmax(-1)
-            for token in law.argsort(descending=True)[:top_k].tolist():
-                below.append(((*path, token), weight + float(law[token])))
+            distribution = table[path[-1] if path else 0].log_softmax(-1)
+            for token in distribution.argsort(descending=True)[:top_k].tolist():
+                below.append(((*path, token), weight + float(distribution[token])))
         found += below
         frontier = sorted(below, key=lambda pair: -pair[1])[:top_k]
     best = sorted(found, key=lambda pair: -pair[1])[:nodes]
     return {path for path, _ in best}
 
 
-def test_the_tree_is_the_likeliest_of_its_size_and_closed_under_parents():
+def test_the_tree_is_the_most_likely_of_its_size_and_closed_under_parents():
     table = torch.randn(8, 9, 9, generator=torch.Generator().manual_seed(0)) * 2
     rows = torch.arange(8)[:, None]
     grown = grow(table[:, :1], lambda _, tokens, above: table[rows, tokens], levels=4, top_k=3)
@@ -353,8 +353,8 @@ def test_noise_chooses_children_and_does_not_weigh_them():
     noise[..., [1, 4]] = 50.0
     grown = grow(table, lambda *_: table, 1, 2, lambda level: noise)
     assert sorted(grown.tokens[0].tolist()) == [1, 4]
-    law = table[0, 0].log_softmax(-1)
-    torch.testing.assert_close(grown.scores[0], law[grown.tokens[0]])
+    distribution = table[0, 0].log_softmax(-1)
+    torch.testing.assert_close(grown.scores[0], distribution[grown.tokens[0]])
 
 
 def test_a_reduced_vocabulary_proposes_its_own_tokens_by_the_targets_ids():

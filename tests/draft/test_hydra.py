@@ -169,7 +169,7 @@ def test_the_state_that_is_kept_is_that_at_the_end_of_the_path():
 @torch.no_grad()
 def by_hand(heads, batch, options):
     """The loss, token by token."""
-    law = batch.logits().log_softmax(-1)
+    distribution = batch.logits().log_softmax(-1)
     total, weights = 0.0, 0.0
     for head in range(len(heads)):
         losses = []
@@ -181,7 +181,7 @@ def by_hand(heads, batch, options):
                 embeds = heads.embed(ids[t + 1 : last], batch.adapter).flatten()
                 read = torch.cat([batch.last[row, t], embeds])
                 drafted = heads.logits(head, read, batch.adapter).log_softmax(-1)
-                losses.append(-(law[row, last - 1].exp() * drafted).sum())
+                losses.append(-(distribution[row, last - 1].exp() * drafted).sum())
         total += options.decay**head * torch.stack(losses).mean()
         weights += options.decay**head
     return total / weights
@@ -204,7 +204,7 @@ def loss_and_by_hand():
     return loss, by_hand(heads, batch, options)
 
 
-def test_a_head_is_asked_for_the_token_behind_those_it_reads():
+def test_a_head_is_asked_for_the_token_after_those_it_reads():
     torch.testing.assert_close(*loss_and_by_hand(), atol=1e-4, rtol=1e-4)
 
 

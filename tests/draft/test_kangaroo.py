@@ -42,7 +42,7 @@ def random_adapter(family, seed=0):
 
 
 def whole(family):
-    """Behind the last layer, with an attention that adds nothing: the model itself."""
+    """After the last layer, with an attention that adds nothing: the model itself."""
     model = model_of(family)
     module = untrained(family)
     module.exit_layer = registry.adapter_for(model).num_layers
@@ -55,7 +55,7 @@ def whole(family):
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_behind_the_last_layer_everything_is_accepted(family, do_sample):
+def test_after_the_last_layer_everything_is_accepted(family, do_sample):
     expected, _ = decode(family, do_sample=do_sample)
     draft = Kangaroo(whole(family), length=3, confidence_threshold=0.0)
     found, decoder = decode(family, draft, do_sample=do_sample)
@@ -92,7 +92,7 @@ def test_an_adapter_that_adds_nothing_is_an_early_exit():
 
 
 @torch.no_grad()
-def law_of_training(module, ids):
+def distribution_of_training(module, ids):
     """What the adapter says after each token, as a training has it: one pass over all."""
     model = model_of("llama")
     ids = torch.tensor([ids])
@@ -103,7 +103,7 @@ def law_of_training(module, ids):
 
 
 @pytest.mark.parametrize("confidence_threshold", [0.0, 0.2])
-def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(confidence_threshold):
+def test_a_chain_is_what_training_says_and_ends_after_an_unsure_token(confidence_threshold):
     """In a batch of unlike rows: so a row also drafts what it drafts alone."""
     module, inputs, lengths = random_adapter("llama"), inputs_of("llama"), set()
     decoder = Decoder(Kangaroo(module, length=4, confidence_threshold=confidence_threshold), seed=7)
@@ -113,10 +113,10 @@ def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(confidenc
     for row, rounds in enumerate(rounds_of(decoder, call)):
         prompt = inputs["input_ids"][row][inputs["attention_mask"][row] > 0].tolist()
         for written, drafted in rounds:
-            law = law_of_training(module, [*prompt, *written, *drafted])
-            law = law[len(prompt) + len(written) - 1 :]
-            assert drafted == law.argmax(-1)[: len(drafted)].tolist()
-            unsure = (law.amax(-1) < confidence_threshold).tolist()[: len(drafted)]
+            distribution = distribution_of_training(module, [*prompt, *written, *drafted])
+            distribution = distribution[len(prompt) + len(written) - 1 :]
+            assert drafted == distribution.argmax(-1)[: len(drafted)].tolist()
+            unsure = (distribution.amax(-1) < confidence_threshold).tolist()[: len(drafted)]
             if len(written) + 4 < NEW:
                 assert True not in unsure[:-1]
                 assert len(drafted) == 4 or unsure[-1]
@@ -125,12 +125,12 @@ def test_a_chain_is_what_training_says_and_ends_behind_an_unsure_token(confidenc
 
 
 @torch.no_grad()
-def test_a_row_is_asked_for_the_law_after_its_own_token():
+def test_a_row_is_asked_for_the_distribution_after_its_own_token():
     module, batch = random_adapter("llama"), batch_of()
     drafted = module.logits(unrolled(module, batch.rows, 1)[0], batch.adapter).log_softmax(-1)
-    law, losses = batch.logits().softmax(-1), []
+    distribution, losses = batch.logits().softmax(-1), []
     for row, token in batch.asked[:, 1:].nonzero().tolist():  # what the row before it is to say
-        losses.append(-(law[row, token] * drafted[row, token]).sum())
+        losses.append(-(distribution[row, token] * drafted[row, token]).sum())
     found = RECIPES["kangaroo"].loss(module, batch, Options(kind="kangaroo"), torch.Generator())
     torch.testing.assert_close(found, torch.stack(losses).mean())
 

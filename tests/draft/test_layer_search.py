@@ -93,7 +93,7 @@ def test_the_programme_finds_what_does_nothing(family):
 
 
 def test_the_programme_is_the_one_of_the_paper():
-    """Beside a plain loop over g(i, j), on layers that are random matrices."""
+    """Next to a plain loop over g(i, j), on layers that are random matrices."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(8, 8, generator=generator) * 0.3 for _ in range(5)]
     start = torch.randn(8, generator=generator)

@@ -46,7 +46,7 @@ def assert_window_is_guessed():
         guesses = []
         for column in range(3):
             path = [*rows[0][: column + 1], *(row[column] for row in rows[1:])]
-            guesses.append(int(MODEL.law([*prefix, *path]).argmax()))
+            guesses.append(int(MODEL.target_logits([*prefix, *path]).argmax()))
         kept = rows[1:] if len(rows) == 3 else rows
         assert after == [*kept, guesses]
 

@@ -17,7 +17,7 @@ TOKENS = 3
 LEVELS = 8
 
 
-def laws(rows, sharpness=1.5):
+def distributions(rows, sharpness=1.5):
     """By row and last token, the logits of the next; 0 is the root's."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, TOKENS, TOKENS, generator=generator) * sharpness
@@ -81,7 +81,7 @@ def subtrees(nodes, tokens):
 
 @pytest.mark.parametrize(("nodes", "tokens"), [(1, 3), (4, 3), (5, 3), (8, 2)])
 def test_no_tree_of_the_size_is_expected_to_accept_more(nodes, tokens):
-    table = laws(3)[:, :tokens, :tokens]
+    table = distributions(3)[:, :tokens, :tokens]
     tree, _ = grown(table, min_expected_gain=0.0, nodes=nodes)
     every = {path for one in subtrees(nodes, tokens) for path in one}
     for row in range(len(table)):
@@ -106,8 +106,8 @@ def stopped(table, min_expected_gain, nodes, levels):
 
 
 @pytest.mark.parametrize("min_expected_gain", [0.05, 0.3, 0.6])
-def test_a_row_ends_behind_the_level_that_gains_no_more(min_expected_gain):
-    table = laws(12, sharpness=3.0)
+def test_a_row_ends_after_the_level_that_gains_no_more(min_expected_gain):
+    table = distributions(12, sharpness=3.0)
     expected = [stopped(row, min_expected_gain, 6, 5) for row in table]
     assert len(set(expected)) > 1
     tree, levels = grown(table, min_expected_gain, nodes=6, levels=5)
@@ -122,7 +122,7 @@ def test_a_row_ends_behind_the_level_that_gains_no_more(min_expected_gain):
 
 
 def test_levels_that_add_nothing_are_spared_without_a_loss():
-    table = laws(6, sharpness=2.0)
+    table = distributions(6, sharpness=2.0)
     whole, levels = grown(table, nodes=5)
     spared, fewer = grown(table, 0.0, nodes=5)
     assert fewer < levels
@@ -131,7 +131,7 @@ def test_levels_that_add_nothing_are_spared_without_a_loss():
 
 
 def test_a_row_that_is_closed_holds_up_none():
-    table = laws(12, sharpness=3.0)
+    table = distributions(12, sharpness=3.0)
     needs = torch.tensor([stopped(row, 0.3, 6, 5) for row in table])
     going = needs < needs.max()
     tree, levels = grown(table, 0.3, nodes=6, levels=5, active=going)
@@ -171,7 +171,7 @@ def test_no_token_changes_and_a_row_drafts_what_it_drafts_alone(draft, do_sample
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_nodes_behind_a_rows_end_are_unused(draft):
+def test_nodes_after_a_rows_end_are_unused(draft):
     unused = []
 
     def note(_, proposal):

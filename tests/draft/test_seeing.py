@@ -196,7 +196,7 @@ def assert_weights_are_those_of_paths_alone(kind, monkeypatch):
 @kinds
 @torch.no_grad()
 def test_a_path_weighs_what_the_drafter_says_of_it_alone(kind, monkeypatch):
-    """Slots, positions, siblings, what is carried: all levels of a tree behind two rounds."""
+    """Slots, positions, siblings, what is carried: all levels of a tree after two rounds."""
     assert_weights_are_those_of_paths_alone(kind, monkeypatch)
 
 
@@ -413,7 +413,7 @@ def test_at_first_it_is_eagle_with_summaries_for_images():
 
     told = Told.from_weights(inputs.config, inputs.state_dict(), "")
     torch.testing.assert_close(passed(model, packed), passed(told, packed))
-    model.img_fc.weight[:, WIDTH:] = 0.1  # the vector counts once it is learnt
+    model.img_fc.weight[:, WIDTH:] = 0.1  # the vector counts once it is learned
     assert (passed(model, packed) - passed(told, packed)).abs().max() > 0.1
 
 

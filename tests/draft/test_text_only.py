@@ -21,7 +21,7 @@ def text_drafter():
 
 
 def words_alone(model, ids, written, length):
-    """What the model of text would write behind the words of a prompt, and what was written."""
+    """What the model of text would write after the words of a prompt, and what was written."""
     tokens = [*(token for token in ids if token != IMAGE), *written]
     for _ in range(length):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))

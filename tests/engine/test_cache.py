@@ -17,7 +17,7 @@ def open_cache(rows=2):
     return RaggedCache(2, rows, torch.device("cpu"))
 
 
-def test_rows_write_behind_their_own_start():
+def test_rows_write_after_their_own_start():
     cache = open_cache()
     cache.open(8)
     states(cache, [[1, 2, 3], [4, 5, 6]])
@@ -38,7 +38,7 @@ def test_layers_that_nothing_was_written_to_stay_empty():
     assert not cache.layers[0].is_initialized
 
 
-def test_accepted_nodes_move_behind_the_root_in_every_layer():
+def test_accepted_nodes_move_after_the_root_in_every_layer():
     cache = open_cache(3)
     cache.open(8)
     states(cache, [[1, 10, 11, 12, 13]] * 3)

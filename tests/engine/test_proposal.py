@@ -40,7 +40,7 @@ def test_parents_per_row_give_the_structure_of_the_shared_tree():
                 assert torch.equal(own[b], one[0])
 
 
-def test_a_proposal_without_its_kind_or_law_is_refused():
+def test_a_proposal_without_its_kind_or_distribution_is_refused():
     tokens = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(TypeError, match="kind"):
         Proposal(tokens=tokens)

@@ -57,7 +57,7 @@ def test_every_token_has_its_step():
         assert [step.changed for step in steps] == differ
         if row == 1:  # without an image
             assert all(step.distances["noisy"] == pytest.approx(0, abs=1e-5) for step in steps)
-        else:  # the contrast lives on behind the first token
+        else:  # the contrast lives on after the first token
             assert all(step.distances["noisy"] > 0.1 for step in steps)
     assert any(step.changed for rounds in trace for r in rounds for step in r.steps)
 
@@ -99,7 +99,7 @@ class Rising(Linear):
 
 
 class Second(drafts.Known):
-    """Proposes a wrong token, and beside it two that follow each other and are right."""
+    """Proposes a wrong token, and next to it two that follow each other and are right."""
 
     def draft(self, call, budget):
         right = super().draft(call, budget).tokens
@@ -128,7 +128,10 @@ def test_every_step_has_the_sum_of_the_weights():
     [
         (Edited(AttentionEdit(branch="main", scores=doubled)), False),
         (Edited(StateEdit(branch="main", change=lambda layer, states, earlier: states)), False),
-        (Edited(branches=[BranchSpec(name="law", stage=2, replaces_after_prefill="main")]), False),
+        (
+            Edited(branches=[BranchSpec(name="edited", stage=2, replaces_after_prefill="main")]),
+            False,
+        ),
         (Edited(AttentionEdit(branch="other", scores=doubled), branches=[OTHER]), True),
     ],
     ids=["attention", "states", "replaced", "another branch's"],

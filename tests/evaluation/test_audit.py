@@ -93,7 +93,7 @@ class LastToken(LogitsProcessor):
 
 
 def with_processor(kind):
-    """The first case and the options that put a processor into its law."""
+    """The first case and the options that put a processor into its distribution."""
     case = trained()[1][0]
     if kind == "unknown":
         processors = [*case.inputs["logits_processor"], LastToken()]
@@ -114,7 +114,7 @@ def judge_processor(kind):
 
 
 @pytest.mark.parametrize("kind", ["known", "unknown"])
-def test_processors_are_part_of_the_law(kind):
+def test_processors_are_part_of_the_distribution(kind):
     report = judge_processor(kind)
     assert report.verdict == "passes", report.words
     assert report.identical
@@ -140,7 +140,7 @@ def test_the_audited_decoder_is_left_as_it_was():
 
 
 def positions(change):
-    """Positions behind the prompt are changed; what was learned for them is looked up elsewhere."""
+    """Positions after the prompt are changed; what was learned for them is looked up elsewhere."""
 
     def mutate(patch):
         sound = WhisperAdapter.forward
@@ -373,8 +373,8 @@ def test_one_edited_token_fails_at_its_place(place, dtype):
     own = {case.name: list(plain_of(dtype).own(case).tokens) for case in found}
     name = found[1].name
     place %= len(own[name])
-    law = plain_of(dtype).own(found[1]).scores[place]
-    other = int(law.argsort(descending=True)[20])  # likely enough to look innocent
+    distribution = plain_of(dtype).own(found[1]).scores[place]
+    other = int(distribution.argsort(descending=True)[20])  # likely enough to look innocent
     own[name][place] = other
     report = judge_rows(own, dtype)
     caught(report)
@@ -530,7 +530,7 @@ def test_a_sampling_rule_without_a_certificate_is_judged_by_statistics():
 
 
 class Colder(SampleMatch):
-    """Samples from a law of its own."""
+    """Samples from a distribution of its own."""
 
     def __call__(self, proposal, target, call):
         sound = call.request.noise.gumbel
@@ -543,7 +543,7 @@ class Colder(SampleMatch):
         return super().__call__(proposal, target, replace(call, request=request))
 
 
-def test_a_sampling_rule_with_another_law_is_rejected():
+def test_a_sampling_rule_with_another_distribution_is_rejected():
     report = judge_samples(Colder())
     assert report.verdict == "fails", report.words
     assert report.p_value < 1e-4
@@ -558,7 +558,7 @@ def test_greedy_tokens_are_not_taken_for_samples():
     assert report.judged[0].same_as_generate is None
 
 
-def test_the_p_value_of_draws_is_uniform_under_the_law_and_small_under_others():
+def test_the_p_value_of_draws_is_uniform_under_the_distribution_and_small_under_others():
     generator = torch.Generator().manual_seed(0)
     ranks = torch.rand(2000, generator=generator).double()
     assert p_of_draws(ranks, 3.0, 4.0) > 0.05

@@ -77,7 +77,7 @@ def test_a_row_longer_than_the_limit_of_the_call_is_judged_to_its_end():
     assert report.judged[0].fault.position == len(row) - 2
 
 
-def test_a_row_that_goes_on_behind_its_end_fails():
+def test_a_row_that_goes_on_after_its_end_fails():
     row, options = ending()
     report = judge([*row, 5, 6], max_new_tokens=8, **options)
     assert report.verdict == "fails"
@@ -141,7 +141,7 @@ def test_a_sampled_token_on_the_edge_of_the_cut_is_forgiven(cut):
     raw = plain.replay(case, row).logits[11]
     tap = Tap(None)
     plain.run(case, tap, sample=True)
-    allowed = tap.law(row[:11], raw).isfinite()
+    allowed = tap.target_logits(row[:11], raw).isfinite()
     row[11] = int(raw.masked_fill(allowed, -torch.inf).argmax())  # the first that is cut off
     gap = float(raw[allowed].min() - raw[row[11]])
     plain.known = 0.51 * gap if cut.get("top_k") else gap
@@ -169,8 +169,8 @@ class Wobbly(CFG):
     """Rounds in blocks as it does not in single tokens."""
 
     def apply(self, constants, call, proposal, outputs):
-        law = super().apply(constants, call, proposal, outputs)
-        return law + 0.05 * torch.arange(VOCAB).sin() if proposal.size else law
+        distribution = super().apply(constants, call, proposal, outputs)
+        return distribution + 0.05 * torch.arange(VOCAB).sin() if proposal.size else distribution
 
 
 @pytest.mark.one_in(2)
@@ -239,7 +239,7 @@ def test_a_case_of_several_rows_is_refused():
         audit(model_of(), cases(rows=2), tokens={"prompt 0": [1]}, max_new_tokens=4)
 
 
-def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_law():
+def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_distribution():
     model = model_of()
     stock = model.generation_config
     cuts = {"top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.5}
@@ -249,9 +249,9 @@ def test_no_sampling_option_of_a_checkpoint_cuts_the_whole_law():
         for options, left in (({}, 3), (UNCUT, VOCAB)):
             tap = Tap(None)
             Plain(model, max_new_tokens=4, **options).run(cases()[0], tap, sample=True)
-            law = tap.law([], torch.arange(VOCAB) / 100.0)
-            assert int(law.isfinite().sum()) <= left
-        assert bool(law.isfinite().all())
+            distribution = tap.target_logits([], torch.arange(VOCAB) / 100.0)
+            assert int(distribution.isfinite().sum()) <= left
+        assert bool(distribution.isfinite().all())
     finally:
         model.generation_config = stock
 

@@ -92,7 +92,9 @@ def test_rows_of_a_server_are_judged_beyond_our_own_limit(text_model, tmp_path):
     assert "passes: token for token the same" in done.stdout
 
 
-def test_samples_are_drawn_from_the_whole_law_whatever_the_checkpoint_says(text_model, tmp_path):
+def test_samples_are_drawn_from_the_whole_distribution_whatever_the_checkpoint_says(
+    text_model, tmp_path
+):
     folder = tmp_path / "model"
     AutoTokenizer.from_pretrained(str(text_model)).save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(text_model)
@@ -102,7 +104,7 @@ def test_samples_are_drawn_from_the_whole_law_whatever_the_checkpoint_says(text_
     given = ["--model", folder, "--data", text_model / "prompts.txt", "--device", "cpu"]
     done = run(*given, "--tokens", tmp_path / "tokens.json", "--sample")
     assert done.exit_code == 1
-    assert "fails: the tokens were not drawn from the model's law" in done.stdout
+    assert "fails: the tokens were not drawn from the model's distribution" in done.stdout
 
 
 def test_a_recording_that_cannot_be_read_is_listed_and_the_others_are_audited(tmp_path):

@@ -260,7 +260,7 @@ def test_modes_take_turns_and_draw_the_same_conditions(checkpoint, tmp_path):
 
 
 class OldLaw(Rejection):
-    """Tests drafts by the law that they were first drawn from, however often they were redrawn."""
+    """Tests drafts by the distribution they were first drawn from, however often redrawn."""
 
     def odds(self, asked):
         first, second = super().odds(asked)
@@ -269,9 +269,12 @@ class OldLaw(Rejection):
 
 def test_a_rule_with_stale_bookkeeping_is_not_exact(checkpoint):
     model = load(str(checkpoint))
-    modes = [*modes_of(["fast"]), Mode(name="old law", draft="jacobi:window=8", accept="rejection")]
+    modes = [
+        *modes_of(["fast"]),
+        Mode(name="old distribution", draft="jacobi:window=8", accept="rejection"),
+    ]
     recorder = Recorder(model, modes, [i % CLASSES for i in range(240)], batch=240)
-    recorder.generators["old law"] = ImageGenerator(
+    recorder.generators["old distribution"] = ImageGenerator(
         model, Decoder(draft=Jacobi(window=8), accept=OldLaw()), seed=3
     )
     found = measured(model, recorder, recorder.run(), batch=240)
@@ -279,8 +282,8 @@ def test_a_rule_with_stale_bookkeeping_is_not_exact(checkpoint):
         found, laws=recorder.laws, groups=groups_of(model).numpy(), permutations=99, resamples=20
     )
     modes = report.summary["modes"]
-    assert modes["old law"]["claims"] == "exact"
-    assert modes["old law"]["verdict"].startswith("NOT EXACT")
+    assert modes["old distribution"]["claims"] == "exact"
+    assert modes["old distribution"]["verdict"].startswith("NOT EXACT")
     for name in (AGAIN, "fast"):
         assert modes[name]["verdict"].startswith("no difference found")
         assert min(test["p_holm"] for test in modes[name]["tests"].values()) > 10 * ALARM
@@ -298,7 +301,7 @@ def test_the_verdict_in_words():
     assert verdict(mode) == "no difference found; equal likelihood shown"
     mode["tests"]["codes"]["p_holm"] = ALARM / 2
     assert verdict(mode) == "NOT EXACT: codes, p = 0.0005"
-    assert verdict({**mode, "claims": "heuristic"}) == "another law: codes, p = 0.0005"
+    assert verdict({**mode, "claims": "heuristic"}) == "another distribution: codes, p = 0.0005"
 
 
 def test_a_sheet_holds_all_images_and_points_are_small():

@@ -60,7 +60,7 @@ def test_each_word_has_the_colour_and_the_title_of_who_decided_it():
         assert title == {"both": "the", "audio": "cat", "language model": "sat"}[by]
 
 
-def test_without_a_reference_the_1_best_stands_beside_and_changes_are_marked():
+def test_without_a_reference_the_1_best_stands_next_to_and_changes_are_marked():
     found = lines(text("The cat/a sat, there/l", "the hat sat"))
     assert found == {"1-best": "the hat sat", "corrected": "The audio:cat! sat, model:there!"}
 

@@ -49,7 +49,7 @@ def test_a_draft_that_knows_the_answer_is_counted():
     known, plain = found["known"], found[PLAIN]
     assert known.identical == plain.identical == found[AGAIN].identical == 1
     assert all(len(row) == 12 for row in right)  # none of them ends by itself
-    # eleven tokens behind the first in passes of four, the last of them cut
+    # eleven tokens after the first in passes of four, the last of them cut
     assert known.tokens_per_pass == pytest.approx(11 / 3, abs=1e-3)
     assert known.by_depth == [1.0, 1.0, pytest.approx(2 / 3, abs=1e-3)]
     assert known.accepted_per_pass == pytest.approx(sum(known.by_depth), abs=1e-3)
@@ -59,10 +59,10 @@ def test_a_draft_that_knows_the_answer_is_counted():
 
 
 def test_answers_that_differ_are_counted():
-    peers = {"generate": {}, "another law": {"repetition_penalty": 5.0}}
+    peers = {"generate": {}, "another distribution": {"repetition_penalty": 5.0}}
     found = by_way(measure(model("llama"), prompts(), {}, SETTING, peers=peers))
     assert found["generate"].identical == 1 and found["generate"].tokens_per_pass is None
-    assert found["another law"].identical < 1
+    assert found["another distribution"].identical < 1
 
 
 def test_drawn_answers_are_the_same_with_the_same_noise():
@@ -90,7 +90,7 @@ def test_ratios_are_those_of_decoding_and_of_the_whole(monkeypatch):
 
     monkeypatch.setattr(draft_speed, "interleaved", clock)
     found = by_way(measure(model("llama"), prompts(), {"lookup": PromptLookup(3)}, SETTING))
-    assert found["lookup"].decode == (2.0, 2.0, 2.0)  # four seconds behind the first token, or two
+    assert found["lookup"].decode == (2.0, 2.0, 2.0)  # four seconds after the first token, or two
     assert found["lookup"].end_to_end == (1.25, 1.25, 1.25)
     assert found["lookup"].first_token_ms == 2000
     assert found["lookup"].ms_per_token == pytest.approx(2000 / 22, abs=0.01)
@@ -130,7 +130,7 @@ def test_calls_are_announced():
     assert len(done) == calls(2, 1, 1, Setting(max_new_tokens=3, repeats=2)) == 40
 
 
-def test_sureness_is_of_the_law_that_is_decoded():
+def test_sureness_is_of_the_distribution_that_is_decoded():
     [batch] = prompts(batches=1)
     found = sureness(model("llama"), [batch], Setting(max_new_tokens=4), None)
     right = answers(batch, Setting(max_new_tokens=4))
@@ -139,9 +139,9 @@ def test_sureness_is_of_the_law_that_is_decoded():
         for end in range(4):
             with torch.no_grad():
                 logits = model("llama")(torch.tensor([prompt + answer[:end]])).logits[0, -1]
-            law = torch.distributions.Categorical(logits=logits)
-            bits.append(float(law.entropy()) / np.log(2))
-            first, second = law.probs.topk(2).values.tolist()
+            distribution = torch.distributions.Categorical(logits=logits)
+            bits.append(float(distribution.entropy()) / np.log(2))
+            first, second = distribution.probs.topk(2).values.tolist()
             close.append(first - second < 0.05)
     assert 0 < np.mean(close) < 1
     assert found.entropy_bits == pytest.approx(np.mean(bits), abs=1e-3)
@@ -177,7 +177,7 @@ def test_a_way_of_transformers_that_fails_is_left_out_and_named():
 
 
 def test_why_transformers_own_draft_cannot_be_timed_is_said_below_the_table(capsys):
-    """Its lookup beside images, and in batches, on the model that ships."""
+    """Its lookup next to images, and in batches, on the model that ships."""
     answerer = Answerer.from_pretrained("zoo:llava-scenes", device="cpu")
     reasons = []
     for size in (1, 2):

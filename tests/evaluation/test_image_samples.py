@@ -40,7 +40,7 @@ def context(tokens, place):
 def sample(count, seed, sampling=PLAIN, *, fault=None, draft=None, of_row=range(SIDE)):
     """Images of a Markov field, drawn by plain sampling or by speculation, and their passes.
 
-    The draft knows no neighbours; a pass ends where it is rejected, or with one more token behind
+    The draft knows no neighbours; a pass ends where it is rejected, or with one more token after
     a window that was kept.
     """
     dice = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ def sample(count, seed, sampling=PLAIN, *, fault=None, draft=None, of_row=range(
     for place in range(SIDE * SIDE):
         left, above = context(tokens, place)
         if fault == "stale" and place % SIDE in of_row:
-            # the law was computed before the left neighbour changed
+            # the distribution was computed before the left neighbour changed
             again = drawn(sampling.warp(LOGITS[context(tokens, max(place - 1, 0))]), dice)
             left = torch.where(left == NONE, left, again)
         p = sampling.warp(LOGITS[left, above])
@@ -198,8 +198,8 @@ def test_exact_speculation_raises_no_alarm():
 
 
 FAULTS = {
-    "stale law": {"fault": "stale"},
-    "stale law, speculated": {"fault": "stale", "draft": DRAFT},
+    "stale distribution": {"fault": "stale"},
+    "stale distribution, speculated": {"fault": "stale", "draft": DRAFT},
     "old q": {"fault": "old q", "draft": DRAFT},
     "resampled from p": {"fault": "from p", "draft": DRAFT},
     "temperature": {"sampling": Sampling(temperature=0.85)},
@@ -220,7 +220,7 @@ def test_faults_are_found_in_600_images(name):
 
 
 def test_an_exact_sampler_would_be_blamed_for_pairs_that_are_picked_by_their_border():
-    """Why borders are tested against the laws: where a pass ends depends on what was rejected."""
+    """Why borders are tested against distributions: a pass ends where something was rejected."""
     codes, passes = sample(2000, 3, draft=DRAFT)
     plain, _ = sample(2000, 4)
     border = torch.zeros_like(passes, dtype=torch.bool)
@@ -235,7 +235,7 @@ def test_an_exact_sampler_would_be_blamed_for_pairs_that_are_picked_by_their_bor
 
 
 def test_a_fault_at_borders_alone_is_found_there():
-    """Passes of four, the first token of each by a stale law: a quarter of all tokens."""
+    """Passes of four, the first token of each by a stale distribution: a quarter of all tokens."""
     codes, places = sample(150, 9, fault="stale", of_row=[2])
     found = scored(codes, (places + 2).div(SIDE, rounding_mode="floor"))
     assert found.first.p < 1e-6
@@ -255,7 +255,7 @@ def test_too_few_pairs_are_no_evidence():
 
 
 def test_images_that_hang_together_raise_no_alarm():
-    """Twenty equal entries an image: a chi-square law of the counts would be far too narrow."""
+    """Twenty equal entries an image: a chi-square fit of the counts would be far too narrow."""
     low = []
     for seed in range(30):
         dice = np.random.default_rng(seed)

@@ -128,7 +128,7 @@ def test_captions_are_held_against_the_baseline_at_equal_length():
     assert found.verdict()[0].startswith("1 of 1 methods help: true")
 
 
-def test_choices_are_told_beside_chance():
+def test_choices_are_told_next_to_chance():
     items = [
         ChoiceItem(
             id=f"{n}",

@@ -68,7 +68,7 @@ def test_too_short_a_text_has_the_pace_of_the_reference():
     assert short.al == short.laal == pytest.approx((2.0 + 3.0 - 1.0) / 2)
 
 
-def test_words_that_were_ready_behind_the_end_count_once():
+def test_words_that_were_ready_after_the_end_count_once():
     assert average_lagging([4.5, 5.0, 5.5], 4.0) == 4.5  # the first saw everything
 
 

@@ -208,7 +208,7 @@ def comparison(report, first, second, within="random"):
     return found
 
 
-def test_controls_stand_beside_their_mode(report):
+def test_controls_stand_next_to_their_mode(report):
     assert report.modes == [
         *["plain", "shift", "plain shifted to shift", "look", "plain shifted to look"],
         *["sampled", "plain shifted to sampled", ALWAYS],

@@ -155,7 +155,7 @@ def test_controls_can_be_left_out_and_captions_have_no_yes():
 
 
 def test_modes_that_make_no_sense_are_refused():
-    with pytest.raises(OptionError, match="changes nothing where the likeliest token"):
+    with pytest.raises(OptionError, match="changes nothing where the most likely token"):
         modes_of(["plausible"])
     with pytest.raises(OptionError, match="neither greedy"):
         modes_of(["vcd"], greedy=False)
@@ -265,7 +265,7 @@ def test_seeds_draw_from_the_law_itself():
         assert drawn[2] == 0
         seen = expected > 0
         assert chisquare(drawn[seen], expected[seen] * count / expected.sum()).pvalue > 1e-3
-        hot = count * (law * 1.2).softmax(0).double().numpy()  # another law is told apart
+        hot = count * (law * 1.2).softmax(0).double().numpy()  # another distribution is told apart
         assert chisquare(drawn[seen], hot[seen] * count / hot.sum()).pvalue < 1e-6
     pairs = [(draw(law, seed, "one"), draw(law, seed, "another")) for seed in range(200)]
     assert len(set(pairs)) > 8
@@ -318,7 +318,7 @@ def test_rows_count_the_tokens_that_a_guide_changed(recorder, model, processor):
     [("scalingvis", False), ("pai", False), ("adaptvis", False), ("conscious_gaze", True)],
 )
 def test_what_an_edited_branch_hides_is_left_out(recorder, guide, known):
-    """Conscious Gaze edits a branch beside the main one."""
+    """Conscious Gaze edits a branch next to the main one."""
     rows = recorder(modes_of([guide], controls=False), questions(3)).run()
     for row in of(rows, guide).values():
         assert row.margin is not None

@@ -105,7 +105,7 @@ def agreement(score, mark):
     return found.right, found.missed, found.false
 
 
-def test_marks_are_compared_behind_aligned_words():
+def test_marks_are_compared_after_aligned_words():
     score = punctuation(["Well, yes. Is it? It is!"], ["well yes. Is it. It is!"])
     assert agreement(score, ",") == (0, 1, 0)
     assert agreement(score, ".") == (1, 0, 1)

@@ -1,4 +1,4 @@
-"""One guide for each thing that a guide may look at, with the law it gives a table model.
+"""One guide for each thing that a guide may look at, with the distribution it gives a table model.
 
 These are the classes of guidance: a node's own scores, the ids of its path, another branch, hidden
 states, an edit inside the model. Two more look where a round shows nothing, and say so.
@@ -17,7 +17,7 @@ from mmdecode.testing.table import Table
 
 
 class Probe(Guide):
-    """A guide with nothing but its formula; ``law(model)`` is the same on plain lists of tokens."""
+    """A guide that is its formula; ``target_logits(model)`` is the same on lists of tokens."""
 
     branches = ()
     neutral = False
@@ -37,8 +37,8 @@ class Folded(Probe):
         return torch.where(scores > 1, 2 - scores, scores)
 
     @classmethod
-    def law(cls, model):
-        return lambda prompt, new: cls.fold(model.law([*prompt, *new]))
+    def target_logits(cls, model):
+        return lambda prompt, new: cls.fold(model.target_logits([*prompt, *new]))
 
 
 class Penalty(Probe):
@@ -58,10 +58,10 @@ class Penalty(Probe):
         return proposal.structure()[2][:, :, 1:]
 
     @staticmethod
-    def law(model):
+    def target_logits(model):
         def scores(prompt, new):
             counts = torch.bincount(torch.tensor(new, dtype=torch.long), minlength=model.vocab)
-            return model.law([*prompt, *new]) - 0.5 * counts
+            return model.target_logits([*prompt, *new]) - 0.5 * counts
 
         return scores
 
@@ -79,9 +79,11 @@ class Against(Probe):
         return 2.0 * outputs["main"].logits - outputs["other"].logits
 
     @staticmethod
-    def law(model):
+    def target_logits(model):
         def scores(prompt, new):
-            return 2.0 * model.law([*prompt, *new]) - model.law([prompt[-1], *new], salt=9)
+            return 2.0 * model.target_logits([*prompt, *new]) - model.target_logits(
+                [prompt[-1], *new], salt=9
+            )
 
         return scores
 
@@ -97,10 +99,10 @@ class Layers(Probe):
         return main.logits - 0.5 * call.plan.adapter.head(main.hidden[1])
 
     @staticmethod
-    def law(model):
+    def target_logits(model):
         def scores(prompt, new):
             prefix = [*prompt, *new]
-            return model.law(prefix) - 0.5 * model.law(prefix, layers=1)
+            return model.target_logits(prefix) - 0.5 * model.target_logits(prefix, layers=1)
 
         return scores
 
@@ -146,7 +148,7 @@ class EditedTable(Table):
 
 
 class Edit(Probe):
-    """The law of the edited model."""
+    """The distribution of the edited model."""
 
     branches = (BranchSpec(name="edited", build=Edited),)
 
@@ -154,14 +156,14 @@ class Edit(Probe):
         return outputs["edited"].logits
 
     @staticmethod
-    def law(model):
+    def target_logits(model):
         edited = EditedTable(model.vocab, model.seed, model.sharpness)
         edited.offsets.copy_(model.offsets)
-        return lambda prompt, new: edited.law([*prompt, *new])
+        return lambda prompt, new: edited.target_logits([*prompt, *new])
 
 
 class LookBack(Probe):
-    """A little of the law at the last root, which the round before has seen."""
+    """A little of the distribution at the last root, which the round before has seen."""
 
     lookback = True
 
@@ -175,7 +177,7 @@ class LookBack(Probe):
 
 
 class LookAhead(Probe):
-    """A little of what the model says behind a token, where that token happens to be drafted."""
+    """A little of what the model says after a token, where that token happens to be drafted."""
 
     lookahead = True
 
@@ -205,7 +207,7 @@ class Unheard(WhisperCD):
         return Vocabulary(2, text, ended, call.request.prompt_ids[:, -1:] == 0)
 
 
-LAWFUL = {
+EXACT_GUIDES = {
     "scores": Folded,
     "path": Penalty,
     "branch": Against,

@@ -106,12 +106,12 @@ class Wrong(mm.AcceptanceRule):
     kinds = ("deterministic",)
     modes = frozenset({"greedy"})
 
-    def __call__(self, proposal, law, call):
+    def __call__(self, proposal, distribution, call):
         kept = min(proposal.size, 1)
         return Outcome(
             path=proposal.tokens.new_zeros(call.batch, kept),
             num_accepted=proposal.tokens.new_full((call.batch,), kept),
-            next_token=law.all()[:, 0].argmax(-1),
+            next_token=distribution.all()[:, 0].argmax(-1),
         )
 
 

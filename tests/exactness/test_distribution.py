@@ -1,4 +1,4 @@
-"""Tier B: sampled sequences, counted whole, have the law that enumeration gives."""
+"""Tier B: sampled sequences, counted whole, have the distribution that enumeration gives."""
 
 import itertools
 from dataclasses import replace
@@ -21,8 +21,8 @@ from mmdecode.testing.checks import (
     PROMPTS,
     assert_distribution,
     bigram,
+    distribution_of,
     exact_joint,
-    law_of,
     p_value,
     run_rows,
 )
@@ -34,13 +34,16 @@ TREE = Tree((-1, -1, 0, 0, 2))
 warm = pytest.fixture(lambda: lambda: [lp.TemperatureLogitsWarper(0.6), lp.TopKLogitsWarper(3)])
 
 
-def cfg_law(prompt, new):
-    conditional = MODEL.law([*prompt, *new]).log_softmax(-1)
-    unconditional = MODEL.law([prompt[-1], *new]).log_softmax(-1)
+def cfg_distribution(prompt, new):
+    conditional = MODEL.target_logits([*prompt, *new]).log_softmax(-1)
+    unconditional = MODEL.target_logits([prompt[-1], *new]).log_softmax(-1)
     return 2.0 * (conditional - unconditional) + unconditional
 
 
-GUIDES = {"none": (lambda: None, law_of(MODEL)), "cfg": (lambda: CFG(2.0), cfg_law)}
+GUIDES = {
+    "none": (lambda: None, distribution_of(MODEL)),
+    "cfg": (lambda: CFG(2.0), cfg_distribution),
+}
 Q = bigram(4)
 
 
@@ -68,23 +71,25 @@ PAIRS = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_joint_law_is_that_of_enumeration(pair, guide):
+def test_the_joint_distribution_is_that_of_enumeration(pair, guide):
     accept, draft = PAIRS[pair]
-    make, law = GUIDES[guide]
-    assert_distribution(lambda: Decoder(draft(), make(), accept), MODEL, law)
+    make, distribution = GUIDES[guide]
+    assert_distribution(lambda: Decoder(draft(), make(), accept), MODEL, distribution)
 
 
 @pytest.mark.parametrize("pair", ["sample_match-chain", "rejection-chain"])
-def test_the_joint_law_holds_behind_warpers(pair, warm):
+def test_the_joint_distribution_holds_after_warpers(pair, warm):
     accept, draft = PAIRS[pair]
-    law = law_of(MODEL)
-    assert_distribution(lambda: Decoder(draft(), None, accept), MODEL, law, processors=warm)
+    distribution = distribution_of(MODEL)
+    assert_distribution(
+        lambda: Decoder(draft(), None, accept), MODEL, distribution, processors=warm
+    )
 
 
 def test_an_assistant_draws_what_it_claims():
     other = Table(4, seed=2, sharpness=1.0)
     make = lambda: Decoder(Assistant(other, 2), accept="rejection")  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL), rows=5_000)
+    assert_distribution(make, MODEL, distribution_of(MODEL), rows=5_000)
 
 
 class RowTrees(drafts.Siblings):
@@ -96,9 +101,9 @@ class RowTrees(drafts.Siblings):
         return replace(proposal, tree=None, parents=parents)
 
 
-def test_trees_of_a_rows_own_keep_the_law():
+def test_trees_of_a_rows_own_keep_the_distribution():
     make = lambda: Decoder(RowTrees(Q, (2, 2)), accept="rejection")  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL), samples=20_000)
+    assert_distribution(make, MODEL, distribution_of(MODEL), samples=20_000)
 
 
 def accepted(p, q, count, kind):
@@ -127,23 +132,23 @@ def test_siblings_are_accepted_as_often_as_enumeration_says(kind, count):
     decoder = Decoder(siblings(kind, (count,)), accept="rejection", seed=9)
     ids = torch.tensor([prompt]).repeat(rows, 1)
     decode(MODEL, ids, decoder, do_sample=True, max_new_tokens=3, request=range(rows))
-    first = MODEL.law(prompt).double().softmax(-1)
+    first = MODEL.target_logits(prompt).double().softmax(-1)
     q = Q.double().softmax(-1)
-    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    p = torch.stack([MODEL.target_logits([*prompt, t]).double().softmax(-1) for t in range(4)])
     expected = sum(float(first[t]) * accepted(p[t], q[t], count, kind) for t in range(4))
     sigma = (expected * (1 - expected) / rows) ** 0.5
     assert abs(decoder.stats.accepted / rows - expected) < 4 * sigma
 
 
-# The ensemble rule has a law of its own
+# The ensemble rule has a distribution of its own
 
 
-def ensemble_joint(prompt, length, weight, drafted, law):
+def ensemble_joint(prompt, length, weight, drafted, distribution):
     """All sequences under an ensemble with chains of ``drafted`` tokens from the table q."""
     q_table = Q.double().softmax(-1)
 
     def below(new, done):  # done: accepted so far in this round; it ends with a token of p
-        p = law(prompt, new).double().softmax(-1)
+        p = distribution(prompt, new).double().softmax(-1)
         if not new or done == drafted or len(new) == length - 1:
             kept, drawn = torch.zeros_like(p), p  # the last position has no room for a draft
         else:
@@ -163,30 +168,33 @@ def ensemble_joint(prompt, length, weight, drafted, law):
 
 
 @pytest.mark.parametrize(("weight", "drafted"), [(0.5, 1), (0.7, 2)])
-def test_the_ensemble_rule_follows_its_own_law(weight, drafted):
-    joint = ensemble_joint([1, 0, 2], 5, weight, drafted, law_of(MODEL))
+def test_the_ensemble_rule_follows_its_own_distribution(weight, drafted):
+    joint = ensemble_joint([1, 0, 2], 5, weight, drafted, distribution_of(MODEL))
     assert float(joint.sum()) == pytest.approx(1)
     make = lambda: Decoder(drafts.Bigram(Q, drafted, ("iid",)), accept=Ensemble(weight))  # noqa: E731
     options = {"length": 5, "samples": 20_000}
-    assert_distribution(make, MODEL, law_of(MODEL), joint=joint, **options)
+    assert_distribution(make, MODEL, distribution_of(MODEL), joint=joint, **options)
     plain = lambda: Decoder(drafts.Bigram(Q, drafted, ("iid",)), accept="rejection")  # noqa: E731
-    with pytest.raises(AssertionError, match="another law"):
-        assert_distribution(plain, MODEL, law_of(MODEL), joint=joint, **options)
-    with pytest.raises(AssertionError, match="another law"):
-        assert_distribution(make, MODEL, law_of(MODEL), **options)
+    with pytest.raises(AssertionError, match="another distribution"):
+        assert_distribution(plain, MODEL, distribution_of(MODEL), joint=joint, **options)
+    with pytest.raises(AssertionError, match="another distribution"):
+        assert_distribution(make, MODEL, distribution_of(MODEL), **options)
 
 
-def test_an_ensemble_of_siblings_has_its_law_where_it_drafts():
+def test_an_ensemble_of_siblings_has_its_distribution_where_it_drafts():
     weight, prompt = 0.6, [1, 0, 2]
-    first = MODEL.law(prompt).double().softmax(-1)
-    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    first = MODEL.target_logits(prompt).double().softmax(-1)
+    p = torch.stack([MODEL.target_logits([*prompt, t]).double().softmax(-1) for t in range(4)])
     second = weight * p + (1 - weight) * Q.double().softmax(-1)
-    third = [[MODEL.law([*prompt, a, b]).double().softmax(-1) for b in range(4)] for a in range(4)]
+    third = [
+        [MODEL.target_logits([*prompt, a, b]).double().softmax(-1) for b in range(4)]
+        for a in range(4)
+    ]
     joint = (first[:, None] * second)[..., None] * torch.stack([torch.stack(r) for r in third])
     for kind in ("iid", "without_replacement"):
         make = lambda kind=kind: Decoder(siblings(kind, (3,)), accept=Ensemble(weight))  # noqa: E731
         options = {"length": 3, "samples": 20_000, "joint": joint}
-        assert_distribution(make, MODEL, law_of(MODEL), **options)
+        assert_distribution(make, MODEL, distribution_of(MODEL), **options)
 
 
 def test_an_ensemble_of_the_target_alone_is_plain_rejection():
@@ -216,7 +224,7 @@ def test_a_judge_keeps_exactly_what_exceeds_its_share():
     for token, share in itertools.product(range(4), (0.0, 0.3, 0.6, 0.9)):
         decoder = Decoder(drafts.Constant(token, length=1), accept=RelativeThreshold(share))
         [row] = run_rows(decoder, MODEL, [[1, 2]], max_new_tokens=3)
-        p = MODEL.law([1, 2, row[0]]).softmax(-1)
+        p = MODEL.target_logits([1, 2, row[0]]).softmax(-1)
         kept = bool(p[token] > share * p.max()) or token == int(p.argmax())
         assert decoder.stats.accepted == kept
 
@@ -249,17 +257,17 @@ def test_a_rule_that_tests_every_node_gives_unknown_processors_what_passes_alone
 
 
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
-def test_a_jacobi_window_under_membership_keeps_the_law(tail):
+def test_a_jacobi_window_under_membership_keeps_the_distribution(tail):
     make = lambda: Decoder(window(3, tail), accept="sample_match")  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL))
+    assert_distribution(make, MODEL, distribution_of(MODEL))
 
 
-def test_a_jacobi_tail_is_judged_by_its_recorded_law():
+def test_a_jacobi_tail_is_judged_by_its_recorded_distribution():
     make = lambda: Decoder(window(3, "redraw", ("iid",)), accept="rejection")  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL))
+    assert_distribution(make, MODEL, distribution_of(MODEL))
 
 
-def test_one_draft_token_is_accepted_with_the_overlap_of_the_laws():
+def test_one_draft_token_is_accepted_with_the_overlap_of_the_distributions():
     rows = 40_000
     prompt = [1, 0, 2]
     ids = torch.tensor([prompt]).repeat(rows, 1)
@@ -267,8 +275,8 @@ def test_one_draft_token_is_accepted_with_the_overlap_of_the_laws():
     decoder = Decoder(draft, accept="rejection", seed=9)
     decode(MODEL, ids, decoder, do_sample=True, max_new_tokens=3, request=range(rows))
     # of the first scoring pass alone: token 2, given every token 1
-    first = MODEL.law(prompt).double().softmax(-1)
-    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    first = MODEL.target_logits(prompt).double().softmax(-1)
+    p = torch.stack([MODEL.target_logits([*prompt, t]).double().softmax(-1) for t in range(4)])
     overlap = torch.minimum(p, Q.double().softmax(-1)).sum(-1)
     expected = float(first @ overlap)
     accepted = decoder.stats.accepted  # the second pass has no room for a draft
@@ -283,8 +291,8 @@ def test_a_coupled_draft_is_accepted_as_its_closed_form_says():
     ids = torch.tensor([prompt]).repeat(rows, 1)
     decoder = Decoder(drafts.Bigram(Q, length=1, kinds=("coupled",)), seed=9)
     decode(MODEL, ids, decoder, do_sample=True, max_new_tokens=3, request=range(rows))
-    first = MODEL.law(prompt).double().softmax(-1)
-    p = torch.stack([MODEL.law([*prompt, t]).double().softmax(-1) for t in range(4)])
+    first = MODEL.target_logits(prompt).double().softmax(-1)
+    p = torch.stack([MODEL.target_logits([*prompt, t]).double().softmax(-1) for t in range(4)])
     q = Q.double().softmax(-1)
     worst = torch.maximum(p[:, None] / p[..., None], q[:, None] / q[..., None]).sum(-1)
     expected = float(first @ (1 / worst).sum(-1))
@@ -299,7 +307,7 @@ def test_the_residual_is_the_positive_part_renormalised():
 
 
 def test_the_statistic_knows_right_from_wrong():
-    exact = exact_joint(law_of(MODEL), [1, 0, 2], 3)
+    exact = exact_joint(distribution_of(MODEL), [1, 0, 2], 3)
     assert float(exact.sum()) == pytest.approx(1)
     flat = exact.flatten()
     torch.manual_seed(0)
@@ -358,7 +366,7 @@ def test_typical_keeps_exactly_what_passes_the_threshold():
         draft = drafts.Constant(token, length=1)
         decoder = Decoder(draft, accept=rule)
         [row] = run_rows(decoder, MODEL, prompts, max_new_tokens=3)
-        p = MODEL.law([1, 2, row[0]]).softmax(-1)
+        p = MODEL.target_logits([1, 2, row[0]]).softmax(-1)
         entropy = -torch.xlogy(p, p).sum()
         kept = bool(p[token] > min(0.3, 0.9 * float((-entropy).exp())))
         assert decoder.stats.accepted == kept

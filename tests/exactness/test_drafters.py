@@ -1,4 +1,4 @@
-"""Drafters that need no training: what each proposes, beside its output that never changes."""
+"""Drafters that need no training: what each proposes, next to its output that never changes."""
 
 import math
 import random
@@ -24,7 +24,7 @@ from mmdecode.testing.checks import (
     SEED,
     assert_lossless,
     bigram,
-    law_of,
+    distribution_of,
     run_rows,
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of
@@ -110,12 +110,12 @@ def test_a_tree_is_read_off_the_table():
 def test_a_kept_table_changes_no_token_of_a_later_call(do_sample):
     draft = Recycling(keep=True)
     decoder = Decoder(draft, seed=SEED)
-    first = assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    first = assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample)
     cold = decoder.stats.accepted
     other = Table(5, seed=77)
-    assert_lossless(decoder, other, law_of(other), do_sample=do_sample)
+    assert_lossless(decoder, other, distribution_of(other), do_sample=do_sample)
     decoder.stats.reset()
-    assert first == assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    assert first == assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample)
     assert decoder.stats.accepted != cold
 
 
@@ -178,7 +178,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_the_source_is_found_again_behind_an_edit(edit):
+def test_the_source_is_found_again_after_an_edit(edit):
     change, most = EDITS[edit]
     assert source_rounds([change(row) for row in LONG], length=16) <= most
 
@@ -203,7 +203,7 @@ def test_the_text_that_matches_best_is_copied_from():
 
 
 def test_of_texts_that_match_alike_the_one_that_was_right_is_copied_from():
-    # both match behind a common stretch; only the second was right before it
+    # both match after a common stretch; only the second was right before it
     texts = [[changed(row, 3, 30, 50), row] for row in LONG]
     assert source_rounds(texts, length=16) <= 5
     assert source_rounds([row[::-1] for row in texts], length=16) <= 4
@@ -265,7 +265,7 @@ def test_a_source_that_does_not_fit_is_refused(texts, says):
 @pytest.mark.parametrize("options", [{"exit_layer": 2}, {"skip": ()}], ids=["exit", "skip"])
 def test_the_whole_model_accepts_all_that_it_drafts(options, do_sample):
     decoder = Decoder(LayerSkip(**options, length=3), seed=SEED)
-    assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample)
+    assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample)
     assert decoder.stats.accepted == decoder.stats.drafted > 0
 
 
@@ -475,7 +475,7 @@ def test_a_depth_cuts_chains_and_trees():
         for levels in (1, 2):
             adaptive = Adaptive(draft, (levels,))
             decoder = Decoder(adaptive, seed=SEED)
-            assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=True)
+            assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=True)
             assert len(decoder.stats.histogram) <= levels + 1
             assert decoder.stats.accepted > 0
 

@@ -25,7 +25,14 @@ from mmdecode.errors import IncompatibleError
 from mmdecode.guide.cfg import CFG
 from mmdecode.guide.linear import Linear, plausible
 from mmdecode.testing import check_accept, check_adapter, check_draft, check_guide, drafts
-from mmdecode.testing.checks import PROMPTS, SEED, assert_lossless, bigram, law_of, run_rows
+from mmdecode.testing.checks import (
+    PROMPTS,
+    SEED,
+    assert_lossless,
+    bigram,
+    distribution_of,
+    run_rows,
+)
 from mmdecode.testing.table import Table, TableAdapter, decode, left_pad, new_tokens
 from tests.exactness.windows import window
 
@@ -59,29 +66,29 @@ DRAFTS = {
 }
 
 
-def cfg_law(prompt, new):
-    conditional = MODEL.law([*prompt, *new]).log_softmax(-1)
-    unconditional = MODEL.law([prompt[-1], *new]).log_softmax(-1)
+def cfg_distribution(prompt, new):
+    conditional = MODEL.target_logits([*prompt, *new]).log_softmax(-1)
+    unconditional = MODEL.target_logits([prompt[-1], *new]).log_softmax(-1)
     return 2.0 * (conditional - unconditional) + unconditional
 
 
-def negative_law(prompt, new):
-    conditional = MODEL.law([*prompt, *new]).log_softmax(-1)
-    unconditional = MODEL.law([2, 0, 0, 1, 3, 3, 1, *new]).log_softmax(-1)
+def negative_distribution(prompt, new):
+    conditional = MODEL.target_logits([*prompt, *new]).log_softmax(-1)
+    unconditional = MODEL.target_logits([2, 0, 0, 1, 3, 3, 1, *new]).log_softmax(-1)
     return 1.5 * (conditional - unconditional) + unconditional
 
 
-def contrast_law(prompt, new):
-    main = MODEL.law([*prompt, *new])
+def contrast_distribution(prompt, new):
+    main = MODEL.target_logits([*prompt, *new])
     combined = 2.0 * main
-    combined = combined + -1.0 * MODEL.law([*prompt, *new], salt=77)
+    combined = combined + -1.0 * MODEL.target_logits([*prompt, *new], salt=77)
     return plausible(combined, main, 0.2)
 
 
-def two_branch_law(prompt, new):
-    combined = 1.5 * MODEL.law([*prompt, *new])
-    combined = combined + -0.75 * MODEL.law([prompt[-1], *new], salt=5)
-    return combined + 0.25 * OTHER.law([*prompt, *new])
+def two_branch_distribution(prompt, new):
+    combined = 1.5 * MODEL.target_logits([*prompt, *new])
+    combined = combined + -0.75 * MODEL.target_logits([prompt[-1], *new], salt=5)
+    return combined + 0.25 * OTHER.target_logits([*prompt, *new])
 
 
 def two_branches():
@@ -91,19 +98,19 @@ def two_branches():
 
 
 GUIDES = {
-    "none": (lambda: None, law_of(MODEL)),
-    "cfg": (lambda: CFG(2.0), cfg_law),
+    "none": (lambda: None, distribution_of(MODEL)),
+    "cfg": (lambda: CFG(2.0), cfg_distribution),
     "cfg_negative_ids": (
         lambda: CFG(1.5, torch.tensor([[2, 0, 0, 1, 3, 3, 1]])),
-        negative_law,
+        negative_distribution,
     ),
     "linear_with_cut": (
         lambda: Linear.contrast(
             BranchSpec(name="far", transform="salt", transform_options={"by": 77}), 1.0, 0.2
         ),
-        contrast_law,
+        contrast_distribution,
     ),
-    "two_branches": (two_branches, two_branch_law),
+    "two_branches": (two_branches, two_branch_distribution),
 }
 
 
@@ -155,9 +162,9 @@ PROCESSORS = {
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_no_draft_changes_a_token_under_any_guide(draft, guide, do_sample):
-    make, law = GUIDES[guide]
+    make, distribution = GUIDES[guide]
     decoder = Decoder(DRAFTS[draft](), make(), seed=SEED)
-    rows = assert_lossless(decoder, MODEL, law, do_sample=do_sample, eos=[EOS])
+    rows = assert_lossless(decoder, MODEL, distribution, do_sample=do_sample, eos=[EOS])
     assert len({t for row in rows for t in row}) > 2  # the case says something
 
 
@@ -169,15 +176,17 @@ def test_no_draft_changes_a_token_under_any_guide(draft, guide, do_sample):
 def test_processors_see_the_prefix_of_each_node(draft, processors, do_sample):
     decoder = Decoder(DRAFTS[draft](), seed=SEED)
     options = {"do_sample": do_sample, "eos": [EOS], "processors": PROCESSORS[processors]}
-    assert_lossless(decoder, MODEL, law_of(MODEL), **options)
+    assert_lossless(decoder, MODEL, distribution_of(MODEL), **options)
 
 
 @modes
 @pytest.mark.parametrize("draft", ["random_chain", "static_tree", "full_tree", "assistant"])
-def test_processors_run_on_the_guided_law(draft, do_sample):
+def test_processors_run_on_the_guided_distribution(draft, do_sample):
     decoder = Decoder(DRAFTS[draft](), CFG(2.0), seed=SEED)
     for processors in (PROCESSORS["mixed"], PROCESSORS["warpers"]):
-        assert_lossless(decoder, MODEL, cfg_law, do_sample=do_sample, processors=processors)
+        assert_lossless(
+            decoder, MODEL, cfg_distribution, do_sample=do_sample, processors=processors
+        )
 
 
 @modes
@@ -186,17 +195,19 @@ def test_processors_run_on_the_guided_law(draft, do_sample):
 def test_rows_do_not_depend_on_their_batch(size, draft, do_sample):
     for order in itertools.islice(itertools.permutations(PROMPTS, size), 0, None, 7):
         decoder = Decoder(DRAFTS[draft](), seed=SEED)
-        assert_lossless(decoder, MODEL, law_of(MODEL), order, do_sample=do_sample, eos=[EOS])
+        assert_lossless(
+            decoder, MODEL, distribution_of(MODEL), order, do_sample=do_sample, eos=[EOS]
+        )
 
 
 @modes
 def test_rows_that_are_right_and_rows_that_are_wrong_share_a_batch(do_sample):
-    law = law_of(MODEL)
+    distribution = distribution_of(MODEL)
     right = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample, eos=[EOS])
     for wrong_at in ([], [0], [1, 2], [4], [11]):
         for length in (1, 2, 5, 40):
             decoder = Decoder(drafts.Known(right, length, wrong_at), seed=SEED)
-            assert_lossless(decoder, MODEL, law, do_sample=do_sample, eos=[EOS])
+            assert_lossless(decoder, MODEL, distribution, do_sample=do_sample, eos=[EOS])
 
 
 def test_a_right_draft_is_accepted_whole():
@@ -214,7 +225,7 @@ def test_the_length_cap_cuts_a_block(limit, do_sample):
     for draft in ("full_tree", "assistant_is_target", "random_trees", "jacobi_coupled"):
         decoder = Decoder(DRAFTS[draft](), seed=SEED)
         rows = assert_lossless(
-            decoder, MODEL, law_of(MODEL), do_sample=do_sample, max_new_tokens=limit
+            decoder, MODEL, distribution_of(MODEL), do_sample=do_sample, max_new_tokens=limit
         )
         assert {len(row) for row in rows} == {limit}
 
@@ -224,8 +235,8 @@ def test_the_length_cap_cuts_a_block(limit, do_sample):
 def test_an_end_of_sequence_cuts_a_block(eos, do_sample):
     free = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample)
     for length in (3, 8):
-        decoder = Decoder(drafts.Known(free, length), seed=SEED)  # drafts on behind the end
-        assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample, eos=eos)
+        decoder = Decoder(drafts.Known(free, length), seed=SEED)  # drafts on after the end
+        assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample, eos=eos)
 
 
 @modes
@@ -235,7 +246,11 @@ def test_a_stop_criterion_of_unknown_type_cuts_a_block(criteria, do_sample):
     for draft in (drafts.Known(free, 6), drafts.FullTree(2), drafts.Random(), PromptLookup()):
         decoder = Decoder(draft, seed=SEED)
         rows = assert_lossless(
-            decoder, MODEL, law_of(MODEL), do_sample=do_sample, criteria=lambda: [criteria()]
+            decoder,
+            MODEL,
+            distribution_of(MODEL),
+            do_sample=do_sample,
+            criteria=lambda: [criteria()],
         )
         assert {len(row) for row in rows} != {12}
 
@@ -261,7 +276,7 @@ def test_a_long_output_crosses_cache_buckets():
             assert_lossless(
                 Decoder(draft, seed=SEED),
                 model,
-                law_of(model),
+                distribution_of(model),
                 PROMPTS[:2],
                 do_sample=do_sample,
                 max_new_tokens=80,
@@ -327,7 +342,7 @@ def test_the_vectorised_timestamp_rules_are_the_stock_ones(begin_index):
 
 
 def context(ids, prompt):
-    """A context whose rows have generated what stands behind ``prompt`` columns."""
+    """A context whose rows have generated what stands after ``prompt`` columns."""
     from mmdecode.engine.call import Call
 
     # what stands after the end is not to be read
@@ -352,7 +367,7 @@ def test_the_greedy_rule_is_refused_when_sampling():
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "coupled"])
-def test_rejection_is_refused_for_drafts_without_a_law(kind):
+def test_rejection_is_refused_for_drafts_without_a_distribution(kind):
     draft = drafts.Bigram(bigram(5), kinds=(kind,))
     with pytest.raises(IncompatibleError, match=r"Rejection.*Bigram"):
         Decoder(draft, accept=Rejection())

@@ -24,45 +24,47 @@ from tests.exactness.test_distribution import ensemble_joint
 
 MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 SMALL = Table(4, seed=11, sharpness=1.5)
-LAWFUL = pytest.mark.parametrize("name", guides.LAWFUL)
+EXACT_GUIDES = pytest.mark.parametrize("name", guides.EXACT_GUIDES)
 modes = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 
 
 @modes
-@LAWFUL
-def test_a_guide_gives_the_law_of_its_formula(name, do_sample):
-    guide = guides.LAWFUL[name]
+@EXACT_GUIDES
+def test_a_guide_gives_the_distribution_of_its_formula(name, do_sample):
+    guide = guides.EXACT_GUIDES[name]
     for draft in (None, drafts.FullTree(2), drafts.RandomTrees()):
         decoder = Decoder(draft, guide(), seed=SEED)
-        rows = assert_lossless(decoder, MODEL, guide.law(MODEL), do_sample=do_sample, eos=[4])
+        rows = assert_lossless(
+            decoder, MODEL, guide.target_logits(MODEL), do_sample=do_sample, eos=[4]
+        )
     plain = run_rows(Decoder(seed=SEED), MODEL, PROMPTS, do_sample=do_sample, eos=[4])
     assert rows != plain, "the guide does nothing"
 
 
-@LAWFUL
+@EXACT_GUIDES
 def test_a_guide_that_keeps_to_its_node_passes_the_public_check(name):
-    check_guide(guides.LAWFUL[name])
+    check_guide(guides.EXACT_GUIDES[name])
 
 
 @pytest.mark.parametrize("rule", [Typical, RelativeThreshold])
-@LAWFUL
+@EXACT_GUIDES
 def test_a_rule_under_a_guide_stays_as_lossy_as_it_is(name, rule):
     for do_sample in (False, True):
-        decoder = Decoder(drafts.RandomTrees(), guides.LAWFUL[name](), rule(), seed=SEED)
+        decoder = Decoder(drafts.RandomTrees(), guides.EXACT_GUIDES[name](), rule(), seed=SEED)
         rows = run_rows(decoder, MODEL, PROMPTS, do_sample=do_sample)
         assert all(len(row) == 12 and max(row) < 5 for row in rows)
         assert decoder.accept.guarantee == "lossy" and decoder.stats.accepted
 
 
-@LAWFUL
-def test_an_ensemble_mixes_the_guided_law(name):
-    guide = guides.LAWFUL[name]
-    law = guide.law(SMALL)
-    joint = ensemble_joint([1, 0, 2], 4, 0.5, drafted=1, law=law)
+@EXACT_GUIDES
+def test_an_ensemble_mixes_the_guided_distribution(name):
+    guide = guides.EXACT_GUIDES[name]
+    distribution = guide.target_logits(SMALL)
+    joint = ensemble_joint([1, 0, 2], 4, 0.5, drafted=1, distribution=distribution)
     draft = drafts.Bigram(bigram(4), 1, ("iid",))
     make = lambda: Decoder(draft, guide(), Ensemble(0.5))  # noqa: E731
     assert make().accept.guarantee == "exact for the mixture"
-    assert_distribution(make, SMALL, law, joint=joint, samples=10_000)
+    assert_distribution(make, SMALL, distribution, joint=joint, samples=10_000)
 
 
 # What a round does not show
@@ -165,11 +167,11 @@ def editing(scorer):
     ids=lambda guide: guide.__name__,
 )
 def test_a_guide_that_looks_elsewhere_and_does_not_say_so_is_found(guide):
-    with pytest.raises(AssertionError, match=r"the guide gives|the law at token"):
+    with pytest.raises(AssertionError, match=r"the guide gives|the distribution at token"):
         check_guide(guide)
 
 
 def test_an_edit_that_spares_the_prompt_is_found():
     guide = editing(LateEdits)
     with pytest.raises(AssertionError, match="plain loop"):
-        assert_lossless(Decoder(None, guide()), MODEL, guide.law(MODEL), do_sample=False)
+        assert_lossless(Decoder(None, guide()), MODEL, guide.target_logits(MODEL), do_sample=False)

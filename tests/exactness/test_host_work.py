@@ -132,7 +132,7 @@ class Mark(NamedTuple):
 
 
 def run(family, draft, lengths):
-    """Decodes behind a prompt and over new tokens of these lengths."""
+    """Decodes after a prompt and over new tokens of these lengths."""
     prompt, new = lengths
     ids = torch.randint(VOCAB, (2, prompt), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": new, "processors": processors_of(family, prompt)}
@@ -175,7 +175,7 @@ def rounds(counter, family, draft, lengths, monkeypatch):
 
 
 def assert_constant(counter, family, draft, monkeypatch):
-    """Asserts that rounds of one kind count the same, behind whatever text."""
+    """Asserts that rounds of one kind count the same, after whatever text."""
     for lengths in LENGTHS:  # fills what is looked up once a process
         run(family, draft, lengths)
     found = [rounds(counter, family, draft, lengths, monkeypatch) for lengths in LENGTHS]
@@ -190,7 +190,7 @@ def assert_constant(counter, family, draft, monkeypatch):
 @COUNTERS
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("family", ["llama", "whisper"])
-def test_a_round_costs_the_host_the_same_behind_any_text(family, name, counter, monkeypatch):
+def test_a_round_costs_the_host_the_same_after_any_text(family, name, counter, monkeypatch):
     assert_constant(counter, family, DRAFTS[name], monkeypatch)
 
 

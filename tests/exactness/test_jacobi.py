@@ -22,7 +22,7 @@ from mmdecode.testing.checks import (
     SEED,
     assert_distribution,
     assert_lossless,
-    law_of,
+    distribution_of,
     run_rows,
 )
 from mmdecode.testing.table import Table, decode
@@ -44,20 +44,20 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_has_the_joint_law_of_enumeration(name):
+def test_every_variant_has_the_joint_distribution_of_enumeration(name):
     options = VARIANTS[name]
     make = lambda: Decoder(Jacobi(4, **options), accept="rejection")  # noqa: E731
     samples = 20_000 if name.startswith("tree") else 40_000
-    assert_distribution(make, MODEL, law_of(MODEL), samples=samples)
+    assert_distribution(make, MODEL, distribution_of(MODEL), samples=samples)
 
 
 @pytest.mark.parametrize("name", ["adaptive-random", "shared-left", "redraw-above_law", "tree"])
-def test_forced_tokens_stand_in_their_places_and_the_rest_keeps_the_law(name):
+def test_forced_tokens_stand_in_their_places_and_the_rest_keeps_the_distribution(name):
     options = VARIANTS[name]
     make = lambda: Decoder(Jacobi(5, **options), accept="rejection")  # noqa: E731
     grammar = lambda: [Grammar(LINES, prompt_length=3)]  # noqa: E731
     found = assert_distribution(
-        make, RULED, law_of(RULED), length=5, samples=20_000, processors=grammar
+        make, RULED, distribution_of(RULED), length=5, samples=20_000, processors=grammar
     )
     assert bool((found[:, 2] == 1).all()) and not bool((found[:, [0, 1, 3, 4]] == 1).any())
 
@@ -68,7 +68,7 @@ def test_greedy_and_coupled_tokens_are_those_of_the_plain_loop(options, window):
     big = Table(5, seed=3, layout=Layout(rows=4, columns=3, ids=torch.arange(5)))
     for do_sample in (False, True):
         decoder = Decoder(Jacobi(window, **options), seed=SEED)
-        assert_lossless(decoder, big, law_of(big), do_sample=do_sample, max_new_tokens=12)
+        assert_lossless(decoder, big, distribution_of(big), do_sample=do_sample, max_new_tokens=12)
 
 
 def test_a_row_of_a_ragged_batch_draws_what_it_draws_alone():
@@ -98,7 +98,7 @@ def test_a_constant_token_copied_from_its_neighbour_takes_one_pass_per_window():
 
 
 @pytest.mark.parametrize("continuation", ["adaptive", "redraw"])
-def test_guesses_from_a_law_that_no_longer_moves_are_all_kept(continuation):
+def test_guesses_from_a_distribution_that_no_longer_moves_are_all_kept(continuation):
     blind = Table(6, seed=3, blind=True, sharpness=1.0)
     draft = Jacobi(9, continuation=continuation)
     # all guesses that a pass has scored are right: at worst every other pass begins from nothing
@@ -128,12 +128,12 @@ def test_what_a_window_may_be():
 def caught(options=None, model=MODEL, accept="rejection", window=4):
     options = {"start": "random"} | (options or {})
     make = lambda: Decoder(Jacobi(window, **options), accept=accept)  # noqa: E731
-    with pytest.raises(AssertionError, match="have another law"):
-        assert_distribution(make, model, law_of(model))
+    with pytest.raises(AssertionError, match="have another distribution"):
+        assert_distribution(make, model, distribution_of(model))
 
 
-def test_a_kept_token_with_its_old_law_is_caught():
-    with mistakes.stale_law():
+def test_a_kept_token_with_its_old_distribution_is_caught():
+    with mistakes.stale_distribution():
         caught()
 
 
@@ -156,26 +156,28 @@ def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
             likely = p.softmax(-1).gather(2, old.clamp_min(0)[..., None])[..., 0] > 0.3
             stay &= likely
         tokens = torch.where(stay, old, result.tokens)
-        laws = torch.where(stay[..., None], q, p) if record == "old" else p
-        return replace(result, tokens=tokens, logits=laws)
+        distributions = torch.where(stay[..., None], q, p) if record == "old" else p
+        return replace(result, tokens=tokens, logits=distributions)
 
     monkeypatch.setattr(window, "continued", untested)
     caught()
 
 
-def test_redrawing_from_the_law_in_place_of_the_residual_is_caught():
+def test_redrawing_from_the_distribution_in_place_of_the_residual_is_caught():
     with mistakes.resampled_from_p():
         caught({"continuation": "redraw"})
 
 
-def test_redrawing_a_tail_from_the_law_in_place_of_the_residual_is_caught(monkeypatch):
+def test_redrawing_a_tail_from_the_distribution_in_place_of_the_residual_is_caught(monkeypatch):
     monkeypatch.setattr(window, "residual", lambda p, q: p)
     caught()
 
 
 @pytest.mark.parametrize("record", ["old", "new"])
-def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(record, monkeypatch):
-    """Kept beyond the commit with the law of the draft, as published; with the new law it holds."""
+def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_distributions_is_caught(
+    record, monkeypatch
+):
+    """Keeps the draft's distribution beyond the commit, as published; with the new one it holds."""
 
     continued = window.continued
     before = []  # the outcomes of the rule, before rows ahead give back what they accepted
@@ -235,7 +237,7 @@ def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_laws_is_caught(re
         caught({"continuation": "redraw"}, accept=Shortest())
         return
     make = lambda: Decoder(Jacobi(4, continuation="redraw"), accept=Shortest())  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL))
+    assert_distribution(make, MODEL, distribution_of(MODEL))
 
 
 def test_siblings_that_forget_which_came_first_are_caught(monkeypatch):

@@ -95,7 +95,7 @@ EXAMPLES = {
         "jacobi": lambda: Jacobi(4),
         "siblings": lambda: drafts.Siblings(bigram(V), kinds=("without_replacement",)),
     },
-    "accept": {  # rules whose law is another one: at their neutral setting it is the model's
+    "accept": {  # lossy rules: at their neutral setting they follow the model
         "typical": lambda: registry.create("accept", "typical:epsilon=1,delta=1e9"),
         "relative_threshold": lambda: registry.create("accept", "relative_threshold:share=1"),
         "ensemble": lambda: registry.create("accept", "ensemble:weight=1"),
@@ -111,7 +111,7 @@ EXAMPLES = {
         "whisper_cd": guides.Unheard,
         "margin_shift": lambda: MarginShift(1.5, yes=1, no=[2, 3]),
         "near_ties": lambda: NearTies(1.1, 0.0, yes=1, no=[2, 3]),
-        **guides.LAWFUL,
+        **guides.EXACT_GUIDES,
     },
 }
 # a chain, a tree, a sampled chain, a sampled tree, the model's own layers, a Jacobi window
@@ -136,7 +136,7 @@ def triples(drafts, guides):
 
 TRIPLES = [
     *triples(registry.names("draft"), [None, *GUIDES]),
-    *triples(KINDS, guides.LAWFUL),
+    *triples(KINDS, guides.EXACT_GUIDES),
 ]
 
 
@@ -159,10 +159,10 @@ def undrafted(guide, do_sample):
 
 
 @functools.cache
-def undrafted_law(guide):
+def undrafted_distribution(guide):
     """Of three tokens: exact where there is a formula, else frequencies, none of them zero."""
-    if guide in guides.LAWFUL:
-        return exact_joint(guides.LAWFUL[guide].law(MODEL), PROMPT, 3)
+    if guide in guides.EXACT_GUIDES:
+        return exact_joint(guides.EXACT_GUIDES[guide].target_logits(MODEL), PROMPT, 3)
     return (cells(Decoder(None, make("guide", guide)), 20_000, seed=1) + 0.5) / (
         20_000 + 0.5 * CELLS
     )
@@ -188,8 +188,8 @@ def refusal(call, *sides):
         assert side in str(caught.value), f"the refusal does not name {side}: {caught.value}"
 
 
-def lawful(draft, rule, guide):
-    """Asserts that the three decode with the law of the undrafted loop, or are refused.
+def exact(draft, rule, guide):
+    """Asserts that the three decode with the distribution of the undrafted loop, or are refused.
 
     Args:
         draft: Makes a draft.
@@ -212,15 +212,15 @@ def lawful(draft, rule, guide):
             assert run() == undrafted(guide, do_sample), "other tokens than the undrafted loop's"
         else:
             assert all(0 <= token < V for row in run() for token in row)
-            p = p_value(cells(decoder(), 4_000, seed=2), undrafted_law(guide))
-            assert p > LEVEL, f"another law than the undrafted loop's: p = {p:.2g}"
+            p = p_value(cells(decoder(), 4_000, seed=2), undrafted_distribution(guide))
+            assert p > LEVEL, f"another distribution than the undrafted loop's: p = {p:.2g}"
     return None
 
 
 @pytest.mark.filterwarnings("ignore:.*is inert in greedy generation:UserWarning")
 @pytest.mark.parametrize(("draft", "rule", "guide"), TRIPLES)
-def test_a_triple_is_lawful_or_refused(draft, rule, guide):
-    lawful(lambda: make("draft", draft), lambda: make("accept", rule), guide)
+def test_a_triple_is_exact_or_refused(draft, rule, guide):
+    exact(lambda: make("draft", draft), lambda: make("accept", rule), guide)
 
 
 # The walk itself must notice what is wrong
@@ -260,7 +260,7 @@ def chain(*kinds, cls=drafts.Bigram):
 
 PLANTED = {
     "a rule that trusts the draft": (chain("deterministic"), Trusting, "other tokens"),
-    "a rule of another temperature": (chain("iid"), Hot, "another law"),
+    "a rule of another temperature": (chain("iid"), Hot, "another distribution"),
     "a rule that takes what it cannot judge": (chain("deterministic"), TakesAnything, None),
     "a draft that refuses what it offers": (chain("iid", cls=Selfish), Rejection, "does not fit"),
 }
@@ -270,7 +270,7 @@ PLANTED = {
 def test_the_walk_finds(name):
     draft, rule, says = PLANTED[name]
     with pytest.raises((AssertionError, IncompatibleError), match=says):
-        lawful(draft, rule, None)
+        exact(draft, rule, None)
 
 
 def test_a_refusal_that_names_one_side_is_found():

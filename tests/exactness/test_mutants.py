@@ -1,8 +1,9 @@
-"""Known mistakes, planted one at a time: the checks of the law tests must reject each of them.
+"""Known mistakes, planted one at a time: the checks of the distribution tests must reject each of
+them.
 
 A suite whose mutants pass proves nothing. Not mutants: leaving out the bonus token (slower, still
-exact), a draft under other processors than the target (exact, if q is its true law), one-hot
-sample matching without the round in its key (it becomes the coupled rule).
+exact), a draft under other processors than the target (exact, if q is its true distribution),
+one-hot sample matching without the round in its key (it becomes the coupled rule).
 """
 
 import sys
@@ -28,7 +29,7 @@ from mmdecode.testing.checks import (
     assert_lossless,
     bigram,
     check_adapter,
-    law_of,
+    distribution_of,
 )
 from mmdecode.testing.table import Table, TableAdapter, left_pad
 from tests.support import seams
@@ -56,9 +57,9 @@ class Recent(LogitsProcessor):
         return scores.scatter_add(1, last, torch.full_like(scores[:, :1], -2.0))
 
 
-def cfg_law(prompt, new):
-    conditional = MODEL.law([*prompt, *new]).log_softmax(-1)
-    unconditional = MODEL.law([prompt[-1], *new]).log_softmax(-1)
+def cfg_distribution(prompt, new):
+    conditional = MODEL.target_logits([*prompt, *new]).log_softmax(-1)
+    unconditional = MODEL.target_logits([prompt[-1], *new]).log_softmax(-1)
     return 2.0 * (conditional - unconditional) + unconditional
 
 
@@ -67,17 +68,22 @@ def cfg_law(prompt, new):
 
 def rejection(rule=Rejection, draft=iid, processors=warpers):
     assert_distribution(
-        lambda: Decoder(draft(), accept=rule()), MODEL, law_of(MODEL), processors=processors
+        lambda: Decoder(draft(), accept=rule()),
+        MODEL,
+        distribution_of(MODEL),
+        processors=processors,
     )
 
 
 def membership(draft=lambda: drafts.Bigram(Q, kinds=("deterministic",))):
-    assert_distribution(lambda: Decoder(draft(), accept=SampleMatch()), MODEL, law_of(MODEL))
+    assert_distribution(
+        lambda: Decoder(draft(), accept=SampleMatch()), MODEL, distribution_of(MODEL)
+    )
 
 
 def guided(guide=CFG):
     assert_distribution(
-        lambda: Decoder(drafts.Random(), guide(2.0), accept=SampleMatch()), MODEL, cfg_law
+        lambda: Decoder(drafts.Random(), guide(2.0), accept=SampleMatch()), MODEL, cfg_distribution
     )
 
 
@@ -87,13 +93,13 @@ def unguided_bytes(processors=tuple):
             decoder = Decoder(draft(), seed=SEED)
             for eos in ([V - 1], None):
                 options = {"do_sample": do_sample, "eos": eos, "processors": processors}
-                assert_lossless(decoder, MODEL, law_of(MODEL), **options)
+                assert_lossless(decoder, MODEL, distribution_of(MODEL), **options)
 
 
 def guided_bytes(guide=CFG):
     for do_sample in (False, True):
         decoder = Decoder(drafts.FullTree(2), guide(2.0), seed=SEED)
-        assert_lossless(decoder, MODEL, cfg_law, do_sample=do_sample)
+        assert_lossless(decoder, MODEL, cfg_distribution, do_sample=do_sample)
 
 
 def min_new():
@@ -132,7 +138,7 @@ def test_the_sound_code_passes_every_check(check):
 
 
 def rejected(check, *args, **kwargs):
-    with pytest.raises(AssertionError, match=r"another law|the plain loop|differ by"):
+    with pytest.raises(AssertionError, match=r"another distribution|the plain loop|differ by"):
         check(*args, **kwargs)
 
 
@@ -140,13 +146,13 @@ def rejected(check, *args, **kwargs):
 
 
 class ArgmaxClaimingSoftQ(drafts.Bigram):
-    def draw(self, call, law, position):
-        return law.argmax(-1)
+    def draw(self, call, distribution, position):
+        return distribution.argmax(-1)
 
 
 class OtherTemperature(drafts.Bigram):
-    def draw(self, call, law, position):
-        return super().draw(call, law * 1.5, position)
+    def draw(self, call, distribution, position):
+        return super().draw(call, distribution * 1.5, position)
 
 
 class QOffByOne(drafts.Bigram):
@@ -156,7 +162,7 @@ class QOffByOne(drafts.Bigram):
 
 
 @pytest.mark.parametrize("draft", [ArgmaxClaimingSoftQ, OtherTemperature, QOffByOne])
-def test_a_draft_that_claims_another_law_is_found(draft):
+def test_a_draft_that_claims_another_distribution_is_found(draft):
     rejected(rejection, draft=lambda: draft(Q, kinds=("iid",)))
 
 
@@ -272,19 +278,19 @@ class SameSiblings(drafts.Siblings):
         super().__init__(Q, (3, 2), ("iid",))
         self.distinct = distinct
 
-    def draw(self, call, law, position, width):
+    def draw(self, call, distribution, position, width):
         if not self.distinct:
-            return super().draw(call, law, position, 1).expand(-1, -1, width)
+            return super().draw(call, distribution, position, 1).expand(-1, -1, width)
         plan = replace(call.plan, kind="without_replacement")
-        return super().draw(replace(call, plan=plan), law, position, width)
+        return super().draw(replace(call, plan=plan), distribution, position, width)
 
 
 class Ranked(drafts.Siblings):
     """Siblings in the order of their probability, not of their draw."""
 
-    def draw(self, call, law, position, width):
-        drawn = super().draw(call, law, position, width)
-        best = law.gather(2, drawn).argsort(dim=-1, descending=True)
+    def draw(self, call, distribution, position, width):
+        drawn = super().draw(call, distribution, position, width)
+        best = distribution.gather(2, drawn).argsort(dim=-1, descending=True)
         return drawn.gather(2, best)
 
 
@@ -353,7 +359,7 @@ def test_padding_with_token_zero_is_found(monkeypatch):
     rejected(rejection, draft=lambda: iid(ragged=True))
 
 
-# Law and guide
+# Distribution and guide
 
 
 class RootGuide(CFG):
@@ -382,7 +388,7 @@ def test_unknown_processors_at_the_root_prefix_are_found(monkeypatch):
     rejected(unknown_prefixes)
 
 
-def test_a_temperature_left_off_behind_the_first_position_is_found(monkeypatch):
+def test_a_temperature_left_off_after_the_first_position_is_found(monkeypatch):
     def first_only(sound):
         return lambda self, scores, nodes: torch.cat(
             [sound(self, scores, nodes)[:, :1], scores[:, 1:]], 1

@@ -17,7 +17,7 @@ from mmdecode.testing.checks import (
     PROMPTS,
     SEED,
     assert_lossless,
-    law_of,
+    distribution_of,
     run_rows,
 )
 from mmdecode.testing.table import Table, TableAdapter, call_of, left_pad
@@ -48,8 +48,11 @@ class Watching(Wrapped):
     def observe(self, proposal, output, block):
         super().observe(proposal, output, block)
         call, outcome = self.call, block
-        tail, law = outcome.window.tokens, outcome.window.logits
-        assert tail.shape == proposal.tokens.shape and law.shape == (*tail.shape, MODEL.vocab)
+        tail, distribution = outcome.window.tokens, outcome.window.logits
+        assert tail.shape == proposal.tokens.shape and distribution.shape == (
+            *tail.shape,
+            MODEL.vocab,
+        )
         used = tail >= 0
         assert bool((used.long().diff(dim=1) <= 0).all()), "left-aligned, -1 behind"
         was_open = outcome.next_token >= 0
@@ -67,8 +70,10 @@ class Watching(Wrapped):
             rounds = call.rows.rounds - was_open.long()
             noise = call.request.noise.gumbel(positions, Role.TAIL, MODEL.vocab, trial=rounds)
             assert count > 0
-        drawn = (law + noise).argmax(-1)
-        assert torch.equal(drawn[used], tail[used]), "the law is the one each was drawn from"
+        drawn = (distribution + noise).argmax(-1)
+        assert torch.equal(drawn[used], tail[used]), (
+            "the distribution is the one each was drawn from"
+        )
         self.drafter.seen += int(used.sum())
 
     def propose(self, budget):
@@ -78,10 +83,10 @@ class Watching(Wrapped):
 
 @modes
 @pytest.mark.parametrize("tail", ["redraw", "coupled"])
-def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_law(tail, do_sample):
+def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_distribution(tail, do_sample):
     draft = window(4, tail, make=Watched)
     decoder = Decoder(draft, seed=SEED)
-    assert_lossless(decoder, MODEL, law_of(MODEL), do_sample=do_sample, eos=[4])
+    assert_lossless(decoder, MODEL, distribution_of(MODEL), do_sample=do_sample, eos=[4])
     assert draft.seen > 10
 
 
@@ -89,7 +94,9 @@ def test_a_jacobi_tail_is_left_aligned_and_drawn_from_its_law(tail, do_sample):
 def test_a_jacobi_window_converges_at_once_where_tokens_do_not_matter(do_sample):
     blind = Table(5, seed=3, blind=True)
     decoder = Decoder(window(4, "coupled"), seed=SEED)
-    rows = assert_lossless(decoder, blind, law_of(blind), do_sample=do_sample, max_new_tokens=40)
+    rows = assert_lossless(
+        decoder, blind, distribution_of(blind), do_sample=do_sample, max_new_tokens=40
+    )
     # a refilled window is right at once, so of two rounds at least one keeps its tail whole
     assert decoder.stats.tokens == sum(map(len, rows)) == 160
     assert decoder.stats.acceptance_length > 2.5
@@ -122,7 +129,7 @@ class TextScorer(BranchRunner):
     def value(self, text):
         pairs = [text[i : i + 2] for i in range(0, len(text), 2)]  # from the start, always
         ids = [sum((LETTERS.index(c) + 1) * 7**i for i, c in enumerate(p)) for p in pairs]
-        return float(MODEL.law([i % 50 for i in ids])[0])
+        return float(MODEL.target_logits([i % 50 for i in ids])[0])
 
     def answer(self, proposal, earlier):
         candidates = earlier["main"].logits.topk(self.top, dim=-1).indices
@@ -178,7 +185,7 @@ def test_a_second_stage_with_another_tokenizer_is_a_guide_like_any_other():
 
 
 class PiecewiseScorer(TextScorer):
-    """The mistake to avoid: tokenises anew behind each committed block."""
+    """The mistake to avoid: tokenises again after each committed block."""
 
     def value(self, text):
         tail = text[-3:] if int(self.call.rows.rounds.max()) % 2 else text
@@ -250,7 +257,7 @@ def test_reordered_branches_go_on_as_if_the_rows_had_always_stood_so():
 
 
 class Listener(drafts.Random):
-    """Keeps the states of every round beside what they belong to."""
+    """Keeps the states of every round next to what they belong to."""
 
     def needs(self, adapter):
         return Requirements(hidden=frozenset({0, "last"}), prompt_hidden=True)

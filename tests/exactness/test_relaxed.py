@@ -28,7 +28,7 @@ from mmdecode.testing.checks import (
     assert_distribution,
     bigram,
     check_accept,
-    law_of,
+    distribution_of,
     p_value,
     run_rows,
 )
@@ -93,22 +93,22 @@ def test_what_is_not_neutral_gives_others(make):
 
 NOT_DRAWN = {
     "chain": lambda: drafts.Bigram(Q, kinds=("deterministic",)),
-    "likeliest siblings": lambda: drafts.Siblings(Q, kinds=("deterministic",)),
+    "most likely siblings": lambda: drafts.Siblings(Q, kinds=("deterministic",)),
     "siblings that repeat": lambda: drafts.Random(drafts.Tree((-1, -1, 0, 0))),
     "trees of their own": lambda: drafts.RandomTrees(4),
 }
 
 
 @pytest.mark.parametrize("draft", NOT_DRAWN)
-def test_tokens_that_were_not_drawn_are_judged_by_a_one_hot_law(draft):
+def test_tokens_that_were_not_drawn_are_judged_by_a_one_hot_distribution(draft):
     make = lambda: Decoder(NOT_DRAWN[draft](), accept=CoolSD(delta=1))  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL), samples=10_000, length=3)
+    assert_distribution(make, MODEL, distribution_of(MODEL), samples=10_000, length=3)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_neutral_rule_has_the_law_of_the_model(name):
+def test_a_neutral_rule_has_the_distribution_of_the_model(name):
     make = lambda: Decoder(DRAFTS["chain"](), accept=RULES[name](NEUTRAL[name]))  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL), samples=10_000, length=3)
+    assert_distribution(make, MODEL, distribution_of(MODEL), samples=10_000, length=3)
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
@@ -121,18 +121,20 @@ def test_relaxed_rules_say_so_and_pass_the_public_check(make):
 
 
 def p_at(*prefix):
-    return MODEL.law([*PROMPT, *prefix]).double().softmax(-1)
+    return MODEL.target_logits([*PROMPT, *prefix]).double().softmax(-1)
 
 
 def q_at(token, kind):
-    law = Q[token].double()
+    distribution = Q[token].double()
     if kind == "deterministic":
-        law = torch.full_like(law, -torch.inf).index_fill(0, law.argmax(), 0.0)
-    return law.softmax(-1) if kind != "window" else torch.full((V,), 1 / V).double()
+        distribution = torch.full_like(distribution, -torch.inf).index_fill(
+            0, distribution.argmax(), 0.0
+        )
+    return distribution.softmax(-1) if kind != "window" else torch.full((V,), 1 / V).double()
 
 
 def joint_of_three(second):
-    """The first token and the last are never drafted; the second has the law ``second(a)``."""
+    """The first token and the last are never drafted; the second follows ``second(a)``."""
     return torch.stack(
         [torch.stack([p_at()[a] * second(a)[b] * p_at(a, b) for b in range(V)]) for a in range(V)]
     )
@@ -147,35 +149,35 @@ ONE = {
 
 @pytest.mark.parametrize("kind", ONE)
 @pytest.mark.parametrize("name", RULES)
-def test_one_draft_has_the_law_of_the_closed_form(name, kind):
+def test_one_draft_has_the_distribution_of_the_closed_form(name, kind):
     found = [one_token(RULES[name](), p_at(a), q_at(a, kind)) for a in range(V)]
     if kind != "deterministic":  # two of the rules keep a token that is likely enough for all
         assert max(float(token.distance) for token in found) > 0.04
     make = lambda: Decoder(ONE[kind](), accept=RULES[name]())  # noqa: E731
-    joint = joint_of_three(lambda a: found[a].law)
-    assert_distribution(make, MODEL, law_of(MODEL), length=3, samples=10_000, joint=joint)
+    joint = joint_of_three(lambda a: found[a].distribution)
+    assert_distribution(make, MODEL, distribution_of(MODEL), length=3, samples=10_000, joint=joint)
 
 
 @pytest.mark.parametrize("kind", ["without_replacement", "iid"])
 @pytest.mark.parametrize("name", RULES)
-def test_two_siblings_have_the_law_of_the_closed_form(name, kind):
+def test_two_siblings_have_the_distribution_of_the_closed_form(name, kind):
     rule = RULES[name]()
 
     def second(a):
         p, q = p_at(a), q_at(a, kind)
         elder = one_token(rule, p, q)
-        law = q * elder.keeps
+        distribution = q * elder.keeps
         for x in range(V):
             rest = q.clone()
             if kind == "without_replacement":
                 rest[x] = 0
             younger = one_token(rule, residual(p, q), rest / rest.sum())
-            law = law + q[x] * (1 - elder.keeps[x]) * younger.law
-        return law
+            distribution = distribution + q[x] * (1 - elder.keeps[x]) * younger.distribution
+        return distribution
 
     make = lambda: Decoder(drafts.Siblings(Q, (2,), (kind,)), accept=RULES[name]())  # noqa: E731
     joint = joint_of_three(second)
-    assert_distribution(make, MODEL, law_of(MODEL), length=3, samples=10_000, joint=joint)
+    assert_distribution(make, MODEL, distribution_of(MODEL), length=3, samples=10_000, joint=joint)
 
 
 def test_the_factor_of_cool_depends_on_the_depth_of_a_draft():
@@ -188,19 +190,19 @@ def test_the_factor_of_cool_depends_on_the_depth_of_a_draft():
     for a in range(V):
         for b in range(V):
             kept = q_at(a, "iid")[b] * at(0, a).keeps[b]
-            redrawn = at(0, a).law[b] - kept
-            # a third token is drafted behind a kept one, or anew in the next round
-            third = kept * at(1, a, b).law + redrawn * at(0, a, b).law
+            redrawn = at(0, a).distribution[b] - kept
+            # a third token is drafted after a kept one, or again in the next round
+            third = kept * at(1, a, b).distribution + redrawn * at(0, a, b).distribution
             for c in range(V):
                 joint[a, b, c] = p_at()[a] * third[c] * p_at(a, b, c)
     make = lambda: Decoder(drafts.Bigram(Q, 2, ("iid",)), accept=rule)  # noqa: E731
-    assert_distribution(make, MODEL, law_of(MODEL), joint=joint)
+    assert_distribution(make, MODEL, distribution_of(MODEL), joint=joint)
 
 
 # What the closed form says
 
 
-def laws(count=200, vocab=12):
+def distributions(count=200, vocab=12):
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(2, count, vocab, generator=generator) * 1.5).double().softmax(-1)
     p[: count // 2, vocab // 2 :] = 0  # as top-k leaves it
@@ -218,8 +220,8 @@ GROWING = {
 
 
 @pytest.mark.parametrize("parameter", GROWING)
-def test_more_is_kept_and_the_law_moves_further_as_a_parameter_grows(parameter):
-    p, q = laws()
+def test_more_is_kept_and_the_distribution_moves_further_as_a_parameter_grows(parameter):
+    p, q = distributions()
     depth = 1 if parameter == "heat" else 0
     found = [one_token(rule, p, q, depth=depth) for rule in GROWING[parameter]]
     for less, more in itertools.pairwise(found):
@@ -229,14 +231,14 @@ def test_more_is_kept_and_the_law_moves_further_as_a_parameter_grows(parameter):
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_distance_is_the_excess_of_what_is_kept(name):
-    p, q = laws(vocab=V)
+    p, q = distributions(vocab=V)
     exact = one_token(Rejection(), p, q)
     assert float(exact.distance.max()) < 1e-12
     torch.testing.assert_close(exact.kept, torch.minimum(p, q).sum(-1))
     neutral, found = one_token(RULES[name](NEUTRAL[name]), p, q), one_token(RULES[name](), p, q)
-    assert torch.equal(neutral.law, exact.law)
+    assert torch.equal(neutral.distribution, exact.distribution)
     assert bool((found.keeps >= exact.keeps).all())
-    torch.testing.assert_close(found.law.sum(-1), torch.ones(len(p)).double())
+    torch.testing.assert_close(found.distribution.sum(-1), torch.ones(len(p)).double())
     torch.testing.assert_close(found.distance, (q * found.keeps - p).clamp_min(0).sum(-1))
     # the best residual for this test is that of the exact one
     best = residual(p, q * found.keeps)
@@ -462,9 +464,11 @@ def test_a_round_waits_for_the_device_once(name, draft, monkeypatch):
 # Windows: what the tail keeps stays exact
 
 
-def tail_fits_its_law():
-    """Whether tokens behind a first rejection have the law that is recorded for them."""
-    blind = Table(V, seed=3, sharpness=1.5, blind=True)  # one law per place, whatever was drawn
+def tail_fits_its_distribution():
+    """Whether tokens after a first rejection have the distribution that is recorded for them."""
+    blind = Table(
+        V, seed=3, sharpness=1.5, blind=True
+    )  # one distribution per place, whatever was drawn
     seen = []
 
     class Spy(Jacobi):
@@ -491,11 +495,11 @@ def tail_fits_its_law():
     return p_value(torch.bincount(tokens, minlength=V), recorded[0].double().softmax(-1)) > LEVEL
 
 
-def test_behind_a_rejection_a_window_is_tested_exactly(monkeypatch):
-    assert tail_fits_its_law()
+def test_after_a_rejection_a_window_is_tested_exactly(monkeypatch):
+    assert tail_fits_its_distribution()
     sound = window.passes
     monkeypatch.setattr(window, "passes", lambda gumbel, p, q: sound(gumbel, 5 * p, q))
-    assert not tail_fits_its_law()
+    assert not tail_fits_its_distribution()
 
 
 # Mutants of the published kind
@@ -507,5 +511,5 @@ def test_a_residual_without_the_neighbours_is_caught(monkeypatch):
         return torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # Gumbel-max normalises
 
     monkeypatch.setattr(rejection_rule, "residual", wiped)
-    with pytest.raises(AssertionError, match="have another law"):
-        test_one_draft_has_the_law_of_the_closed_form("lantern", "deterministic")
+    with pytest.raises(AssertionError, match="have another distribution"):
+        test_one_draft_has_the_distribution_of_the_closed_form("lantern", "deterministic")

@@ -16,7 +16,7 @@ RATES = [[0.3, 0.35, 0.1], [0.5, 0.1, 0.3], [0.2, 0.2, 0.0]]  # a later sibling 
 
 
 def value(rates, paths):
-    """Tokens that a pass commits on average: the law's own, and each node's with its whole path."""
+    """Tokens that a pass commits on average: the target's own, and nodes whose path is accepted."""
     return 1 + sum(math.prod(row[r] for row, r in zip(rates, path, strict=False)) for path in paths)
 
 

@@ -31,7 +31,7 @@ def draft_of(depth=5):
 
 
 def rows_of():
-    """Rows of the prompt and the token behind it; the first has no state."""
+    """Rows of the prompt and the token after it; the first has no state."""
     embeds = TABLE[INPUTS["prompt_ids"]]
     embeds[INPUTS["image_mask"]] = INPUTS["image_embeds"]
     return Rows(
@@ -42,7 +42,7 @@ def rows_of():
 
 
 def run(drafter, rows, cache=None, first=0):
-    """States behind each block and the norm, through a cache."""
+    """States after each block and the norm, through a cache."""
     width, zero = rows.embeds.shape[1], torch.zeros(1, dtype=torch.long)
     cache = cache or RaggedCache(drafter.cache_layers, 1, zero.device)
     cache.open(first + width, first)

@@ -19,7 +19,7 @@ from mmdecode.engine.contracts import AcceptanceRule
 from mmdecode.engine.masks import block_mask, chain
 from mmdecode.engine.proposal import Proposal
 from mmdecode.models.feature_drafter import Rows
-from mmdecode.train.drafters.recipes import Targets, eagle_losses, law_losses, unrolled
+from mmdecode.train.drafters.recipes import Targets, distribution_losses, eagle_losses, unrolled
 from tests.support.sessions import noting
 from tests.support.traced import Traced
 
@@ -135,7 +135,7 @@ def generated(layout, total, depth, top_k, prompt, new=60):
 @pytest.mark.parametrize("order", ["greedy", "sampling"])
 @pytest.mark.parametrize("shape", [(12, 3, 4), (26, 4, 5)], ids=str)
 @layouts
-def test_trees_behind_a_prompt_match(layout, shape, order):
+def test_trees_after_a_prompt_match(layout, shape, order):
     prefix = f"{layout}.tree_{'_'.join(map(str, shape))}.{order}"
     *_, seen = generated(layout, *shape, 0, new=9)
     assert_tree(seen[0][1], prefix, root=int(EXPECTED["target.next_token"]))
@@ -246,7 +246,7 @@ def test_losses_of_eagle3_match_in_every_pass():
     with torch.no_grad():
         found = target()(ids, output_hidden_states=True)
         levels = [found.hidden_states[level] for level in drafter.levels(7)]
-        # behind the end the reference reads token 0
+        # after the end the reference reads token 0
         embeds = drafter.embed(F.pad(ids[:, 1:], (0, 1)), adapter)
         rows = rows_of(embeds, drafter.fuse(torch.cat(levels, -1)))
         losses = []
@@ -258,7 +258,7 @@ def test_losses_of_eagle3_match_in_every_pass():
                 asked=F.pad(mask[:, index:], (0, index)),
             )
             logits = drafter.logits(states, adapter)
-            losses.append(law_losses(logits, targets, drafter.target_ids())[0].mean())
+            losses.append(distribution_losses(logits, targets, drafter.target_ids())[0].mean())
     expected = EXPECTED["eagle3.loss.per_step"]
     torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-4, atol=0.0)
     total = sum(0.8**index * loss for index, loss in enumerate(losses))

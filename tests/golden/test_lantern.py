@@ -1,8 +1,8 @@
 """LANTERN's verification, against what the reference's own code computed.
 
 Its ``exact`` rows are plain tree verification, and right. Of the relaxed rows the test of the first
-candidate at each level is right; behind a rejection the release takes probability from all
-neighbours, so later ratios and laws differ from the rule, which is not asserted.
+candidate at each level is right; after a rejection the release takes probability from all
+neighbours, so later ratios and distributions differ from the rule, which is not asserted.
 """
 
 import json
@@ -45,13 +45,13 @@ def of(case):
 
 
 def p_of(case):
-    """Laws at root and nodes, ``(9, V)``."""
+    """Distributions at root and nodes, ``(9, V)``."""
     sampling = Sampling(SETUP["temperature"], SETUP["top_k"])
     return sampling.warp(case.node_target_logits).softmax(-1)
 
 
 def q_of(case, kind):
-    """The law each node was drawn from before its siblings, ``(8, V)``."""
+    """The distribution each node was drawn from before its siblings, ``(8, V)``."""
     if kind == "dynamic":
         return torch.nn.functional.one_hot(case.node_tokens[1:], VOCAB).float()
     rows = [getattr(case, f"q_rows_level{level}") for level in range(3)]
@@ -94,33 +94,34 @@ def walk(rule, case, kind, uniforms, expected):
     """Follows a path by the rule's formulas alone, child by child.
 
     Returns:
-        Ratios tested, the uniform each node was tested with, the path, and the law behind it.
+        Ratios tested, the uniform each node was tested with, the path, and the distribution after
+        it.
     """
     p, q = p_of(case), q_of(case, kind)
     ratios, used, path, node = [], {}, [], -1
-    law = p[0]
+    distribution = p[0]
     while children(node):
         kept = None
         rest = q[children(node)[0]]
         for child in children(node):
             token = case.node_tokens[child + 1]
-            law_of_child = q[child] if kind == "dynamic" else rest / rest.sum()
-            ratios.append(odds(rule, law, law_of_child, token))
+            distribution_of_child = q[child] if kind == "dynamic" else rest / rest.sum()
+            ratios.append(odds(rule, distribution, distribution_of_child, token))
             used[child] = float(uniforms[len(ratios) - 1])
             if used[child] <= ratios[-1]:
                 kept = child
                 break
-            law = residual(law, law_of_child)
+            distribution = residual(distribution, distribution_of_child)
             rest = rest.index_fill(0, token, 0)
         if kept is None:
             break
-        node, law = kept, p[kept + 1]
+        node, distribution = kept, p[kept + 1]
         path.append(kept)
-    return ratios, used, path, law
+    return ratios, used, path, distribution
 
 
 class Given:
-    """Uniforms of the tests, ``(B, tests)``, and no noise behind them."""
+    """Uniforms of the tests, ``(B, tests)``, and no noise after them."""
 
     def __init__(self, uniform):
         self.uniform = uniform
@@ -155,11 +156,11 @@ def test_exact_verification_matches(kind):
     cases = [of(f"{kind}{trial}") for trial in TRIALS]
     uniform = torch.ones(len(cases), len(TESTS))
     for trial, case in enumerate(cases):
-        ratios, used, path, law = walk(neutral, case, kind, VALUES["uniforms"][trial], row)
+        ratios, used, path, distribution = walk(neutral, case, kind, VALUES["uniforms"][trial], row)
         count = int(case.uniforms_used[row])
         tested = case.tested_ratio[row, :count]
         torch.testing.assert_close(torch.tensor(ratios), tested, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(law, case.sample_p[row], **CLOSE)
+        torch.testing.assert_close(distribution, case.sample_p[row], **CLOSE)
         assert len(path) == int(case.accept_length[row])
         for node, u in used.items():
             uniform[trial, TEST_OF[node]] = u
@@ -224,10 +225,10 @@ def test_neutral_settings_are_neutral_here_and_not_in_the_release(kind):
     moved = 0.0
     for trial in TRIALS:
         case = of(f"{kind}{trial}")
-        _, _, path, law = walk(rule, case, kind, VALUES["uniforms"][trial], row)
-        torch.testing.assert_close(law, case.sample_p[exact], **CLOSE)
+        _, _, path, distribution = walk(rule, case, kind, VALUES["uniforms"][trial], row)
+        torch.testing.assert_close(distribution, case.sample_p[exact], **CLOSE)
         if len(path) == int(case.accept_length[row]):
-            moved = max(moved, float((law - case.sample_p[row]).abs().max()))
+            moved = max(moved, float((distribution - case.sample_p[row]).abs().max()))
     assert moved > 0.1
 
 

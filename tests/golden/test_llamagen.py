@@ -72,8 +72,8 @@ def test_every_layout_gives_the_logits_of_classes(layout):
     torch.testing.assert_close(full_logits(model, classes, codes), io["full.out.logits"], **CLOSE)
     nothing = full_logits(model, model.unconditional(classes), codes)
     torch.testing.assert_close(nothing, io["full.out.logits_uncond"], **CLOSE)
-    laws = model.code_logits(classes, codes)
-    torch.testing.assert_close(laws, io["full.out.logits"][:, :-1], **CLOSE)
+    distributions = model.code_logits(classes, codes)
+    torch.testing.assert_close(distributions, io["full.out.logits"][:, :-1], **CLOSE)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -90,8 +90,8 @@ def test_logits_of_captions_match(attention):
     plain = full_logits(model, features, codes)[:, last]
     torch.testing.assert_close(plain, io["full_nomask.out.logits"], **CLOSE)
     slots = io["pad.out.mask_left"].bool()
-    laws = model.code_logits(features, codes, slots)
-    torch.testing.assert_close(laws, io["full.out.logits"][:, :-1], **CLOSE)
+    distributions = model.code_logits(features, codes, slots)
+    torch.testing.assert_close(distributions, io["full.out.logits"][:, :-1], **CLOSE)
 
 
 def test_captions_are_padded_on_the_left():
@@ -135,8 +135,8 @@ def test_cached_steps_and_their_guidance_match(step):
     codes = io["cached.in.idx"].repeat(2, 1)
     rows = rows_of(class_model(), io["cached.in.cond_rows"], None, codes, DynamicCache(), step)
     torch.testing.assert_close(rows, io["cached.out.logits_rows"], **CLOSE)
-    law = guided(*rows.chunk(2), CONFIG["c2i"]["cases"]["cfg_scale"])
-    torch.testing.assert_close(law, io["cached.out.guided"], **CLOSE)
+    distribution = guided(*rows.chunk(2), CONFIG["c2i"]["cases"]["cfg_scale"])
+    torch.testing.assert_close(distribution, io["cached.out.guided"], **CLOSE)
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -146,8 +146,8 @@ def test_cached_steps_of_padded_captions_match(step):
     mask = io["cached.in.mask_rows"].bool()
     rows = rows_of(caption_model(), io["cached.in.caption_rows"], mask, codes, DynamicCache(), step)
     torch.testing.assert_close(rows, io["cached.out.logits_rows"], **CLOSE)
-    law = guided(*rows.chunk(2), CONFIG["t2i"]["cases"]["cfg_scale"])
-    torch.testing.assert_close(law, io["cached.out.guided"], **CLOSE)
+    distribution = guided(*rows.chunk(2), CONFIG["t2i"]["cases"]["cfg_scale"])
+    torch.testing.assert_close(distribution, io["cached.out.guided"], **CLOSE)
 
 
 def test_the_engines_cache_gives_the_same_rows():
@@ -175,7 +175,7 @@ def test_the_engines_cache_gives_the_same_rows():
 
 
 def pictures(name, scale, sampling=None, interval=-1, feed=None, masked=True):
-    """Codes step by step, what enters the sampler, and the law it is given."""
+    """Codes step by step, what enters the sampler, and the distribution it is given."""
     io, sampling = numbers(name), sampling or Sampling()
     if name == "c2i":
         model, mask = class_model(), None
@@ -185,17 +185,17 @@ def pictures(name, scale, sampling=None, interval=-1, feed=None, masked=True):
         mask = io["pad.out.mask_left"].bool() if masked else None
     conditions = torch.cat([conditions, model.unconditional(conditions)])
     codes = torch.zeros(len(conditions) // 2, 0, dtype=torch.long)
-    entering, laws = [], []
+    entering, distributions = [], []
     for index in range(model.config.image_tokens):
         padded = torch.nn.functional.pad(codes, (0, 1)).repeat(2, 1)
         slots = None if mask is None else mask.repeat(2, 1)
         given, nothing = model.code_logits(conditions, padded, slots)[:, -1].chunk(2)
         alone = scale == 1 or -1 < interval < index - 1
         entering.append(given if alone else guided(given, nothing, scale))
-        laws.append(sampling.warp(entering[-1]).softmax(-1))
-        code = laws[-1].argmax(-1) if feed is None else feed[:, index]
+        distributions.append(sampling.warp(entering[-1]).softmax(-1))
+        code = distributions[-1].argmax(-1) if feed is None else feed[:, index]
         codes = torch.cat([codes, code[:, None]], 1)
-    return codes, torch.stack(entering, 1), torch.stack(laws, 1)
+    return codes, torch.stack(entering, 1), torch.stack(distributions, 1)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def test_greedy_codes_match(name, case, guided_until):
 
 
 @pytest.mark.parametrize("name", ["c2i", "t2i"])
-def test_the_law_handed_to_the_sampler_matches(name):
+def test_the_distribution_handed_to_the_sampler_matches(name):
     io, cases = numbers(name), CONFIG[name]["cases"]
     options = {k: v for k, v in cases["sampled"].items() if k != "seed"}
     drawn = io["sampled_cfg.out.codes"]
-    _, entering, laws = pictures(name, cases["cfg_scale"], Sampling(**options), feed=drawn)
+    _, entering, distributions = pictures(name, cases["cfg_scale"], Sampling(**options), feed=drawn)
     torch.testing.assert_close(entering, io["sampled_cfg.out.guided"], **CLOSE)
-    torch.testing.assert_close(laws, io["sampled_cfg.out.probs"], atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(distributions, io["sampled_cfg.out.probs"], atol=1e-5, rtol=0.0)
 
 
 # The tokenizer

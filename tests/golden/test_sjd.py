@@ -1,6 +1,7 @@
 """Jacobi windows and their rejection test, against what the reference's own code computed.
 
-The reference tests slot i of a window by the law of slot i - 1; slot 0 is the last committed token.
+The reference tests slot i of a window by the distribution of slot i - 1; slot 0 is the last
+committed token.
 """
 
 import json
@@ -103,7 +104,8 @@ def test_a_window_commits_the_same_tokens_row_by_row(case):
 def test_the_reference_commits_the_shortest_row_of_a_batch_and_this_loop_each_row_its_own():
     case = of(f"batch{SETUP['loop_trial']}")
     assert int(VALUES["loop.out.matched"]) == int(case.committed.min()) < int(case.committed.max())
-    # what a row ahead gives back keeps the law of its draft there, which biases later tests
+    # what a row ahead gives back keeps the distribution of its draft there, which biases later
+    # tests
     row = int(case.committed.argmax())
     torch.testing.assert_close(VALUES["loop.out.carried_scores"][row, 0], case.q[row, 2], **CLOSE)
 
@@ -121,9 +123,9 @@ def test_the_pipeline_matches():
     setup = SETUP["pipeline"]
     conditional, unconditional = VALUES["pipeline.in.logits_rows"].unbind(0)
     logits = guided(conditional, unconditional, setup["guidance_scale"])
-    law = Sampling(top_k=setup["image_top_k"]).warp(logits).softmax(-1)
-    torch.testing.assert_close(law, VALUES["pipeline.out.probs"][0], **CLOSE)
-    assert torch.equal(law.argmax(-1), VALUES["pipeline.out.greedy_tokens"][0])
+    distribution = Sampling(top_k=setup["image_top_k"]).warp(logits).softmax(-1)
+    torch.testing.assert_close(distribution, VALUES["pipeline.out.probs"][0], **CLOSE)
+    assert torch.equal(distribution.argmax(-1), VALUES["pipeline.out.greedy_tokens"][0])
 
 
 def test_the_plain_jacobi_rule_keeps_what_did_not_change():
@@ -136,7 +138,7 @@ def test_the_plain_jacobi_rule_keeps_what_did_not_change():
 
 
 def begun(start, layout):
-    """Guesses at the fixture's new slots, behind what a pass has left of the window."""
+    """Guesses at the fixture's new slots, after what a pass has left of the window."""
     history, carried = VALUES["init.in.input_ids"], VALUES["init.in.carried_tokens"]
     offset, new = SETUP["init"]["prefill_offset"], SETUP["init"]["new_tokens"]
     generated = history[:, offset:]
@@ -174,17 +176,21 @@ def test_new_places_begin_from_their_left_neighbour(name):
     codes = VALUES["init.in.image_vocab"]
     start = {"repeat": "left", "sample": "left_law"}[name]
     plain = Layout(rows=4, columns=stride, ids=codes)
-    tokens, laws = begun(start, plain)
+    tokens, distributions = begun(start, plain)
     assert [int(plain.left(torch.tensor(place))) >= 0 for place in range(9, 15)] == has_left
     assert tokens[0] == expected[0]
     if name == "repeat":
-        torch.testing.assert_close(laws[0], VALUES["init_repeat_horizon.out.scores"][0, 0])
+        torch.testing.assert_close(distributions[0], VALUES["init_repeat_horizon.out.scores"][0, 0])
     else:
-        torch.testing.assert_close(laws[0], VALUES["init.in.carried_scores"][0, -1])
-    # a row of which nothing is known begins at random, with the law that is true of it
-    assert torch.equal(laws[1:], torch.zeros(VOCAB).index_fill(0, codes, 1 / 20).expand(5, -1))
+        torch.testing.assert_close(distributions[0], VALUES["init.in.carried_scores"][0, -1])
+    # a row of which nothing is known begins at random, with the distribution that is true of it
+    assert torch.equal(
+        distributions[1:], torch.zeros(VOCAB).index_fill(0, codes, 1 / 20).expand(5, -1)
+    )
 
     newline = 3
-    tokens, laws = begun(start, Layout(rows=4, columns=columns, ids=codes, newline=newline))
+    tokens, distributions = begun(
+        start, Layout(rows=4, columns=columns, ids=codes, newline=newline)
+    )
     assert (tokens == newline).tolist() == [True, False, False, False, False, True]
-    assert bool(torch.isin(tokens[1:5], codes).all()) and float(laws[0, newline]) == 1
+    assert bool(torch.isin(tokens[1:5], codes).all()) and float(distributions[0, newline]) == 1

@@ -11,7 +11,7 @@ from mmdecode.asr.correction.calibration import confidence, temperature_for
 from mmdecode.engine.adapter import BranchSpec
 from mmdecode.guide.fusion import ACOUSTIC
 from mmdecode.guide.uadf import UADF
-from tests.support.target_logits import law
+from tests.support.target_logits import distribution
 
 DATA = Path(__file__).parents[1] / "data" / "golden" / "uadf"
 FOUND = json.loads((DATA / "manifest.json").read_text())
@@ -28,7 +28,7 @@ def test_fused_scores_ids_and_weights_are_the_reference_s(run):
         acoustic_temperature=run["tau_asr"],
     )
     main, acoustic = VALUES["logits.llm"], VALUES["logits.asr"]
-    found = law(guide, main, acoustic)
+    found = distribution(guide, main, acoustic)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(main)))
     weight = guide.weight((main / run["tau_llm"]).log_softmax(-1))
     torch.testing.assert_close(weight[:, 0], torch.tensor(run["weight_own_recompute"]))
@@ -42,7 +42,7 @@ def test_a_probability_that_underflows_makes_no_score_nan():
     main = VALUES["underflow.logits.llm"][None]
     assert VALUES["underflow.fused_as_reference"].isnan().any()
     assert (main.softmax(-1) == 0).any()
-    found = law(UADF(BRANCH), main, VALUES["logits.asr"][:1])
+    found = distribution(UADF(BRANCH), main, VALUES["logits.asr"][:1])
     assert not found.isnan().any()
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(1))
 

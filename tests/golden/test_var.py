@@ -166,9 +166,9 @@ class Recorded(Sampling):
     seen: list = field(default_factory=list)
 
     def warp(self, logits):
-        law = super().warp(logits)
-        self.seen.append((logits, law.softmax(-1)))
-        return law
+        distribution = super().warp(logits)
+        self.seen.append((logits, distribution.softmax(-1)))
+        return distribution
 
 
 class Fed:
@@ -186,7 +186,7 @@ class Fed:
 
 
 def fed_back(monkeypatch, codes, samplings, guidance, picture):
-    """Draws the listed codes; what each scale's logits were, and its law."""
+    """Draws the listed codes; what each scale's logits were, and its distribution."""
     monkeypatch.setattr(Fed, "codes", codes)
     monkeypatch.setattr(next_scale, "Noise", Fed)
     seen = []
@@ -198,7 +198,7 @@ def fed_back(monkeypatch, codes, samplings, guidance, picture):
 
 
 @pytest.mark.parametrize("name", ["drafter", "refiner"])
-def test_sampled_laws_match_when_their_codes_are_fed_back(name, monkeypatch):
+def test_sampled_distributions_match_when_their_codes_are_fed_back(name, monkeypatch):
     expected, case = of(f"var_{name}", "sampled_cfg"), SETUP["cases"]["sampled_cfg"]
     samplings = [Sampling(top_k=case["top_k"], top_p=case["top_p"])] * len(PATCH_NUMS)
     picture = NextScale(transformer(name), tokenizer())
@@ -240,7 +240,7 @@ def test_greedy_pictures_of_two_models_match(count):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_sampled_laws_of_two_models_match(count, monkeypatch):
+def test_sampled_distributions_of_two_models_match(count, monkeypatch):
     expected, code = of("code", f"sampled_n{count}"), SETUP["cases"]["code"]
     case = code["sampled"]
     samplings = [
@@ -255,7 +255,7 @@ def test_sampled_laws_of_two_models_match(count, monkeypatch):
     torch.testing.assert_close(probs, expected["probs"], **PROBS)
 
 
-def test_temperature_first_gives_other_laws_than_the_fixture(monkeypatch):
+def test_temperature_first_gives_other_distributions_than_the_fixture(monkeypatch):
     expected, code = of("code", "sampled_n2"), SETUP["cases"]["code"]
     case = code["sampled"]
     samplings = [

@@ -38,7 +38,7 @@ def given(layout, case, *shape):
 
 
 def rows_of(layout, case):
-    """All rows of a prompt and of the token behind it, in one pass."""
+    """All rows of a prompt and of the token after it, in one pass."""
     draft, ids, images, hidden, embeds = given(layout, case)
     after = draft.drafter.embed_tokens(INPUTS[f"{case}.next_token"]).detach()
     images = F.pad(images, (0, 1))[:, 1:]

@@ -214,11 +214,11 @@ def two_passes(name, row, epsilon, delta, limit=48):
         verified, _, _ = all_logits(
             name, features, torch.tensor([ids + candidate.tolist()]), encoded
         )
-        law = suppressed(verified[0, 0, len(ids) :], first)
-        count = int(decide(Typical(epsilon, delta), law[None], candidate[None]))
-        rounds.append((candidate.tolist(), law.argmax(-1).tolist(), count))
+        distribution = suppressed(verified[0, 0, len(ids) :], first)
+        count = int(decide(Typical(epsilon, delta), distribution[None], candidate[None]))
+        rounds.append((candidate.tolist(), distribution.argmax(-1).tolist(), count))
         kept = candidate[: count + 1].tolist()
-        ids += kept if count else [kept[0], int(law[0].argmax())]
+        ids += kept if count else [kept[0], int(distribution[0].argmax())]
         first = False
         if EOS in ids[len(PROMPT) :] or len(ids) + heads >= limit:
             return ids, rounds

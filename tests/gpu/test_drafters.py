@@ -112,7 +112,7 @@ def test_a_drafter_changes_no_token(device, family, name, do_sample):
 @LAWS
 @pytest.mark.parametrize("name", ["eagle_tree", "vispec", "dream", "flash"])
 @DEVICES
-def test_a_drafter_changes_no_token_of_a_guided_law(device, name, do_sample):
+def test_a_drafter_changes_no_token_of_a_guided_distribution(device, name, do_sample):
     expected = undrafted("llava", device, do_sample, guided=True)
     assert expected != undrafted("llava", device, do_sample)
     assert decode("llava", device, Decoder(ALIKE[name](), VCD(), seed=7), do_sample) == expected

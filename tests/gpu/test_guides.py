@@ -1,5 +1,5 @@
-"""Guides on CUDA: the tokens are those without a draft and those of a row alone, and laws are those
-of the CPU.
+"""Guides on CUDA: the tokens are those without a draft and those of a row alone, and distributions
+are those of the CPU.
 
 The same tests run on the CPU among the slow ones, so that they are known to work where they are
 skipped.

@@ -45,7 +45,7 @@ def plan_of(guide, is_prompt=True):
         edits=[(edit, slice(0, 1)) for edit in guide.edits],
         reads=frozenset([0]),
         images=EXPECTED["image_positions"],
-        law_rows=last,
+        decoding_rows=last,
         is_prompt=is_prompt,
         positions=torch.arange(13)[None],
         keys=torch.arange(13)[None],
@@ -78,7 +78,7 @@ def test_attention_is_that_of_the_reference(weight):
     assert torch.equal(scores[:, :, :-1], EXPECTED["unscaled.masked_scores"][:, :, :-1])
 
 
-def test_tokens_behind_the_prompt_attend_as_before():
+def test_tokens_after_the_prompt_attend_as_before():
     plan = plan_of(ScalingVis(2.0), is_prompt=False)
     attended(plan)
     expected = EXPECTED["decode_step_weight_2.0.probabilities"]

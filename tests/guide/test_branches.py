@@ -39,7 +39,7 @@ def prompts(family, batch=3):
 
 
 def longer(inputs, new):
-    """Prompts with generated tokens behind them."""
+    """Prompts with generated tokens after them."""
     more = dict(inputs)
     more["input_ids"] = torch.cat([inputs["input_ids"], new], 1)
     for name, value in (("attention_mask", 1), ("token_type_ids", 0), ("mm_token_type_ids", 0)):
@@ -177,7 +177,7 @@ def test_a_row_alone_is_as_in_the_batch(family, kind):
 
 @KINDS
 @EVERYWHERE
-def test_drafting_does_not_change_the_law(family, kind):
+def test_drafting_does_not_change_the_distribution(family, kind):
     words = kind == "questions"
     rows = decoded(family, kind)[0].tolist()
     known = drafts.Known(rows, length=3, wrong_at=[2])
@@ -187,7 +187,7 @@ def test_drafting_does_not_change_the_law(family, kind):
         assert len(guide.seen) < STEPS  # something was accepted
 
 
-# A few methods as they are, and the way each of them changes the law
+# A few methods as they are, and the way each of them changes the distribution
 
 
 METHODS = {

@@ -1,4 +1,4 @@
-"""Controls: exact on table models, drafted or not; and the guides behind an Answerer."""
+"""Controls: exact on table models, drafted or not; and the guides after an Answerer."""
 
 from types import SimpleNamespace
 
@@ -25,8 +25,8 @@ MODEL = Table(5, seed=3, bias={0: 1.0, 4: -0.5})
 YES, NO = [1, 3], [2]
 
 
-def first_law(guide, main, length=0, **options):
-    """The law of rows ``(B, V)`` that have generated ``length`` tokens."""
+def first_distribution(guide, main, length=0, **options):
+    """The distribution of rows ``(B, V)`` that have generated ``length`` tokens."""
     call = context(len(main), length, **options)
     scores = {"main": BranchOutput(logits=main[:, None])}
     return guide.apply(
@@ -38,9 +38,9 @@ def margin(logits):
     return yes_no_margin(logits, YES, NO)
 
 
-def shifted_law(shift, spread):
-    def law(prompt, new):
-        main = MODEL.law([*prompt, *new])
+def shifted_distribution(shift, spread):
+    def distribution(prompt, new):
+        main = MODEL.target_logits([*prompt, *new])
         if new:
             return main
         main = main.clone()
@@ -48,12 +48,12 @@ def shifted_law(shift, spread):
         main[NO] -= shift / 2 if spread else 0.0
         return main
 
-    return law
+    return distribution
 
 
-def tied_law(gap, mass):
-    def law(prompt, new):
-        main = MODEL.law([*prompt, *new])
+def tied_distribution(gap, mass):
+    def distribution(prompt, new):
+        main = MODEL.target_logits([*prompt, *new])
         p = main.softmax(-1)
         yes, no = float(p[YES].sum()), float(p[NO].sum())
         if new or yes + no <= mass or abs(yes - no) >= gap:
@@ -62,18 +62,26 @@ def tied_law(gap, mass):
         forced[YES] = main[YES]
         return forced
 
-    return law
+    return distribution
 
 
 CONTROLS = {
-    "shift": (lambda: MarginShift(2.5, yes=YES, no=NO), shifted_law(2.5, False)),
-    "spread": (lambda: MarginShift(-2.5, spread=True, yes=YES, no=NO), shifted_law(-2.5, True)),
-    "ties": (lambda: NearTies(0.5, 0.2, yes=YES, no=NO), tied_law(0.5, 0.2)),
-    "all_ties": (lambda: NearTies(1.1, 0.0, yes=YES, no=NO), tied_law(1.1, 0.0)),
-    "cut": (lambda: Plausible(0.4), lambda p, n: plausible(*[MODEL.law([*p, *n])] * 2, 0.4)),
+    "shift": (lambda: MarginShift(2.5, yes=YES, no=NO), shifted_distribution(2.5, False)),
+    "spread": (
+        lambda: MarginShift(-2.5, spread=True, yes=YES, no=NO),
+        shifted_distribution(-2.5, True),
+    ),
+    "ties": (lambda: NearTies(0.5, 0.2, yes=YES, no=NO), tied_distribution(0.5, 0.2)),
+    "all_ties": (lambda: NearTies(1.1, 0.0, yes=YES, no=NO), tied_distribution(1.1, 0.0)),
+    "cut": (
+        lambda: Plausible(0.4),
+        lambda p, n: plausible(*[MODEL.target_logits([*p, *n])] * 2, 0.4),
+    ),
     "cold": (
         lambda: TemperatureMatched(4.0, 0.2),
-        lambda p, n: plausible(4 * MODEL.law([*p, *n]), MODEL.law([*p, *n]), 0.2),
+        lambda p, n: plausible(
+            4 * MODEL.target_logits([*p, *n]), MODEL.target_logits([*p, *n]), 0.2
+        ),
     ),
 }
 
@@ -81,10 +89,12 @@ CONTROLS = {
 @pytest.mark.filterwarnings("ignore:.*is inert:UserWarning")
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_has_the_law_of_its_formula_with_and_without_drafts(name, do_sample):
-    make, law = CONTROLS[name]
+def test_a_control_has_the_distribution_of_its_formula_with_and_without_drafts(name, do_sample):
+    make, distribution = CONTROLS[name]
     for draft in (None, drafts.FullTree(2), drafts.RandomTrees()):
-        assert_lossless(Decoder(draft, make(), seed=SEED), MODEL, law, do_sample=do_sample, eos=[4])
+        assert_lossless(
+            Decoder(draft, make(), seed=SEED), MODEL, distribution, do_sample=do_sample, eos=[4]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*is inert:UserWarning")
@@ -106,10 +116,12 @@ def test_controls_change_the_answer_and_neutral_ones_nothing():
 def test_the_margin_moves_by_the_shift_at_the_first_token_alone(spread):
     main = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     guide = MarginShift(1.7, spread, yes=YES, no=NO)
-    assert torch.allclose(margin(first_law(guide, main)), margin(main) + 1.7, atol=1e-5)
-    assert torch.equal(first_law(guide, main, length=1), main)
+    assert torch.allclose(margin(first_distribution(guide, main)), margin(main) + 1.7, atol=1e-5)
+    assert torch.equal(first_distribution(guide, main, length=1), main)
     back = MarginShift(-1.7, spread, yes=YES, no=NO)
-    assert torch.allclose(first_law(back, first_law(guide, main)), main, atol=1e-5)
+    assert torch.allclose(
+        first_distribution(back, first_distribution(guide, main)), main, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +137,7 @@ def test_the_margin_moves_by_the_shift_at_the_first_token_alone(spread):
 def test_a_near_tie_goes_to_yes(p_yes, p_no, flipped):
     rest = 1 - p_yes - p_no
     p = torch.tensor([[rest, p_yes / 2, p_no, p_yes / 2]])
-    found = first_law(NearTies(yes=YES, no=NO), p.log())
+    found = first_distribution(NearTies(yes=YES, no=NO), p.log())
     assert bool(found[0, 2].isneginf()) is flipped
     assert (found.argmax(-1).item() in YES) or not flipped
     assert found[0, YES].tolist() == p.log()[0, YES].tolist()
@@ -163,23 +175,23 @@ def test_yes_and_no_are_found_where_they_can_be():
     tokens = Tokens(["a", "Yes", "no", "Ġyes"])
     assert yes_no_ids(tokens) == ((1, 3), (2,))
     main = torch.zeros(1, 4)
-    by_option = first_law(MarginShift(1.0, tokenizer=tokens), main)
+    by_option = first_distribution(MarginShift(1.0, tokenizer=tokens), main)
     question = SimpleNamespace(tokenizer=tokens)
-    by_question = first_law(MarginShift(1.0), main, inputs={"questions": [question]})
+    by_question = first_distribution(MarginShift(1.0), main, inputs={"questions": [question]})
     assert by_option.tolist() == by_question.tolist() == [[0, 1, 0, 1]]
-    given = first_law(MarginShift(1.0, yes=0, tokenizer=tokens), main)
+    given = first_distribution(MarginShift(1.0, yes=0, tokenizer=tokens), main)
     assert given.tolist() == [[1, 0, 0, 0]]
 
 
 def test_without_yes_and_no_there_is_nothing_to_shift():
     for guide in (MarginShift(1.0), NearTies(yes=1)):
         with pytest.raises(IncompatibleError, match="Answerer"):
-            first_law(guide, torch.zeros(1, 4))
+            first_distribution(guide, torch.zeros(1, 4))
     with pytest.raises(IncompatibleError, match="this tokenizer"):
-        first_law(MarginShift(1.0, tokenizer=Tokens(["a", "b"])), torch.zeros(1, 2))
+        first_distribution(MarginShift(1.0, tokenizer=Tokens(["a", "b"])), torch.zeros(1, 2))
 
 
-# Behind an Answerer, whose processor makes the inputs
+# After an Answerer, whose processor makes the inputs
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +225,7 @@ GUIDES = [
 
 
 @pytest.mark.parametrize("spec", GUIDES)
-def test_a_guide_behind_an_answerer_answers_otherwise_and_alike_alone(parts, spec):
+def test_a_guide_after_an_answerer_answers_otherwise_and_alike_alone(parts, spec):
     plain = answered(parts, None)
     found = answered(parts, registry.create("guide", spec))
     assert [a.text for a in found] != [a.text for a in plain]
@@ -242,7 +254,7 @@ def test_images_and_pixels_are_transformed_alike(parts):
     assert torch.allclose(seen, expected.build([expected])["pixel_values"][0], atol=1e-5)
 
 
-def test_an_instruction_stands_before_the_question_and_behind_its_images(parts):
+def test_an_instruction_stands_before_the_question_and_after_its_images(parts):
     answerer = Answerer(*parts)
     change = ICD(role="Look away.").branches[0].transform_options["change"]
     for text, expected in (
@@ -259,7 +271,7 @@ def test_an_instruction_stands_before_the_question_and_behind_its_images(parts):
 
 
 @pytest.mark.parametrize("own", ["<picture>", "<|image|>"])
-def test_an_instruction_stands_behind_a_placeholder_of_the_processor_too(parts, own):
+def test_an_instruction_stands_after_a_placeholder_of_the_processor_too(parts, own):
     processor = build_processor()
     processor.tokenizer.add_special_tokens({"extra_special_tokens": [own]})
     processor.image_token = own

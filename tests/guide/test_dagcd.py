@@ -33,14 +33,14 @@ def main(logits=None, heads=2, nodes=1, seed=0):
     return BranchOutput(logits=logits, attention={0: attention})
 
 
-def law(guide, scores, held=None, ends=NO_ENDS):
+def distribution(guide, scores, held=None, ends=NO_ENDS):
     call = Call.of(IDS, eos_token_ids=ends, plan=Plan(adapter=ADAPTER))
     return guide.apply(held or words(), call, None, {"main": scores})
 
 
 def test_words_gain_by_attention_and_doubt():
     scores = main(nodes=3)
-    found = law(DAGCD(4.0), scores)
+    found = distribution(DAGCD(4.0), scores)
     for node in range(3):
         p = scores.logits[0, node].double().softmax(-1)
         doubt = float(-(p * p.log()).sum()) / math.log(V)
@@ -62,35 +62,37 @@ def test_words_gain_by_attention_and_doubt():
         assert float(mass) == pytest.approx(1 + 4.0 * doubt, rel=1e-5)
 
 
-def test_only_the_likeliest_gain():
+def test_only_the_most_likely_gain():
     logits = torch.arange(V).flip(0).float()[None, None] / 4  # 3 is the fourth, 5 the sixth
-    found = law(DAGCD(4.0, rank=5), main(logits))
+    found = distribution(DAGCD(4.0, rank=5), main(logits))
     assert (found != logits).nonzero()[:, 2].tolist() == [3]
 
 
 def test_without_doubt_without_an_image_or_at_the_end_nothing_changes():
     sure = torch.zeros(1, 1, V)
     sure[..., 3] = 200.0
-    assert torch.equal(law(DAGCD(), main(sure)), sure)
+    assert torch.equal(distribution(DAGCD(), main(sure)), sure)
     scores = main()
     blind = words(share=torch.zeros_like(SHARE))
-    assert torch.equal(law(DAGCD(), scores, blind), scores.logits)
+    assert torch.equal(distribution(DAGCD(), scores, blind), scores.logits)
     best = scores.logits.argmax(-1)[0]
-    assert torch.equal(law(DAGCD(), scores, ends=torch.cat([best + 1, best])), scores.logits)
-    assert not torch.equal(law(DAGCD(), scores, ends=best + 1), scores.logits)
+    assert torch.equal(
+        distribution(DAGCD(), scores, ends=torch.cat([best + 1, best])), scores.logits
+    )
+    assert not torch.equal(distribution(DAGCD(), scores, ends=best + 1), scores.logits)
 
 
 def test_a_model_that_knows_nothing_is_boosted_in_full():
-    found = law(DAGCD(2.0, rank=V), main(torch.zeros(1, 1, V))).exp()[0, 0]
+    found = distribution(DAGCD(2.0, rank=V), main(torch.zeros(1, 1, V))).exp()[0, 0]
     assert float(found.sum()) / V == pytest.approx(3.0)  # 1 + alpha
 
 
 def test_heads_weigh_by_themselves():
     scores = main()
     alone = BranchOutput(logits=scores.logits, attention={0: scores.attention[0][:, 1:]})
-    one = law(DAGCD(), scores, words([0.0, 2.0]))
-    torch.testing.assert_close(one, law(DAGCD(), alone, words([1.0])))
-    assert torch.equal(law(DAGCD(), scores, words([-1.0, 0.0])), scores.logits)
+    one = distribution(DAGCD(), scores, words([0.0, 2.0]))
+    torch.testing.assert_close(one, distribution(DAGCD(), alone, words([1.0])))
+    assert torch.equal(distribution(DAGCD(), scores, words([-1.0, 0.0])), scores.logits)
     assert DAGCD(heads={(0, 1): 2.0}).needs(ADAPTER).attention == {0}
     with pytest.raises(OptionError, match="has 1"):
         DAGCD(heads={(4, 0): 1.0}).needs(ADAPTER)

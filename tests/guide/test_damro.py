@@ -88,9 +88,9 @@ def test_logits_and_tokens_are_those_of_the_reference(run):
     )
     assert output.sequences[0, len(ids) :].tolist() == run["new_ids"]
     name = f"generate.alpha_{run['alpha']}.beta_{run['beta']}"
-    law, expected = torch.cat(output.scores), EXPECTED[f"{name}.combined_logits"]
-    assert torch.equal(law.isinf(), expected.isinf())
-    assert torch.allclose(law, expected, atol=1e-4)
+    distribution, expected = torch.cat(output.scores), EXPECTED[f"{name}.combined_logits"]
+    assert torch.equal(distribution.isinf(), expected.isinf())
+    assert torch.allclose(distribution, expected, atol=1e-4)
     for branch, other in (("main", "main"), ("outliers", "selected")):
         if branch in guide.scores[0]:
             own = torch.cat([scores[branch].logits[0] for scores in guide.scores])

@@ -70,7 +70,7 @@ def test_a_sum_is_of_the_pass_at_hand():
             assert torch.equal(corrected(guide, layer, states), expected)
 
 
-def test_nothing_is_left_behind_a_call():
+def test_nothing_is_left_after_a_call():
     guide = DCLA(tau=2.0)
     model, ids = tiny.text_model("llama", layers=6), torch.tensor([[5, 3, 8, 13, 21]])
     model.generate(ids, custom_generate=Decoder(guide=guide), max_new_tokens=3, do_sample=False)
@@ -94,7 +94,7 @@ def test_layers_that_agree_are_left_as_they_are():
     assert torch.equal(corrected(DCLA(tau=2.0), 0, states), states[0])
 
 
-def test_late_layers_alone_are_corrected_in_the_prompt_and_behind_it():
+def test_late_layers_alone_are_corrected_in_the_prompt_and_after_it():
     guide, calls = DCLA(layers=(0.5, 0.8)), []
     change = guide.edits[0].change
 

@@ -30,13 +30,13 @@ def made(distance=1.0, seed=0):
 
 def temperature(scores, row, node, rho=0.1, sigma=4.0, start=1.1):
     """By the formula."""
-    law = scores.logits[row, node].double().softmax(-1)
-    kept = law > rho * law.max()
-    law = law[kept] / law[kept].sum()
+    distribution = scores.logits[row, node].double().softmax(-1)
+    kept = distribution > rho * distribution.max()
+    distribution = distribution[kept] / distribution[kept].sum()
     total = 0.0
     for exit in scores.early_exit_logits.values():
         early = exit[row, node].double().softmax(-1)[kept]
-        total += float((law * (law / (early / early.sum())).log()).sum())
+        total += float((distribution * (distribution / (early / early.sum())).log()).sum())
     return start * 0.5 ** (total / len(scores.early_exit_logits) / sigma)
 
 

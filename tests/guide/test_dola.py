@@ -1,4 +1,4 @@
-"""DoLa on made-up layers: which one is chosen, and what becomes of the two laws."""
+"""DoLa on made-up layers: which one is chosen, and what becomes of the two distributions."""
 
 import math
 from types import SimpleNamespace
@@ -57,9 +57,11 @@ def test_each_node_takes_the_candidate_that_differs_most():
                 key=lambda i: divergence(main, scores.early_exit_logits[i][row, node]),
             )
             chosen.add(layer)
-            law = main.log_softmax(-1) - scores.early_exit_logits[layer][row, node].log_softmax(-1)
+            distribution = main.log_softmax(-1) - scores.early_exit_logits[layer][
+                row, node
+            ].log_softmax(-1)
             kept = main.softmax(-1) >= 0.2 * main.softmax(-1).max()
-            torch.testing.assert_close(found[row, node][kept], law[kept])
+            torch.testing.assert_close(found[row, node][kept], distribution[kept])
             assert torch.isneginf(found[row, node][~kept]).all()
     assert len(chosen) > 1
     assert torch.isneginf(found).any()

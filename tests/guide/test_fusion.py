@@ -14,7 +14,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.guide.fusion import ACOUSTIC, Shallow, Static, second_model
 from mmdecode.guide.uadf import UADF
 from mmdecode.testing import check_guide
-from tests.support.target_logits import context, law
+from tests.support.target_logits import context, distribution
 from tests.support.tiny import whisper_model
 
 BRANCH = BranchSpec(name=ACOUSTIC)
@@ -37,19 +37,19 @@ def one_hot(tokens):
 def test_a_main_model_without_doubt_decides_alone():
     main, acoustic = draws()
     sure = one_hot(main.argmax(-1))
-    assert torch.equal(law(UADF(BRANCH), sure, acoustic).argmax(-1), main.argmax(-1))
+    assert torch.equal(distribution(UADF(BRANCH), sure, acoustic).argmax(-1), main.argmax(-1))
 
 
 def test_a_second_model_that_knows_nothing_changes_no_choice():
     main, _ = draws()
     for guide in (UADF(BRANCH), Static(BRANCH), Shallow(BRANCH)):
-        found = law(guide, main, torch.zeros_like(main))
+        found = distribution(guide, main, torch.zeros_like(main))
         assert torch.equal(found.argmax(-1), main.argmax(-1))
 
 
 def test_a_main_model_that_knows_nothing_follows_the_second():
     main, acoustic = draws()
-    found = law(UADF(BRANCH), torch.zeros_like(main), acoustic)
+    found = distribution(UADF(BRANCH), torch.zeros_like(main), acoustic)
     assert torch.equal(found.argmax(-1), acoustic.argmax(-1))
 
 
@@ -59,7 +59,7 @@ def test_the_second_model_decides_only_where_the_margin_is_below_the_weight():
     weight = guide.weight(main.log_softmax(-1))[:, 0]
     assert weight.min() >= 0 and weight.max() < 0.5
     first, second = main.softmax(-1).topk(2).values.unbind(-1)
-    changed = law(guide, main, acoustic).argmax(-1) != main.argmax(-1)
+    changed = distribution(guide, main, acoustic).argmax(-1) != main.argmax(-1)
     assert not (changed & (first - second >= weight)).any()
     assert changed.float().mean() > 0.1
 
@@ -86,7 +86,7 @@ def test_a_weight_that_falls_below_zero_is_none():
     weight = guide.weight(main.log_softmax(-1))
     silent = weight[:, 0] == 0
     assert silent.any() and not guide.neutral
-    found = law(guide, main, acoustic)
+    found = distribution(guide, main, acoustic)
     torch.testing.assert_close(found[silent], main.log_softmax(-1)[silent], atol=0, rtol=0)
 
 
@@ -96,7 +96,7 @@ def test_tokens_that_are_ruled_out_make_nothing_nan(guide):
     main[:, ::2] = -torch.inf
     acoustic[:, ::3] = -torch.inf
     acoustic[7] = -torch.inf  # a position at which the second model says nothing at all
-    found = law(guide, main, acoustic)
+    found = distribution(guide, main, acoustic)
     assert not found.isnan().any()
     torch.testing.assert_close(found[7], main[7].log_softmax(-1))
     if isinstance(guide, Shallow):
@@ -110,12 +110,12 @@ def test_each_fusion_is_its_formula():
     main, acoustic = draws(20)
     p, q = (main / 2).softmax(-1), (acoustic / 0.5).softmax(-1)
     heat = {"main_temperature": 2.0, "acoustic_temperature": 0.5}
-    found = law(Static(BRANCH, weight=0.7, **heat), main, acoustic)
+    found = distribution(Static(BRANCH, weight=0.7, **heat), main, acoustic)
     torch.testing.assert_close(found.exp(), (p + 0.7 * q) / 1.7)
-    found = law(Shallow(BRANCH, weight=0.7, **heat), main, acoustic)
+    found = distribution(Shallow(BRANCH, weight=0.7, **heat), main, acoustic)
     torch.testing.assert_close(found.softmax(-1), (p * q**0.7) / (p * q**0.7).sum(-1, keepdim=True))
     w = (4 * torch.special.entr(p).sum(-1, keepdim=True)).sigmoid() - 0.6
-    found = law(UADF(BRANCH, beta=0.6, scale=4.0, **heat), main, acoustic)
+    found = distribution(UADF(BRANCH, beta=0.6, scale=4.0, **heat), main, acoustic)
     torch.testing.assert_close(found.exp(), (p + w * q) / (1 + w))
 
 
@@ -207,7 +207,7 @@ def full_passes(pair, features, row, guide, count, ids=None):
         ).logits[:, -1]
         if ids is not None:
             heard = heard[:, ids]
-        new.append(int(law(guide, main, heard).argmax()))
+        new.append(int(distribution(guide, main, heard).argmax()))
     return new
 
 
@@ -291,5 +291,5 @@ def test_values_out_of_range_are_refused(make, match):
 
 
 @pytest.mark.parametrize("kind", [UADF, Static, Shallow])
-def test_the_law_depends_on_each_prefix_alone(kind):
+def test_the_distribution_depends_on_each_prefix_alone(kind):
     check_guide(lambda: kind(SALTED))

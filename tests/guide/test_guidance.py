@@ -38,15 +38,18 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 def formula(model, scale, until=None):
     """Guidance on plain lists of tokens."""
 
-    def law(prompt, new):
-        c, u = model.law([*prompt, *new]), model.law([*prompt, *new], salt=NOTHING)
+    def distribution(prompt, new):
+        c, u = (
+            model.target_logits([*prompt, *new]),
+            model.target_logits([*prompt, *new], salt=NOTHING),
+        )
         return c if until is not None and len(new) > until else u + scale * (c - u)
 
-    return law
+    return distribution
 
 
 def at(guide, conditional, unconditional):
-    """What a guide makes of the laws of tokens 0, 1, ..., ``(B, n, V)``."""
+    """What a guide makes of the distributions of tokens 0, 1, ..., ``(B, n, V)``."""
     rows, size, _ = conditional.shape
     call = Call.of(torch.zeros(rows, 0, dtype=torch.long))
     proposal = Proposal(tokens=torch.ones(rows, size - 1).long(), kind="deterministic")
@@ -60,7 +63,7 @@ def at(guide, conditional, unconditional):
 # The formula
 
 
-def test_golden_laws_are_those_of_the_published_code():
+def test_golden_distributions_are_those_of_the_published_code():
     io = load_file(GOLDEN / "c2i_io.safetensors")
     scale = json.loads((GOLDEN / "config.json").read_text())["c2i"]["cases"]["cfg_scale"]
     rows = io["cached.out.logits_rows"].chunk(2)
@@ -96,23 +99,23 @@ def test_a_token_that_either_branch_rules_out_is_out():
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("until", [None, 0, 4])
 def test_drafted_tokens_are_those_of_the_formula(until, do_sample):
-    law = formula(MODEL, 2.5, until)
+    distribution = formula(MODEL, 2.5, until)
     for draft in (None, drafts.RandomTrees(), Jacobi(5), Assistant(MODEL, 3)):
         decoder = Decoder(draft, Guidance(2.5, until), seed=SEED, draft_guided=True)
-        rows = assert_lossless(decoder, MODEL, law, do_sample=do_sample)
+        rows = assert_lossless(decoder, MODEL, distribution, do_sample=do_sample)
     assert rows != run_rows(
         Decoder(seed=SEED), MODEL, ([1, 2, 3], [0, 0, 2, 1, 4, 2], [3], [2, 2]), do_sample=do_sample
     )
 
 
-def test_its_law_is_a_function_of_each_nodes_prefix():
+def test_its_distribution_is_a_function_of_each_nodes_prefix():
     check_guide(lambda: Guidance(2.0, until=3), lambda: Guidance(1.0))
 
 
 # A drafting model that is guided too
 
 
-def test_a_guided_drafter_keeps_the_enumerated_law():
+def test_a_guided_drafter_keeps_the_enumerated_distribution():
     guide = Guidance(2.0, until=1)
     make = lambda: Decoder(Assistant(OTHER, 2, guide), guide, "rejection")  # noqa: E731
     assert_distribution(make, SMALL, formula(SMALL, 2.0, 1), samples=20_000)

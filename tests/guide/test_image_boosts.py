@@ -41,15 +41,15 @@ def mask():
 
 
 def weights_of(edit, strength=None):
-    """Attention of one layer; the first row is the branch's, its last two queries the law's."""
-    law = torch.zeros(ROWS, QUERIES, dtype=torch.bool)
-    law[:, 2:] = True
+    """Attention of one layer; the first row is the branch's, its last two queries decide tokens."""
+    decoding = torch.zeros(ROWS, QUERIES, dtype=torch.bool)
+    decoding[:, 2:] = True
     plan = AttentionPlan(
         sites={},
         depth=1,
         edits=[] if edit is None else [(edit, slice(0, 1))],
         images=IMAGES,
-        law_rows=law,
+        decoding_rows=decoding,
         is_prompt=True,
         positions=torch.arange(QUERIES).expand(ROWS, -1),
         keys=torch.arange(KEYS).expand(ROWS, -1),
@@ -63,7 +63,7 @@ def weights_of(edit, strength=None):
 def test_an_edit_is_of_its_rows_and_never_of_what_the_mask_hides(name):
     before, after = weights_of(None), weights_of(EDITS[name]())
     assert torch.equal(after[1], before[1])  # another branch
-    assert torch.equal(after[0, :, :2], before[0, :, :2])  # rows before the law
+    assert torch.equal(after[0, :, :2], before[0, :, :2])  # rows that decide nothing
     assert not torch.isclose(after[0, :, 2:], before[0, :, 2:]).all(-1).any()
     assert (after[~mask().expand_as(after)] == 0).all()
     torch.testing.assert_close(after.sum(-1), torch.ones(ROWS, HEADS, QUERIES))
@@ -199,7 +199,7 @@ def test_parts_of_pai_can_be_switched_off():
 def test_a_gaze_without_boost_keeps_the_sensor_for_the_update():
     guide = ConsciousGaze(alpha=0, update=True)
     assert not guide.neutral
-    assert "law" not in [spec.name for spec in guide.branches] and not guide.edits
+    assert "edited" not in [spec.name for spec in guide.branches] and not guide.edits
     scores = four()
     strong = ConsciousGaze(alpha=0, update=True, update_from=0.0, beta=0.0)
     found = strong.apply(None, None, None, scores)

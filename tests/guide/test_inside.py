@@ -34,7 +34,7 @@ EARLY = (0.0, 1.0)  # of two layers, all
 
 
 def cut(combined, main, share):
-    """Tokens below ``share`` of the likeliest are out."""
+    """Tokens below ``share`` of the most likely are out."""
     main = main.softmax(-1)
     return combined.masked_fill(main < share * main.amax(-1, keepdim=True), -torch.inf)
 
@@ -75,11 +75,14 @@ def dcla(family, new):
 
 def dfd(family, new):
     found = Pass(family, new)
-    laws = [found.logits.double().softmax(-1), found.exits[1].double().softmax(-1)]
+    distributions = [found.logits.double().softmax(-1), found.exits[1].double().softmax(-1)]
     rows = []
     for row, logits in enumerate(found.logits):
-        kept = laws[0][row] > 0.1 * laws[0][row].max()
-        p, q = (law[row][kept] / law[row][kept].sum() for law in laws)
+        kept = distributions[0][row] > 0.1 * distributions[0][row].max()
+        p, q = (
+            distribution[row][kept] / distribution[row][kept].sum()
+            for distribution in distributions
+        )
         rows.append(logits / (1.1 * 0.5 ** (float(kl(p, q)) / 0.5)))
     return torch.stack(rows)
 
@@ -126,8 +129,8 @@ def pai(family, new):
 
     def change(scores, layer):
         images = images_of(inputs, scores.shape[-1])
-        law = scores[:, :, prompt - 1 :]
-        scores[:, :, prompt - 1 :] = law + 2.0 * law.abs() * images
+        distribution = scores[:, :, prompt - 1 :]
+        scores[:, :, prompt - 1 :] = distribution + 2.0 * distribution.abs() * images
         return scores
 
     main = Pass(family, new, change=change).logits
@@ -167,14 +170,14 @@ def conscious_gaze(family, new):
         if layer not in layer_range((5 / 31, 18 / 31), 2):
             return scores
         images = images_of(inputs, scores.shape[-1])
-        law = scores[:, :, prompt - 1 :]
-        boost = 2.0 * law.abs().mean(1, keepdim=True) * images * gate[:, None]
-        scores[:, :, prompt - 1 :] = law + boost
+        distribution = scores[:, :, prompt - 1 :]
+        boost = 2.0 * distribution.abs().mean(1, keepdim=True) * images * gate[:, None]
+        scores[:, :, prompt - 1 :] = distribution + boost
         return scores
 
-    law = Pass(family, new, change=change).logits
+    distribution = Pass(family, new, change=change).logits
     strong = interaction.var(-1, keepdim=True) >= SENSED
-    return cut(law + interaction * strong, law, 0.1)
+    return cut(distribution + interaction * strong, distribution, 0.1)
 
 
 def dagcd(family, new):
@@ -186,22 +189,22 @@ def dagcd(family, new):
     words = [int(head(found.last[column]).argmax()) for column in images]
     rows = []
     for row, logits in enumerate(found.logits):
-        law = logits.softmax(-1)
-        likeliest = set(law.topk(10).indices.tolist())
-        usage = torch.zeros_like(law)
+        distribution = logits.softmax(-1)
+        most_likely = set(distribution.topk(10).indices.tolist())
+        usage = torch.zeros_like(distribution)
         for weights in found.weights.values():
             for head_weights in weights[:, prompt - 1 + row]:
                 ratio = {}
                 for word in set(words):
                     own = [head_weights[c] for c, w in zip(images, words, strict=True) if w == word]
                     ratio[word] = sum(own) / len(own)
-                looked = sum(ratio.values())  # none, where a window ends behind the images
+                looked = sum(ratio.values())  # none, where a window ends after the images
                 for word, value in ratio.items():
-                    usage[word] += value / looked if looked and word in likeliest else 0
-        doubt = -(law * law.log()).sum() / torch.tensor(len(law)).log()
+                    usage[word] += value / looked if looked and word in most_likely else 0
+        doubt = -(distribution * distribution.log()).sum() / torch.tensor(len(distribution)).log()
         if usage.sum() > 0:
-            law = law + 4.0 * doubt * usage / usage.sum()
-        rows.append(law.log())
+            distribution = distribution + 4.0 * doubt * usage / usage.sum()
+        rows.append(distribution.log())
     return torch.stack(rows)
 
 
@@ -246,7 +249,7 @@ def decoded(family, decoder, inputs=None, **options):
 
 @functools.cache
 def undrafted(family, method, do_sample):
-    """Tokens of all rows and the laws they were chosen by."""
+    """Tokens of all rows and the distributions they were chosen by."""
     make, _ = VISION[method]
     found = decoded(
         family,
@@ -262,23 +265,25 @@ def undrafted(family, method, do_sample):
 def close(found, expected):
     excluded = torch.isneginf(expected)
     assert torch.equal(torch.isneginf(found), excluded)
-    laws = [law.float().masked_fill(excluded, 0.0) for law in (found, expected)]
-    torch.testing.assert_close(*laws, atol=2e-3, rtol=1e-4)
+    distributions = [
+        distribution.float().masked_fill(excluded, 0.0) for distribution in (found, expected)
+    ]
+    torch.testing.assert_close(*distributions, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_laws_are_those_of_uncached_passes(family, method):
+def test_distributions_are_those_of_uncached_passes(family, method):
     make, formula = VISION[method]
-    tokens, laws = undrafted(family, method, do_sample=False)
-    laws = torch.stack(laws, 1)
+    tokens, distributions = undrafted(family, method, do_sample=False)
+    distributions = torch.stack(distributions, 1)
     row = tokens[0].tolist()
     known = row.index(IMAGE) if IMAGE in row else LENGTH - 1  # a pass would look for its image
     assert known >= 1
     expected = formula(family, row[:known])
-    if method == "dagcd":  # laws are unnormalised
-        expected, laws = expected.log_softmax(-1), laws.log_softmax(-1)
-    close(laws[0, : known + 1], expected)
+    if method == "dagcd":  # distributions are unnormalised
+        expected, distributions = expected.log_softmax(-1), distributions.log_softmax(-1)
+    close(distributions[0, : known + 1], expected)
     single = decoded(family, Decoder(guide=make(), seed=SEED), alone(family))
     assert single[0, -LENGTH:].tolist() == row
 
@@ -309,6 +314,6 @@ def test_drafts_change_no_token(family, method, draft, do_sample):
 def test_the_gate_opens_and_closes_on_most_families():
     for family in FAMILIES:
         if family not in GATES:
-            test_laws_are_those_of_uncached_passes(family, "conscious_gaze")
+            test_distributions_are_those_of_uncached_passes(family, "conscious_gaze")
     mixed = [family for family, gate in GATES.items() if len(set(gate)) == 2]
     assert len(mixed) >= len(FAMILIES) - 2, GATES

@@ -25,7 +25,7 @@ from mmdecode.guide import (
     TemperatureMatched,
 )
 from mmdecode.guide.linear import plausible
-from tests.support.target_logits import law
+from tests.support.target_logits import distribution
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 
@@ -34,7 +34,7 @@ def logits(*shape, seed=0, scale=3.0):
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same_law(found, expected, atol=1e-5):
+def assert_same_distribution(found, expected, atol=1e-5):
     """The same tokens are ruled out, and the others are as likely."""
     assert torch.equal(found.isneginf(), expected.isneginf())
     assert torch.allclose(found, expected, atol=atol, rtol=0)
@@ -58,8 +58,8 @@ def test_vcd_is_what_the_reference_computed(key):
     for step, (main, noised) in enumerate(
         zip(stored["logits.main"], stored["logits.noised_branch"], strict=True)
     ):
-        found = law(guide, main, *[noised] * bool(guide.branches), length=step)
-        assert_same_law(found, stored[key][step])
+        found = distribution(guide, main, *[noised] * bool(guide.branches), length=step)
+        assert_same_distribution(found, stored[key][step])
         assert found.isfinite().sum(-1).tolist() == case["survivors"][step]
 
 
@@ -86,8 +86,8 @@ def test_ritual_vcd_and_m3id_are_what_the_reference_of_ritual_computed(key):
         guide, other = Linear([], [1.0]), "pos"
     for step, main in enumerate(stored["logits.main"]):
         others = [stored[f"logits.{other}"][step]] * len(guide.branches)
-        found = law(guide, main, *others, length=step)
-        assert_same_law(found, stored[key][step], atol=1e-4 if other == "text" else 1e-5)
+        found = distribution(guide, main, *others, length=step)
+        assert_same_distribution(found, stored[key][step], atol=1e-4 if other == "text" else 1e-5)
 
 
 # Branches that agree show S
@@ -107,18 +107,18 @@ TOTALS = {
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_branches_that_agree_give_the_main_law_at_temperature_one_over_s(name):
+def test_branches_that_agree_give_the_main_distribution_at_temperature_one_over_s(name):
     guide, total = TOTALS[name]
     main = logits(3, 40)
-    found = law(guide, main, *[main] * len(guide.branches), length=5)
+    found = distribution(guide, main, *[main] * len(guide.branches), length=5)
     expected = (total * main).softmax(-1)
     assert torch.allclose(found.softmax(-1), expected, atol=1e-6)
     assert guide.total == pytest.approx(total)
 
 
-def test_vcd_of_the_same_image_is_the_main_law_to_the_bit():
+def test_vcd_of_the_same_image_is_the_main_distribution_to_the_bit():
     main = logits(3, 40)
-    assert torch.equal(law(VCD(1.0, 0.0), main, main), main)
+    assert torch.equal(distribution(VCD(1.0, 0.0), main, main), main)
 
 
 # The cut
@@ -128,7 +128,7 @@ def test_vcd_of_the_same_image_is_the_main_law_to_the_bit():
 @pytest.mark.parametrize("make", [VCD, RITUAL, AGLA, M3ID], ids=lambda c: c.__name__)
 def test_survivors_are_those_that_are_plausible_to_the_main_branch(make, beta):
     main, other = logits(5, 40), logits(5, 40, seed=1)
-    found = law(make(beta=beta), main, other, length=3)
+    found = distribution(make(beta=beta), main, other, length=3)
     p = main.double().softmax(-1)
     expected = p >= beta * p.amax(-1, keepdim=True) * (1 - 1e-9)
     assert torch.equal(found.isfinite(), expected)
@@ -139,17 +139,17 @@ def test_survivors_are_those_that_are_plausible_to_the_main_branch(make, beta):
 def test_beta_one_leaves_the_greedy_token_whatever_the_strength(alpha):
     main, other = logits(5, 40), logits(5, 40, seed=1)
     for guide in (VCD(alpha, 1.0), RITUAL(alpha, 1.0)):
-        found = law(guide, main, *[other] * len(guide.branches))
+        found = distribution(guide, main, *[other] * len(guide.branches))
         assert torch.equal(found.argmax(-1), main.argmax(-1))
         assert (found.isfinite().sum(-1) == 1).all()
 
 
-def test_the_law_before_the_cut_has_all_tokens():
+def test_the_distribution_before_the_cut_has_all_tokens():
     main, other = logits(5, 40), logits(5, 40, seed=1)
     guide = VCD(1.0, 0.3)
-    combined = law(guide, main, other, combined=True)
+    combined = distribution(guide, main, other, combined=True)
     assert combined.isfinite().all()
-    assert torch.equal(plausible(combined, main, 0.3), law(guide, main, other))
+    assert torch.equal(plausible(combined, main, 0.3), distribution(guide, main, other))
 
 
 def test_tokens_that_a_branch_rules_out_are_out_and_nothing_is_nan():
@@ -159,7 +159,7 @@ def test_tokens_that_a_branch_rules_out_are_out_and_nothing_is_nan():
     guides = [VCD(1.0, 0.0), RITUAL(3.0, 0.0), M3ID(0.1, 0.0), CFGImage(2.0), CFGImage(0.5)]
     for guide in guides:
         for length in (0, 4):
-            found = law(guide, main, other, length=length)
+            found = distribution(guide, main, other, length=length)
             ruled_out = found.isneginf().all(0).nonzero()[:, 0].tolist()
             assert ruled_out == [3, 5, 7], guide
             assert found[:, :3].isfinite().all()
@@ -167,7 +167,7 @@ def test_tokens_that_a_branch_rules_out_are_out_and_nothing_is_nan():
 
 def test_the_margin_moves_by_the_strength_times_the_gap_between_branches():
     main, other = logits(6, 2), logits(6, 2, seed=1)
-    found = law(VCD(0.7, 0.0), main, other)
+    found = distribution(VCD(0.7, 0.0), main, other)
     margin, noised = main[:, 0] - main[:, 1], other[:, 0] - other[:, 1]
     assert torch.allclose(found[:, 0] - found[:, 1], margin + 0.7 * (margin - noised), atol=1e-5)
 
@@ -181,14 +181,14 @@ def test_m3id_leaves_the_first_token_to_the_bit_and_grows_along_a_path():
         tokens=torch.zeros(2, 3, dtype=torch.long), kind="deterministic", tree=Tree((-1, 0, -1))
     )
     guide = M3ID(0.3, 0.0)
-    found = law(guide, main, other, length=4, proposal=nodes)
+    found = distribution(guide, main, other, length=4, proposal=nodes)
     for row, t in enumerate([4, 5, 6, 5]):
         more = (1 - torch.exp(torch.tensor(-0.3 * t))) / torch.exp(torch.tensor(-0.3 * t))
         expected = main[:, row] + more * (main[:, row] - other[:, row])
         assert torch.allclose(found[:, row], expected, atol=1e-3)
     first = logits(2, 30)
-    assert torch.equal(law(guide, first, other[:, 0], length=0), first)
-    late = law(M3ID(0.02, 0.1), first, other[:, 0], length=100_000)
+    assert torch.equal(distribution(guide, first, other[:, 0], length=0), first)
+    late = distribution(M3ID(0.02, 0.1), first, other[:, 0], length=100_000)
     assert late.isfinite().any(-1).all() and not late.isnan().any()
 
 
@@ -197,14 +197,14 @@ def test_m3id_leaves_the_first_token_to_the_bit_and_grows_along_a_path():
 
 def test_gamma_is_between_and_beyond_the_branches():
     main, other = logits(3, 40).double(), logits(3, 40, seed=1).double()
-    assert torch.equal(law(CFGImage(0.0), main, other), other.log_softmax(-1))
-    found = law(CFGImage(2.5), main, other).log_softmax(-1)
-    shifted = law(CFGImage(2.5), main + 7, other - 3).log_softmax(-1)
+    assert torch.equal(distribution(CFGImage(0.0), main, other), other.log_softmax(-1))
+    found = distribution(CFGImage(2.5), main, other).log_softmax(-1)
+    shifted = distribution(CFGImage(2.5), main + 7, other - 3).log_softmax(-1)
     assert torch.allclose(found, shifted, atol=1e-9)  # of either branch only differences count
     for gamma in (0.3, 2.5):
-        same = law(CFGImage(gamma), main, main)
+        same = distribution(CFGImage(gamma), main, main)
         assert torch.allclose(same, main.log_softmax(-1), atol=1e-9)
-    contrast = law(VCD(1.5, 0.0), main, other).log_softmax(-1)
+    contrast = distribution(VCD(1.5, 0.0), main, other).log_softmax(-1)
     assert torch.allclose(found, contrast, atol=1e-9)  # gamma is 1 + alpha
 
 
@@ -213,7 +213,7 @@ def test_log_guidance_with_a_cut_can_be_said_as_pai_says_it():
     guide = Linear([BranchSpec(name="u")], [1.1, -0.1], 0.1, log_space=True)
     c, u = main.log_softmax(-1), other.log_softmax(-1)
     expected = 1.1 * (c - u) + u
-    assert_same_law(law(guide, main, other), plausible(expected, main, 0.1))
+    assert_same_distribution(distribution(guide, main, other), plausible(expected, main, 0.1))
 
 
 # Relatives
@@ -231,7 +231,7 @@ def test_rbd_without_the_visual_branch_is_vcd():
 
 def test_a_normalized_ritual_of_weight_one_is_the_mean():
     main, other = logits(3, 40), logits(3, 40, seed=1)
-    found = law(RITUAL(1.0, 0.0, normalize=True), main, other)
+    found = distribution(RITUAL(1.0, 0.0, normalize=True), main, other)
     assert torch.allclose(found, (main + other) / 2, atol=1e-6)
 
 
@@ -253,13 +253,13 @@ NEUTRAL = [
 
 
 @pytest.mark.parametrize("spec", NEUTRAL)
-def test_what_is_neutral_runs_nothing_and_beside_a_cut_no_branch(spec):
+def test_what_is_neutral_runs_nothing_and_next_to_a_cut_no_branch(spec):
     glue = "" if spec.endswith(":") else ","
     assert registry.create("guide", f"{spec}{glue}beta=0").neutral
     cut = registry.create("guide", f"{spec}{glue}beta=0.1")
     assert not cut.neutral and not cut.branches
     main = logits(4, 40)
-    found = law(cut, main, length=3)
+    found = distribution(cut, main, length=3)
     assert torch.equal(found, plausible(main, main, 0.1))  # raw logits, of log guidance too
 
 

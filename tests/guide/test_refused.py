@@ -22,8 +22,10 @@ def test_a_guide_that_looks_into_layers_is_named_where_they_are_not_shown(name, 
 def test_a_branch_in_the_place_of_one_that_shares_its_pass_is_refused():
     class Clash(Linear):
         def __init__(self):
-            law = BranchSpec(name="law", stage=2, replaces_after_prefill="main")
-            super().__init__([BranchSpec(name="beside", transform="no_image"), law], [0, 0.5, 0.5])
+            edited = BranchSpec(name="edited", stage=2, replaces_after_prefill="main")
+            super().__init__(
+                [BranchSpec(name="beside", transform="no_image"), edited], [0, 0.5, 0.5]
+            )
 
     with pytest.raises(IncompatibleError, match=r"in the place of 'main'.* with beside"):
         decode(Clash())

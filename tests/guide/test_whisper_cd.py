@@ -45,7 +45,7 @@ def said(*each):
     return {name: BranchOutput(logits=values) for name, values in zip(NAMES, each, strict=False)}
 
 
-def law(guide, scores, call=None, proposal=None):
+def distribution(guide, scores, call=None, proposal=None):
     constants = guide.begin(call or context(), {})
     return guide.apply(constants, call, proposal, scores)
 
@@ -55,9 +55,9 @@ def texts(values):
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
-def test_negatives_that_agree_with_the_clean_branch_leave_its_law(tau):
+def test_negatives_that_agree_with_the_clean_branch_leave_its_distribution(tau):
     same = logits(0)
-    found = law(WhisperCD(2.0, tau, beta=0, gate=0), said(same, same, same, same))
+    found = distribution(WhisperCD(2.0, tau, beta=0, gate=0), said(same, same, same, same))
     torch.testing.assert_close(found.log_softmax(-1), same.log_softmax(-1))
     assert torch.equal(found.argmax(-1), same.argmax(-1))
     torch.testing.assert_close(joined([same] * 3, tau), same.log_softmax(-1))
@@ -80,19 +80,19 @@ def test_one_negative_is_the_plain_contrast_of_two(name):
     scores = {"main": BranchOutput(logits=main), branch.name: BranchOutput(logits=negative)}
     plain = Linear.contrast(branch, 0.7, 0).apply(None, None, None, scores)
     torch.testing.assert_close(
-        texts(law(guide, scores)).log_softmax(-1), texts(plain).log_softmax(-1)
+        texts(distribution(guide, scores)).log_softmax(-1), texts(plain).log_softmax(-1)
     )
 
 
 def test_several_negatives_are_one_mixture_at_temperature_one():
     main, *negatives = (logits(seed) for seed in range(4))
-    found = law(WhisperCD(1.0, 1.0, beta=0, gate=0), said(main, *negatives))
+    found = distribution(WhisperCD(1.0, 1.0, beta=0, gate=0), said(main, *negatives))
     mixture = torch.stack([one.softmax(-1) for one in negatives]).mean(0).log()
     expected = 2 * main.log_softmax(-1) - mixture
     torch.testing.assert_close(texts(found).log_softmax(-1), texts(expected).log_softmax(-1))
 
 
-def test_the_lower_the_temperature_the_more_the_likeliest_decides():
+def test_the_lower_the_temperature_the_more_the_most_likely_decides():
     values = [logits(seed) for seed in range(3)]
     loudest = torch.stack([one.log_softmax(-1) for one in values]).amax(0)
     torch.testing.assert_close(joined(values, 0.001), loudest, atol=0.01, rtol=0)
@@ -100,7 +100,7 @@ def test_the_lower_the_temperature_the_more_the_likeliest_decides():
 
 def test_all_but_text_keeps_its_probability():
     main, *negatives = (logits(seed) for seed in range(4))
-    found = law(WhisperCD(3.0, 1.0, beta=0.2, gate=0), said(main, *negatives))
+    found = distribution(WhisperCD(3.0, 1.0, beta=0.2, gate=0), said(main, *negatives))
     assert torch.equal(found[..., END:], main[..., END:])
     torch.testing.assert_close(found.softmax(-1)[..., END:], main.softmax(-1)[..., END:])
     assert not torch.allclose(texts(found).softmax(-1), texts(main).softmax(-1), atol=0.05)
@@ -108,8 +108,8 @@ def test_all_but_text_keeps_its_probability():
 
 def test_the_cut_keeps_what_is_likely_among_text():
     main, *negatives = (logits(seed) for seed in range(4))
-    main[..., END] = 30  # the end is certain, and yet the likeliest text stays
-    found = law(WhisperCD(1.0, 1.0, beta=0.3, gate=0), said(main, *negatives))
+    main[..., END] = 30  # the end is certain, and yet the most likely text stays
+    found = distribution(WhisperCD(1.0, 1.0, beta=0.3, gate=0), said(main, *negatives))
     clean = texts(main).softmax(-1)
     kept = texts(found) > -torch.inf
     assert torch.equal(kept, clean >= 0.3 * clean.amax(-1, keepdim=True))
@@ -122,7 +122,7 @@ def test_without_contrast_the_scores_are_the_models_own():
     call = context(new=(1,))
     scores = said(main[:1, :1], main[:1, :1])
     scores["silent"] = scores["main"]
-    found = law(guide, scores, call, Proposal.empty(1, call.device))
+    found = distribution(guide, scores, call, Proposal.empty(1, call.device))
     assert torch.equal(found, main[:1, :1])
     assert [branch.name for branch in guide.branches] == ["silent"]
     assert WhisperCD(0, gate=0, beta=0).neutral
@@ -134,7 +134,9 @@ def test_a_token_that_a_negative_rules_out_is_no_nan():
     negative[..., 2] = -torch.inf
     main[..., 3] = -torch.inf
     guide = WhisperCD(1.0, beta=0, gate=0, snr=None, shift=None)
-    found = law(guide, {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=negative)})
+    found = distribution(
+        guide, {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=negative)}
+    )
     assert not found.isnan().any()
     assert (found[..., 3] == -torch.inf).all()
     assert (texts(found).argmax(-1) == 2).all()
@@ -148,7 +150,7 @@ def gated(main, silence, call, proposal=None, gate=0.1, noise=None, doubt=0.0):
     scores = {"main": BranchOutput(logits=main), "silent": BranchOutput(logits=silence)}
     if noise is not None:
         scores["noised"] = BranchOutput(logits=noise)
-    found = law(guide, scores, call, proposal or Proposal.empty(1, call.device))
+    found = distribution(guide, scores, call, proposal or Proposal.empty(1, call.device))
     return [row.argmax().item() if (row == -torch.inf).any() else None for row in found[0]]
 
 
@@ -216,10 +218,12 @@ def unspoken(guide, **probability):
     call = context((3, 4, START, NO_TIMES), (11,), ASKED)
     prefill = {}
     for name, share in probability.items():
-        law = torch.full((1, 4, V), 1 / V)
-        law[:, 2] = (1 - share) / (V - 1)
-        law[:, 2, NO_SPEECH] = share
-        prefill[name] = BranchOutput(logits=law[:, -1:], prompt_hidden={"last": law.log()})
+        distribution = torch.full((1, 4, V), 1 / V)
+        distribution[:, 2] = (1 - share) / (V - 1)
+        distribution[:, 2, NO_SPEECH] = share
+        prefill[name] = BranchOutput(
+            logits=distribution[:, -1:], prompt_hidden={"last": distribution.log()}
+        )
     return guide.begin(call, prefill).unspoken
 
 
@@ -256,12 +260,12 @@ def test_an_unspoken_window_ends_where_text_would_begin_and_no_other_row_does(ga
     main = logits(0, rows=1)
     guide = WhisperCD(0.0, beta=0, gate=gate, structure=1.0)
     call = context((START, NO_TIMES), adapter=ASKED, rows=2)
-    law = torch.zeros(2, 2, V)
-    louder = law.clone()
+    distribution = torch.zeros(2, 2, V)
+    louder = distribution.clone()
     louder[1, 0, NO_SPEECH] = 9.0  # only of the second row
     told = {
         name: BranchOutput(logits=main, prompt_hidden={"last": states})
-        for name, states in (("main", law), ("scrambled", louder))
+        for name, states in (("main", distribution), ("scrambled", louder))
     }
     told["silent"] = BranchOutput(logits=logits(1, rows=1))  # says something else
     proposal = Proposal.empty(2, call.device)

@@ -94,7 +94,7 @@ class Pass:
     Attributes:
         logits: Of the last prompt row and all later ones, ``(n + 1, V)``.
         exits: The same of each layer's input through norm and head.
-        last: States behind the final norm, of the whole text.
+        last: States after the final norm, of the whole text.
         weights: Attention by layer, ``(heads, Q, K)``, where attention was edited.
     """
 

@@ -80,7 +80,7 @@ def test_what_changes_the_law_is_called_so_wherever_it_is_shown(run, tmp_path):
     done = run("--class", "star", "--mode", "relaxed", "--json")
     found = json.loads(done.stdout)
     assert found["law"] == "heuristic" and found["images"][0]["law"] == "heuristic"
-    assert "law: heuristic, not the model's own" in done.stderr
+    assert "heuristic: not the model's own distribution" in done.stderr
     with Image.open(tmp_path / "out" / found["images"][0]["file"]) as shown:
         assert shown.text["law"] == "heuristic" and shown.text["mode"] == "relaxed"
 
@@ -160,7 +160,7 @@ def test_an_image_is_continued_and_filled_in(run, tmp_path, classes):
     assert done.exit_code == 0, done.output
     (line,) = lines(tmp_path / "other")
     assert line["completion"] == line["law"] == "locally constrained"
-    assert "law: locally constrained, not the model's own" in done.stderr
+    assert "locally constrained: not the model's own distribution" in done.stderr
     with Image.open(tmp_path / "other" / line["file"]) as shown:
         assert shown.text["law"] == "locally constrained"
     filled = codes_in(tmp_path / "other" / "star-1-000.png", str(classes))
@@ -203,7 +203,7 @@ def test_codes_of_another_model_or_of_other_pixels_are_not_taken(run, tmp_path, 
 def test_rows_side_by_side_are_called_heuristic(run, tmp_path):
     done = run("--class", "ring", "--mode", "zipar:window=2")
     assert done.exit_code == 0, done.output
-    assert "law: heuristic, not the model's own" in done.stderr
+    assert "heuristic: not the model's own distribution" in done.stderr
     (line,) = lines(tmp_path / "out")
     assert line["law"] == "heuristic" and line["passes"] == 12
 
@@ -241,7 +241,7 @@ def test_a_next_scale_model_fills_in(run, tmp_path, scales):
     done = run(
         "--class", "cup", "--refiner", scales, "--drafted", 2, model=scales, out=tmp_path / "two"
     )
-    assert "law: hybrid of two models, not the model's own" in done.stderr
+    assert "hybrid of two models: not the model's own distribution" in done.stderr
 
 
 # What is written, and continued

@@ -1,9 +1,9 @@
-"""How far a relaxed rule moves the law of one drafted token, by closed form.
+"""How far a relaxed rule moves the distribution of one drafted token, by closed form.
 
 A draft x from q that is kept with probability f(x), else replaced by a draw from the residual r,
-leaves the law ``q f + (1 - sum q f) r``. Where f is nowhere below the exact min(1, p / q) and r is
-the exact rule's, its distance from p is the excess of the kept tokens, ``sum (q f - p)+``, and no
-other residual brings it nearer.
+leaves the distribution ``q f + (1 - sum q f) r``. Where f is nowhere below the exact min(1, p / q)
+and r is the exact rule's, its distance from p is the excess of the kept tokens, ``sum (q f - p)+``,
+and no other residual brings it nearer.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class OneToken:
     Attributes:
         keeps: Probability of keeping each token, were it drafted, ``(..., V)``.
         kept: Probability of keeping the draft, ``(...)``.
-        law: Of the token that comes out, ``(..., V)``.
-        distance: Total variation of it from the law of the model, ``(...)``.
+        distribution: Of the token that comes out, ``(..., V)``.
+        distance: Total variation of it from the distribution of the model, ``(...)``.
     """
 
     keeps: Tensor
     kept: Tensor
-    law: Tensor
+    distribution: Tensor
     distance: Tensor
 
 
 def one_token(
     rule: Rejection, p: Tensor, q: Tensor, *, depth: int = 0, place: int = 0, adapter: Any = None
 ) -> OneToken:
-    """Enumerates every draft of one place; takes V times the memory of the laws.
+    """Enumerates every draft of one place; takes V times the memory of the distributions.
 
     Args:
         rule: The rejection rule, or a relaxed one.
-        p: Laws of the model, ``(..., V)``.
-        q: Laws that the draft is drawn from, one-hot where it is not, ``(..., V)``.
+        p: Distributions of the model, ``(..., V)``.
+        q: Distributions that the draft is drawn from, one-hot where it is not, ``(..., V)``.
         depth: Drafted tokens before it.
         place: Its index among the generated tokens.
         adapter: Of a model of image tokens, where the rule asks for codes or grid.
@@ -64,5 +64,10 @@ def one_token(
     keeps = torch.where(never, 1.0, first / torch.where(never, 1.0, second)).clamp_max(1)
     stays = q * keeps
     kept = stays.sum(-1)
-    law = stays + (1 - kept)[..., None] * residual(p, q)
-    return OneToken(keeps=keeps, kept=kept, law=law, distance=(law - p).abs().sum(-1) / 2)
+    distribution = stays + (1 - kept)[..., None] * residual(p, q)
+    return OneToken(
+        keeps=keeps,
+        kept=kept,
+        distribution=distribution,
+        distance=(distribution - p).abs().sum(-1) / 2,
+    )

@@ -1,4 +1,4 @@
-"""A guide's law on logits at hand, without a model."""
+"""A guide's distribution on logits at hand, without a model."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def context(rows, length=0, **options):
     return Call.of(ids, length=length, max_new_tokens=40, room=62, pad_id=1, plan=plan, **options)
 
 
-def law(guide, main, *others, length=0, proposal=None, combined=False):
+def distribution(guide, main, *others, length=0, proposal=None, combined=False):
     """``(B, V)`` or ``(B, N + 1, V)`` logits of all branches to the guided ones, same shape.
 
     Args:
@@ -26,7 +26,7 @@ def law(guide, main, *others, length=0, proposal=None, combined=False):
         *others: Of the guide's branches, in order.
         length: Generated tokens so far.
         proposal: The nodes; ``None``: there are none.
-        combined: The law before the cut.
+        combined: The distribution before the cut.
     """
     flat = main.ndim == 2
     values = [v[:, None] if flat else v for v in (main, *others)]

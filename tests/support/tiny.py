@@ -260,7 +260,7 @@ def reference(family, options):
 
 
 class HiddenPath(drafts.Known):
-    """A tree for each row and round in which the right tokens hang behind wrong siblings.
+    """A tree for each row and round in which the right tokens hang after wrong siblings.
 
     Levels have three siblings, the right one at a random place, each a child of the right one
     above; so what is accepted is rarely in consecutive slots.

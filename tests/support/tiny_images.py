@@ -157,7 +157,7 @@ TEXTS = [[5, 9, 31, 22], [17], [30, 11, 2, 8, 25, 1, 13]]
 
 
 def opening(family):
-    """What stands behind the words of a prompt."""
+    """What stands after the words of a prompt."""
     if family == "emu3":
         digits = [EMU3_WORDS[c] for c in f"{GRID[0]}*{GRID[1]}"]
         return [OPENS, *digits, STARTS]

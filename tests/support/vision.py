@@ -1,4 +1,4 @@
-"""Guides of images on tiny models: what was scored, and drafted runs beside plain ones."""
+"""Guides of images on tiny models: what was scored, and drafted runs next to plain ones."""
 
 import mmdecode
 from mmdecode.decoder import Decoder

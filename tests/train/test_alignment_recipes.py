@@ -41,7 +41,7 @@ def test_the_head_that_follows_the_speech_scores_best():
     assert abs(float(scores[0])) < 1e-6
 
 
-def test_heads_are_written_beside_what_was_there(tmp_path):
+def test_heads_are_written_next_to_what_was_there(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     with pytest.raises(OptionError, match=r"generation_config\.json: there already"):
         write_heads(tmp_path, [[1, 2]])

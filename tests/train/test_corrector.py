@@ -53,7 +53,7 @@ def prompts_of(family):
     return ListPrompts(tokenizer(family != "llama"), family != "llama", ASKED)
 
 
-# What is learnt
+# What is learned
 
 
 def test_parts_are_those_of_the_evaluation_and_share_no_list():
@@ -93,7 +93,7 @@ def test_only_answers_have_labels_and_each_ends_once(family):
 
 @families
 @torch.no_grad()
-def test_the_loss_is_that_of_the_answers_alone_whatever_is_beside_them(family):
+def test_the_loss_is_that_of_the_answers_alone_whatever_is_next_to_them(family):
     prompts, own = prompts_of(family), model(family)
     examples = [example_of(prompts, one.hypotheses, one.reference) for one in LISTS[:40:4]]
     examples.append(example_of(prompts, ("a very long first hypothesis " * 3,), "a"))

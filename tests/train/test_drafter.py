@@ -26,7 +26,7 @@ from mmdecode.train.drafters import trainer as recipe
 from mmdecode.train.drafters.recipes import (
     Options,
     Sample,
-    law_losses,
+    distribution_losses,
     sizes_of,
     targets_of,
     unrolled,
@@ -77,7 +77,7 @@ SMALL = Options(
 )
 
 
-# What is learnt from
+# What is learned from
 
 
 def test_states_are_those_of_a_plain_pass_over_prompt_and_answer():
@@ -153,7 +153,7 @@ def mute(model):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_later_pass_makes_what_drafting_makes(kind):
-    """Behind every row, token by token with a cache, as `FeatureDraft` does it."""
+    """After every row, token by token with a cache, as `FeatureDraft` does it."""
     drafter = random_drafter(kind).double()
     generator = torch.Generator().manual_seed(0)
     embeds, features = torch.randn(2, 2, 7, WIDTH, generator=generator).double()
@@ -223,12 +223,12 @@ def test_answers_too_short_for_a_kind_teach_it_nothing_and_break_nothing(kind, l
         assert loss.item() == 0 and not any(grad.any() for grad in grads)
 
 
-def test_nothing_is_asked_where_the_likeliest_token_is_outside_the_vocabulary():
+def test_nothing_is_asked_where_the_most_likely_token_is_outside_the_vocabulary():
     wanted = torch.zeros(1, 3, 6)
     wanted[0, :, 4], wanted[0, 1, 2] = 1.0, 3.0
     targets = recipes.Targets(features=wanted, logits=wanted, asked=torch.ones(1, 3).bool())
     own = torch.tensor([0, 2, 5])
-    losses, asked = law_losses(torch.zeros(1, 3, 3), targets, own)
+    losses, asked = distribution_losses(torch.zeros(1, 3, 3), targets, own)
     assert asked.tolist() == [[False, True, False]]
     assert losses[0, [0, 2]].tolist() == [0, 0]
     assert float(losses[0, 1]) == pytest.approx(math.log(3))
@@ -267,7 +267,7 @@ def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
         assert answers <= {*draft.drafter.target_ids().tolist()} or len(answers) > 40
 
 
-def test_a_text_drafter_learns_laws_of_words_that_close_ranks():
+def test_a_text_drafter_learns_distributions_of_words_that_close_ranks():
     model, some = vision_model("llava"), [Sample(r, [5, 6, 7]) for r in requests(3)]
     given = vision_inputs("llava")
     batch = collect(Texts(model, lambda asked: dict(given)), None, some)
@@ -275,12 +275,12 @@ def test_a_text_drafter_learns_laws_of_words_that_close_ranks():
     assert not (batch.words & adapter.spans("image", batch.ids)).any()
     own = recipes.RECIPES["text"]
     module = own.build(adapter, some, Options(kind="text", layers=2)).eval()
-    law, losses = batch.logits().log_softmax(-1), []
+    distribution, losses = batch.logits().log_softmax(-1), []
     for row in range(3):
         words = batch.ids[row][batch.words[row]]
         with torch.no_grad():
             drafted = module(words[None]).logits[0].log_softmax(-1)
-        mine = law[row][batch.words[row]]
+        mine = distribution[row][batch.words[row]]
         first = int(batch.asked[row][batch.words[row]].int().argmax())
         losses += [-(mine[t].exp() * drafted[t]).sum() for t in range(first - 1, len(words) - 1)]
     with torch.no_grad():

@@ -107,7 +107,7 @@ def test_the_page_says_what_target_numbers_and_use(server, folder):
         "tags": ["speculative-decoding", "mmdecode", "eagle"],
     }
     assert f'"llava-hf/a-model", draft="eagle:path={NAME}"' in body
-    assert "on 64 requests that were not learnt: 3.89" in body and "0.92, 0.81" in body
+    assert "on 64 requests that were not learned: 3.89" in body and "0.92, 0.81" in body
     assert "900 requests of `questions.jsonl`, 1200 steps in bf16" in body
 
 
@@ -149,7 +149,7 @@ def test_a_target_that_the_hub_does_not_know_is_not_linked():
         page = hub.model_page({**CARD, "model": target}, NAME)
         assert "base_model" not in page and f"trained for `{target}`" in page
     judged = {**CARD, "requests": {"learnt": 9, "held_out": 32, "tested": 0}}
-    assert "on 32 requests that were not learnt: 3.89 (1 without a drafter; they also" in (
+    assert "on 32 requests that were not learned: 3.89 (1 without a drafter; they also" in (
         hub.model_page(judged, NAME)
     )
 

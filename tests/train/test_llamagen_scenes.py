@@ -241,7 +241,7 @@ def test_the_rate_rises_holds_and_falls():
 
 @pytest.fixture(scope="module")
 def loud():
-    """A caption model whose laws are far from even."""
+    """A caption model whose distributions are far from even."""
     model = Learner("caption", OPTIONS, 16).transformer.eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(15)
@@ -249,7 +249,7 @@ def loud():
     return model
 
 
-def test_drawn_images_follow_the_law_they_are_said_to_follow(loud):
+def test_drawn_images_follow_the_distribution_they_are_said_to_follow(loud):
     features = torch.randn(12, SLOTS, 24, generator=torch.Generator().manual_seed(1))
     lengths = torch.arange(2, 26, 2)[:, None]
     features, mask = left_padded(features, torch.arange(SLOTS) < lengths)
@@ -258,10 +258,12 @@ def test_drawn_images_follow_the_law_they_are_said_to_follow(loud):
     both = torch.cat([features, loud.unconditional(features)])
     with torch.no_grad():
         logits = loud.code_logits(both, drawn.codes.repeat(2, 1), mask.repeat(2, 1))
-    law = setting.law(logits)
-    torch.testing.assert_close(image_codes.entropy_of(law), drawn.entropy, atol=1e-3, rtol=1e-3)
-    assert law.gather(-1, drawn.codes[..., None]).min() > -20
-    own = -law.gather(-1, drawn.codes[..., None]).mean() * BITS
+    distribution = setting.target_logits(logits)
+    torch.testing.assert_close(
+        image_codes.entropy_of(distribution), drawn.entropy, atol=1e-3, rtol=1e-3
+    )
+    assert distribution.gather(-1, drawn.codes[..., None]).min() > -20
+    own = -distribution.gather(-1, drawn.codes[..., None]).mean() * BITS
     assert float(own) == pytest.approx(float(drawn.entropy.mean()), rel=0.1)
     moving = reach(loud, features, drawn.codes, setting, torch.Generator().manual_seed(0), mask)
     assert moving["1"] > 0.02
@@ -270,13 +272,17 @@ def test_drawn_images_follow_the_law_they_are_said_to_follow(loud):
 
 def test_a_setting_is_guidance_and_then_the_pipeline():
     given, nothing = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
-    law = Setting(scale=3.0, sampling=Sampling(temperature=0.5)).law(torch.cat([given, nothing]))
+    distribution = Setting(scale=3.0, sampling=Sampling(temperature=0.5)).target_logits(
+        torch.cat([given, nothing])
+    )
     expected = ((nothing + 3 * (given - nothing)) / 0.5).log_softmax(-1)
-    torch.testing.assert_close(law, expected)
-    torch.testing.assert_close(Setting().law(torch.cat([given, nothing])), given.log_softmax(-1))
+    torch.testing.assert_close(distribution, expected)
+    torch.testing.assert_close(
+        Setting().target_logits(torch.cat([given, nothing])), given.log_softmax(-1)
+    )
 
 
-def test_a_code_that_is_drawn_again_as_it_was_moves_no_law(loud):
+def test_a_code_that_is_drawn_again_as_it_was_moves_no_distribution(loud):
     features = torch.randn(3, SLOTS, 24, generator=torch.Generator().manual_seed(1))
     greedy, dice = Setting(sampling=Sampling(top_k=1)), torch.Generator().manual_seed(0)
     drawn = draw(loud, features, greedy, dice)
@@ -289,12 +295,12 @@ def test_entropy_of_positions_knows_positions_and_nothing_else():
     assert image_codes.position_entropy(codes) == pytest.approx(expected)
 
 
-def test_bits_per_code_are_those_of_the_laws(loud):
+def test_bits_per_code_are_those_of_the_distributions(loud):
     features = torch.randn(5, SLOTS, 24, generator=torch.Generator().manual_seed(1))
     codes = torch.randint(32, (5, 256), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        law = loud.code_logits(features, codes).log_softmax(-1)
-    expected = -float(law.gather(-1, codes[..., None]).mean()) * BITS
+        distribution = loud.code_logits(features, codes).log_softmax(-1)
+    expected = -float(distribution.gather(-1, codes[..., None]).mean()) * BITS
     assert bits_per_code(loud, features, codes, batch=2) == pytest.approx(expected, rel=1e-4)
 
 

@@ -37,7 +37,7 @@ LISTS = [
 ]
 
 
-def learnt(step):
+def learned(step):
     """Sentences of a step, as the model is to write them."""
     tokenizer = build_tokenizer(SMALL)
     examples = Examples(tokenizer, LISTS, SMALL)
@@ -50,7 +50,7 @@ def learnt(step):
 
 
 @pytest.mark.slow
-def test_no_sentence_of_a_test_set_is_learnt():
+def test_no_sentence_of_a_test_set_is_learned():
     held_out = {u.text for part in ("development", "test", "unseen") for u in utterances(part, 60)}
     for clip in [*speech_test(), *speech_test(long=True)]:
         held_out |= set(re.split(r"(?<=[.?!]) ", clip.text))
@@ -58,7 +58,7 @@ def test_no_sentence_of_a_test_set_is_learnt():
         text for text in held_out if text not in {u.text for u in utterances("unseen", 60)}
     ]
     assert all(grammar.split(text) == "test" for text in templated)
-    drawn = [text for step in range(6) for text in learnt(step)]
+    drawn = [text for step in range(6) for text in learned(step)]
     assert len(drawn) == 48
     assert all(grammar.split(text) == "train" for text in drawn)
     assert not held_out & {*drawn}

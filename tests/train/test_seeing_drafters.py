@@ -34,7 +34,7 @@ def test_a_step_on_images_moves_all_it_has(kind):
     adapter = registry.adapter_for(vision_model("llava"))
     torch.manual_seed(0)
     module = recipe.build(adapter, [], options)
-    if kind == "dream":  # behind closed gates nothing is learnt yet
+    if kind == "dream":  # after closed gates nothing is learned yet
         for gate in (module.layers[1].cross_attn_attn_gate, module.layers[1].cross_attn_mlp_gate):
             torch.nn.init.constant_(gate, 0.1)
     batch = batch_of(module)
@@ -147,7 +147,7 @@ def test_a_shallow_target_has_no_early_layers():
     assert batch.inner is None
 
 
-def test_the_order_of_the_likeliest_counts_and_not_their_distance_alone():
+def test_the_order_of_the_most_likely_counts_and_not_their_distance_alone():
     wanted = torch.tensor([[3.0, 2.0, 1.0, -5.0]])
     right = ranking_loss(wanted, wanted, top=3)
     turned = ranking_loss(wanted[:, [2, 1, 0, 3]], wanted, top=3)

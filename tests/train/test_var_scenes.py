@@ -165,13 +165,13 @@ def test_the_loss_reaches_every_weight_of_the_tokenizer():
         assert parameter.grad.abs().sum() > 0 or name.endswith(("k.bias", "k.weight")), name
 
 
-def test_bits_are_those_of_each_codes_own_law(made):
+def test_bits_are_those_of_each_codes_own_distribution(made):
     folder, _ = made
     maker = NextScale.from_pretrained(folder / "out" / "var-scenes", "cpu")
     model, tokenizer = maker.stages[0].model, maker.tokenizer
     classes, codes = encoded(tokenizer, *shown(range(HELD_OUT, HELD_OUT + 3)))
-    law = maker.score(classes, codes, drawing=Drawing()).log_softmax(-1)
-    expected = -law.gather(2, codes[..., None])[..., 0]
+    distribution = maker.score(classes, codes, drawing=Drawing()).log_softmax(-1)
+    expected = -distribution.gather(2, codes[..., None])[..., 0]
     with torch.no_grad():
         found = code_losses(model, tokenizer, classes, codes)
     torch.testing.assert_close(found, expected)

@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
 # Processes
 
 
-def learnt(folder, worker):
+def learned(folder, worker):
     """A line through points, of which each batch has its own."""
     torch.manual_seed(0)
     learner = nn.Linear(2, 1)
@@ -146,14 +146,14 @@ def learn_beside(folder, rank):
     """What one of two processes does."""
     worker = Worker("cpu")
     assert (worker.rank, worker.size) == (rank, 2)
-    torch.save(learnt(folder / "both", worker), folder / f"{rank}.pt")
+    torch.save(learned(folder / "both", worker), folder / f"{rank}.pt")
     worker.leave()
 
 
 @pytest.mark.slow
 def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
     pytest.importorskip("accelerate")
-    expected = learnt(tmp_path / "alone", Alone())
+    expected = learned(tmp_path / "alone", Alone())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -180,7 +180,7 @@ def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_training_starts_from_what_was_learnt(kind, tmp_path, monkeypatch):
+def test_a_training_starts_from_what_was_learned(kind, tmp_path, monkeypatch):
     options = replace(SMALL, kind=kind, **having(kind, draft_vocabulary=40, exit_layer=1))
     target = Texts(text_model("llama"), build)
     train(target, requests(10), options, tmp_path / "one" / "state", tmp_path / "one")
@@ -207,9 +207,9 @@ def test_vispec_starts_from_a_drafter_of_eagle(tmp_path):
     eagle.half().float().save_pretrained(tmp_path)
     module = begun(built, str(tmp_path), "a model")
     assert type(module) is ViSpecModel
-    learnt = eagle.state_dict()
+    learned = eagle.state_dict()
     for name, value in module.state_dict().items():
-        assert torch.equal(value, learnt.get(name, own[name]))
+        assert torch.equal(value, learned.get(name, own[name]))
     with pytest.raises(InputError, match="holds no drafter"):
         begun(EagleModel(sizes), "zoo:llava-scenes-medusa", "a model")
     options = replace(SMALL, kind="eagle")

@@ -6,7 +6,7 @@ over frames, averaged over heads, and the cheapest monotone path through them sa
 each token begins (dynamic time warping), as in openai/whisper's ``timing.py``. The weights are
 computed from the layers' queries and keys, which temporary hooks read: the model's own attention is
 neither switched nor touched. A token's row is that of the query that predicted it, as there;
-transformers' ``return_token_timestamps`` takes the row behind, where a token is read.
+transformers' ``return_token_timestamps`` takes the row after, where a token is read.
 
 ``ctc``: letters by frame (`mmdecode.asr.alignment.ctc`) and torchaudio's forced alignment. What has
 no letters in the vocabulary but is spoken (figures, symbols, other scripts) takes a wildcard, which
@@ -43,7 +43,7 @@ Span = tuple[float, float]
 
 MEDIAN_WIDTH = 7
 _LONGEST_S = (0.5, 1.0)  # a token that is said at one go lasts no longer than between these
-_WILDCARD_COST = 1.0  # nats: a letter is better explained by itself than by a wildcard beside it
+_WILDCARD_COST = 1.0  # nats: a letter is better explained by itself than by a wildcard next to it
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class CrossAttention:
         self.keys: dict[int, Tensor] = {}
 
     def weights(self, row: int, frames: int) -> Tensor:
-        """Of one row of the batch, float32 ``(heads, tokens, frames)``; frames behind are unseen.
+        """Of one row of the batch, float32 ``(heads, tokens, frames)``; frames after are unseen.
 
         Rows sum to one over ``frames``.
         """
@@ -107,7 +107,7 @@ class CrossAttention:
 
 @contextmanager
 def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttention]:
-    """Reads a Whisper decoder's queries and keys in the next pass, and leaves nothing behind."""
+    """Reads a Whisper decoder's queries and keys in the next pass, and leaves nothing after."""
     read = CrossAttention(heads)
     handles = []
 
@@ -223,7 +223,7 @@ def attention_spans(
 def forced_spans(log_probs: Tensor, texts: Sequence[str], letters: Letters) -> list[Span]:
     """First frame, and last frame + 1, of each text.
 
-    Marks take no time, beside the text they stand at. Where the texts have more letters than there
+    Marks take no time, next to the text they stand at. Where the texts have more letters than there
     are frames, or none at all, they share the frames evenly.
 
     Args:
@@ -367,7 +367,7 @@ class Timer:
 
 
 def probabilities(logits: Tensor, window: Spoken) -> list[float]:
-    """Probability of each token of a window under the decoded law.
+    """Probability of each token of a window under the decoded distribution.
 
     Args:
         logits: Of the prompt's last token and of each token, ``(tokens + 1, V)``.
@@ -379,6 +379,8 @@ def probabilities(logits: Tensor, window: Spoken) -> list[float]:
     most = len(window.tokens) + 1
     call = Call.of(prompt, generated=tokens, length=0, max_new_tokens=most)
     proposal = Proposal(tokens=tokens, kind="deterministic")
-    law = TargetLogits(logits[None], call, proposal, Processors(window.rules, NODE_PROCESSORS))
-    scores = law.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
+    distribution = TargetLogits(
+        logits[None], call, proposal, Processors(window.rules, NODE_PROCESSORS)
+    )
+    scores = distribution.along(torch.arange(len(window.tokens), device=device)[None])[0, :-1]
     return scores.softmax(-1).gather(1, tokens[0, :, None])[:, 0].tolist()

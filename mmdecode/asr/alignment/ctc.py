@@ -93,7 +93,7 @@ class LetterHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LetterHead:
-        """The head that lies beside a zoo model.
+        """The head that lies next to a zoo model.
 
         Raises:
             InputError: There is none.

@@ -2,8 +2,9 @@
 
 A word is what openai/whisper calls one: it begins at a space, marks belong to the word they stand
 at, and in languages that write no spaces every character is a word. Its confidence is the mean of
-its tokens' probabilities under the decoded law at temperature 1, marks included, as in
-openai/whisper and faster-whisper; the law is the model's own with Whisper's rules, without a guide.
+its tokens' probabilities under the decoded distribution at temperature 1, marks included, as in
+openai/whisper and faster-whisper; the distribution is the model's own with Whisper's rules, without
+a guide.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 """Languages that write no spaces between words."""
 SPACES = ("\u0120", "\u2581")
 """How a space is written in names of tokens: by byte-level vocabularies, and by SentencePiece."""
-_OPENING = frozenset("\"'¿¡")  # beside brackets, opening quotes and dashes
+_OPENING = frozenset("\"'¿¡")  # next to brackets, opening quotes and dashes
 _SPOKEN = frozenset("%&@#§")  # punctuation to Unicode
 _SHORTEST_S = 0.02
 
@@ -50,7 +51,7 @@ class Token(int):
 
     Attributes:
         start_s, end_s: In seconds of what the model heard.
-        probability: Under the decoded law.
+        probability: Under the decoded distribution.
     """
 
     start_s: float
@@ -112,7 +113,7 @@ def split_words(
         are a word only where there is no other.
     """
     words: list[tuple[str, int]] = []
-    held, held_count = "", 0  # marks behind a space, until what follows tells whose they are
+    held, held_count = "", 0  # marks after a space, until what follows tells whose they are
     for text, count in split_units(tokens, tokenizer):
         apart = text[0].isspace() or language in SPACELESS
         if is_marks(text):
@@ -151,7 +152,7 @@ def is_marks(text: str) -> bool:
 
 
 def opens(marks: str) -> bool:
-    """Whether marks belong to the word behind them: brackets, quotes, dashes and spaces do."""
+    """Whether marks belong to the word after them: brackets, quotes, dashes and spaces do."""
     return all(
         c in _OPENING or unicodedata.category(c) in ("Ps", "Pi", "Pd") for c in marks.strip()
     )
@@ -204,7 +205,7 @@ def in_order(
 
     Args:
         spans: Starts and ends.
-        limit: Nothing may end behind it.
+        limit: Nothing may end after it.
         shortest: What each gets at least, where all of them fit in.
         begin: Nothing may start before it.
     """
@@ -212,9 +213,9 @@ def in_order(
     fitted: list[tuple[float, float]] = []
     free = begin  # where the last one ended
     for number, (start, end) in enumerate(spans):
-        latest = limit - (len(spans) - 1 - number) * shortest  # room for those behind
+        latest = limit - (len(spans) - 1 - number) * shortest  # room for those after
         start = max(free, min(start, latest - shortest))
-        if number + 1 < len(spans):  # the one behind knows better when it began
+        if number + 1 < len(spans):  # the one after knows better when it began
             end = min(end, spans[number + 1][0])
         free = min(max(end, start + shortest), latest)
         fitted.append((start, free))

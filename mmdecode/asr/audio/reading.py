@@ -123,7 +123,7 @@ def _naming(name: str, read: Callable[[], Blocks]) -> Callable[[], Blocks]:
 
 
 def part(source: Source, start_s: float, length_s: float | None = None) -> Source:
-    """A stretch of a recording, cut at its own rate; what is behind it is not read.
+    """A stretch of a recording, cut at its own rate; what is after it is not read.
 
     Args:
         source: The recording.

@@ -24,7 +24,7 @@ KEEP_S = 300
 
 
 class Tape:
-    """Samples by position from blocks that arrive in order; what was left behind is dropped.
+    """Samples by position from blocks that arrive in order; what was left after is dropped.
 
     Beyond both ends of the recording it is mirrored, as ``torch.stft`` mirrors it.
     """

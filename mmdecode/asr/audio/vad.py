@@ -177,7 +177,7 @@ class VoiceActivity:
         return found
 
     def _runs(self, probabilities: Iterable[float]) -> Iterator[tuple[int, int]]:
-        """First frame of each run of speech, and the first frame behind it."""
+        """First frame of each run of speech, and the first frame after it."""
         silence = self.options.vad_min_silence_s * RATE / FRAME
         start: int | None = None
         quiet: int | None = None

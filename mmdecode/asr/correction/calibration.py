@@ -107,8 +107,8 @@ def calibrate(
     for one, heard in zip(lists, audio, strict=True):
         if not one.reference:
             continue
-        law, sparse, labels = _forced(corrector, one, heard)
-        main.append(law)
+        distribution, sparse, labels = _forced(corrector, one, heard)
+        main.append(distribution)
         right.append(labels)
         scores, own = sparse.logits[0], labels
         if sparse.candidates is not None:
@@ -153,7 +153,7 @@ def _forced(
     first: dict[str, BranchOutput] = {}
     for scorer in scorers:
         first |= scorer.prefill(call, first)
-    # the rest as a drafted chain behind the first token
+    # the rest as a drafted chain after the first token
     call.rows.length, call.rows.cur_len = call.rows.length + 1, 1
     chain = Proposal(tokens=tokens[:, 1:-1], kind="deterministic")
     rest: dict[str, BranchOutput] = {}

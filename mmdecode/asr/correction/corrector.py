@@ -265,7 +265,7 @@ def _within(part: str, text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How a list is put to a model; kept beside a trained corrector.
+    """How a list is put to a model; kept next to a trained corrector.
 
     Attributes:
         template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
@@ -299,7 +299,7 @@ class ListPrompts:
     Args:
         tokenizer: The model's.
         seq2seq: Whether prompt and answer are read by an encoder and a decoder; else the answer
-            goes on behind the prompt.
+            goes on after the prompt.
         options: How a list is put.
 
     Raises:
@@ -354,7 +354,7 @@ class ListPrompts:
     def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
         """What a model's forward takes of prompts and answers; nothing but answers has labels.
 
-        A seq2seq model gets ``labels (B, A)`` beside prompts ``(B, P)``; a causal one prompt and
+        A seq2seq model gets ``labels (B, A)`` next to prompts ``(B, P)``; a causal one prompt and
         answer as one row, ``labels`` as wide. Rows are padded on the right.
         """
         rows = [prompt if self.seq2seq else prompt + answer for prompt, answer in pairs]
@@ -441,8 +441,8 @@ class Corrector:
             draft or its name with options, or ``None``; greedy and sampled answers are the same.
         guide: A guide, or its name with options.
         beams: Sequences followed by transformers' beam search, which knows no draft; 1: none.
-        temperature: Of the law that answers are drawn from, with noise of the list's id; 0: the
-            most likely tokens.
+        temperature: Of the distribution that answers are drawn from, with noise of the list's id;
+            0: the most likely tokens.
         batch_size: Lists decoded at once.
         max_new_tokens: Most tokens of an answer, or fewer where the model has no more positions.
         seed: Of the noise that sampling uses.
@@ -451,7 +451,7 @@ class Corrector:
         decoder: What decodes, with its ``stats`` and ``trace``; beams are not counted there.
 
     Raises:
-        IncompatibleError: Beams beside a guide, a draft that was asked for, or a temperature.
+        IncompatibleError: Beams next to a guide, a draft that was asked for, or a temperature.
         OptionError: A value is out of range.
         InputError: The tokenizer cannot end an answer.
     """

@@ -1,25 +1,25 @@
 """What a recogniser says of a language model's candidates, by the text that they stand for.
 
 The two models need not share a vocabulary. A candidate is the text so far with one more token of
-the language model behind it, and its score is the log-probability, under the recogniser, that a
+the language model after it, and its score is the log-probability, under the recogniser, that a
 transcript begins with this text:
 
-- Complete words, those with white space behind them, are scored by their canonical tokens: those
-  that the recogniser's tokenizer makes of the word behind a space.
+- Complete words, those with white space after them, are scored by their canonical tokens: those
+  that the recogniser's tokenizer makes of the word after a space.
 - The pending word at the end is scored by the mass of all tokens that begin with the last of its
   canonical ones, and of longer ones that cover several of these.
 - Words may be written another way than the recogniser writes them. A complete word takes the
-  likeliest of its casings and of the marks that may follow it, the space behind it counted; the
-  choice stays as it is from then on. A pending word takes the likeliest of its casings.
+  most likely of its casings and of the marks that may follow it, the space after it counted; the
+  choice stays as it is from then on. A pending word takes the most likely of its casings.
 - The end token scores as a last word that is complete, and the end of the transcript.
 
 So a score is a function of the audio and the text alone: not of how the text was cut into tokens,
-of what was drafted, or of the other rows. The acoustic law is the softmax of these scores over the
-candidates (`mmdecode.guide.fusion`), in which what they share cancels. Tokens that stand for no
-text (special ones, parts of a character) are no candidates.
+of what was drafted, or of the other rows. The acoustic distribution is the softmax of these scores
+over the candidates (`mmdecode.guide.fusion`), in which what they share cancels. Tokens that stand
+for no text (special ones, parts of a character) are no candidates.
 
 All that is asked about at a time is read in one pass of the recogniser's decoder, as a tree of its
-tokens behind a cached prefix, all rows together. Only where a complete word turns out to be written
+tokens after a cached prefix, all rows together. Only where a complete word turns out to be written
 another way than the text has it, what follows is read in a further pass.
 
 Where both tokenizers have the same texts as tokens (`shared_ids`), the recogniser scores the whole
@@ -63,7 +63,7 @@ Tokens = tuple[int, ...]
 Route = Literal["auto", "text", "ids"]
 
 MARKS = ("", ",", ".", "?", "!")
-"""What may follow a word, beside what the text itself has there."""
+"""What may follow a word, next to what the text itself has there."""
 _TRAILING = ",.?!;:"
 _NO_TEXT = "\ufffd"
 
@@ -129,7 +129,7 @@ def spellings(word: str) -> list[str]:
 
 
 def split(text: str) -> tuple[tuple[str, ...], str]:
-    """Complete words, and the pending one, empty behind white space."""
+    """Complete words, and the pending one, empty after white space."""
     words = text.split()
     if not words or text[-1].isspace():
         return tuple(words), ""
@@ -138,11 +138,11 @@ def split(text: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass
 class Block:
-    """Tokens of one row to be read together, each behind an earlier one or the cached prefix.
+    """Tokens of one row to be read together, each after an earlier one or the cached prefix.
 
     Attributes:
         tokens: In an order in which parents come first.
-        parents: -1 for those right behind the cached prefix.
+        parents: -1 for those right after the cached prefix.
         prefixes: What is known once the token was read: all tokens up to it, from the beginning.
         kept: How many of the first stay in the cache.
     """
@@ -161,20 +161,20 @@ class Block:
 
 
 class Listener:
-    """One row: scores of texts from laws of next tokens, and which laws are yet to be read.
+    """One row: scores of texts from distributions of next tokens, and those still to be read.
 
     Args:
         spelling: How the recogniser writes.
-        first: Log-law at the beginning of the transcript, ``(V,)``.
+        first: Log-distribution at the beginning of the transcript, ``(V,)``.
 
     Attributes:
-        wanted: Prefixes whose laws are missing for what was asked.
+        wanted: Prefixes whose distributions are missing for what was asked.
     """
 
     def __init__(self, spelling: Spelling, first: np.ndarray) -> None:
         self.spelling = spelling
         self.wanted: set[Tokens] = set()
-        self._laws: dict[Tokens, np.ndarray] = {(): first}
+        self._distributions: dict[Tokens, np.ndarray] = {(): first}
         self._masses: dict[tuple[Tokens, str], float] = {}
         self._paths: dict[tuple[str, ...], tuple[Tokens, float]] = {(): ((), 0.0)}
         self._trunk: Tokens = ()
@@ -182,9 +182,9 @@ class Listener:
 
     def fork(self) -> Listener:
         """A row that goes on by itself."""
-        twin = Listener(self.spelling, self._laws[self._trunk])
-        twin._laws, twin._masses, twin._paths = (
-            dict(self._laws),
+        twin = Listener(self.spelling, self._distributions[self._trunk])
+        twin._distributions, twin._masses, twin._paths = (
+            dict(self._distributions),
             dict(self._masses),
             dict(self._paths),
         )
@@ -195,13 +195,13 @@ class Listener:
         """Log-probability that a transcript begins with a text, or with ``ended`` is the text.
 
         Returns:
-            ``None`` where laws are missing, which are then among `wanted`.
+            ``None`` where distributions are missing, which are then among `wanted`.
         """
         words, pending = split(text)
         if ended:
             words = (*words, pending) if pending else words
             if not words:
-                return float(self._laws[()][self.spelling.end])
+                return float(self._distributions[()][self.spelling.end])
             before, value = self._path(words[:-1])
             found = self._written(before, words[-1], ended=True)
             return None if value is None or found is None else value + found[1]
@@ -220,7 +220,9 @@ class Listener:
         if value is None or len(trunk) <= len(self._trunk):
             return
         self._trunk, size = trunk, len(trunk)
-        self._laws = {p: law for p, law in self._laws.items() if p[:size] == trunk}
+        self._distributions = {
+            p: distribution for p, distribution in self._distributions.items() if p[:size] == trunk
+        }
         self._masses = {k: mass for k, mass in self._masses.items() if k[0][:size] == trunk}
 
     def block(self) -> Block:
@@ -238,21 +240,21 @@ class Listener:
                     places[part] = block.add(part[-1], places[part[:-1]], part)
         return block
 
-    def hear(self, block: Block, laws: Mapping[int, np.ndarray]) -> None:
+    def hear(self, block: Block, distributions: Mapping[int, np.ndarray]) -> None:
         """Takes over what was read.
 
         Args:
             block: What `block` said.
-            laws: Log-laws ``(V,)`` by place in it, at least those of `unread`.
+            distributions: Log-distributions ``(V,)`` by place in it, at least those of `unread`.
         """
-        for place, law in laws.items():
-            self._laws[block.prefixes[place]] = law
+        for place, distribution in distributions.items():
+            self._distributions[block.prefixes[place]] = distribution
         self._cached += block.kept
         self.wanted.clear()
 
     def unread(self, block: Block) -> list[int]:
-        """Places of a block whose laws are not known."""
-        known = self._laws
+        """Places of a block whose distributions are not known."""
+        known = self._distributions
         return [
             place
             for place in range(block.kept, len(block.tokens))
@@ -272,7 +274,7 @@ class Listener:
         return self._paths[words]
 
     def _written(self, before: Tokens, word: str, ended: bool) -> tuple[Tokens, float] | None:
-        """The likeliest way to write a complete word: tokens and score, with the end if asked."""
+        """The most likely way to write a complete word: tokens and score, with the end if asked."""
         ways = [self.spelling.ids(way) for way in spellings(word)]
         if not self._all_known([before + ids for ids in ways]):
             return None
@@ -280,7 +282,7 @@ class Listener:
         for ids in ways:
             score = self._along(before, ids)
             if ended:
-                behind = float(self._laws[before + ids][self.spelling.end])
+                behind = float(self._distributions[before + ids][self.spelling.end])
             else:
                 behind = self._mass(before + ids, self.spelling.space)
             if best is None or score + behind > best[0]:
@@ -289,7 +291,7 @@ class Listener:
         return best[1:]
 
     def _begun(self, before: Tokens, pending: str) -> float | None:
-        """Log-mass of what begins with a pending word, in its likeliest casing."""
+        """Log-mass of what begins with a pending word, in its most likely casing."""
         ways = [self.spelling.ids(way) for way in casings(pending)]
         if not self._all_known([before + ids[:-1] for ids in ways]):
             return None
@@ -307,19 +309,19 @@ class Listener:
 
     def _along(self, before: Tokens, ids: Tokens) -> float:
         places = range(len(ids))
-        return sum(float(self._laws[before + ids[:place]][ids[place]]) for place in places)
+        return sum(float(self._distributions[before + ids[:place]][ids[place]]) for place in places)
 
     def _mass(self, before: Tokens, piece: str) -> float:
         """Log-probability that the next token begins with a piece."""
         key = before, piece
         if key not in self._masses:
-            values = self._laws[before][self.spelling.beginning(piece)]
+            values = self._distributions[before][self.spelling.beginning(piece)]
             self._masses[key] = log_sum(values)
         return self._masses[key]
 
     def _all_known(self, prefixes: Iterable[Tokens]) -> bool:
-        """Whether the laws behind some prefixes were read; all that were not are wanted."""
-        missing = [prefix for prefix in prefixes if prefix not in self._laws]
+        """Whether the distributions after some prefixes were read; all that were not are wanted."""
+        missing = [prefix for prefix in prefixes if prefix not in self._distributions]
         self.wanted.update(missing)
         return not missing
 
@@ -333,7 +335,7 @@ def log_sum(values: np.ndarray) -> float:
 
 
 class AcousticScorer(BranchRunner):
-    """A recogniser that scores a language model's likeliest tokens as text.
+    """A recogniser that scores a language model's most likely tokens as text.
 
     See `mmdecode.engine.contracts.BranchRunner`; the module says what a score is. What is heard
     comes with the call, as for `mmdecode.guide.fusion.SecondModel`.
@@ -345,7 +347,7 @@ class AcousticScorer(BranchRunner):
         prompt: Its decoder's first ids, which ask for a transcript without times.
         tokenizer: The language model's.
         pieces: Text of each of its tokens, see `pieces_of`.
-        candidates: How many of its likeliest tokens are scored.
+        candidates: How many of its most likely tokens are scored.
 
     Attributes:
         choices: What the language model and the audio might have taken, each alone.
@@ -379,7 +381,7 @@ class AcousticScorer(BranchRunner):
             "main"
         ].logits
         first = logits[:, 0].log_softmax(-1).cpu().numpy()
-        self.listeners = [Listener(self.spelling, law) for law in first]
+        self.listeners = [Listener(self.spelling, distribution) for distribution in first]
         found = self._answer(call, Proposal.empty(call.batch, call.device), earlier)
         self.choices.keep_first()
         return found
@@ -387,7 +389,7 @@ class AcousticScorer(BranchRunner):
     def score(
         self, call: Call, proposal: Proposal, earlier: Mapping[str, BranchOutput]
     ) -> dict[str, BranchOutput]:
-        """Candidates behind root and nodes."""
+        """Candidates after root and nodes."""
         for row, ids in enumerate(_generated(call)):
             self.listeners[row].commit(self._decoded(ids))
         return self._answer(call, proposal, earlier)
@@ -407,7 +409,7 @@ class AcousticScorer(BranchRunner):
     ) -> dict[str, BranchOutput]:
         logits = earlier["main"].logits
         best = logits.topk(min(self.count, logits.shape[-1])).indices
-        likeliest = best.tolist()
+        most_likely = best.tolist()
         open_rows = call.rows.active.tolist()
         asked: list[list[tuple[str, bool] | None]] = []
         for row, paths in enumerate(_paths(call, proposal)):
@@ -417,12 +419,12 @@ class AcousticScorer(BranchRunner):
             asked.append(
                 [
                     self._asked(text, token)
-                    for text, tokens in zip(texts, likeliest[row], strict=True)
+                    for text, tokens in zip(texts, most_likely[row], strict=True)
                     for token in tokens
                 ]
             )
         scores = torch.tensor(self.weigh(asked)).reshape(best.shape).to(logits)
-        self.choices.see(best[..., 0], self._likely(likeliest, scores))
+        self.choices.see(best[..., 0], self._likely(most_likely, scores))
         candidates = best.masked_fill(scores == -torch.inf, -1)
         return {ACOUSTIC: BranchOutput(logits=scores, candidates=candidates)}
 
@@ -492,9 +494,11 @@ class AcousticScorer(BranchRunner):
         ]
         index = torch.tensor([(row, place) for row, own in enumerate(places) for place in own])
         wanted = states["last"][index[:, 0].to(device), index[:, 1].to(device)]
-        laws = iter(self.branches.adapter.head(wanted).float().log_softmax(-1).cpu().numpy())
+        distributions = iter(
+            self.branches.adapter.head(wanted).float().log_softmax(-1).cpu().numpy()
+        )
         for listener, block, own in zip(self.listeners, blocks, places, strict=True):
-            listener.hear(block, {place: next(laws) for place in own})
+            listener.hear(block, {place: next(distributions) for place in own})
         cache.commit(torch.tensor([block.kept for block in blocks], device=device))
 
 
@@ -517,7 +521,7 @@ def _paths(call: Call, proposal: Proposal) -> Iterator[list[list[int] | None]]:
 
 
 def pieces_of(tokenizer: Any, vocab: int) -> list[str | None]:
-    """The text that each token adds behind a word, ``None`` where it adds none.
+    """The text that each token adds after a word, ``None`` where it adds none.
 
     Args:
         tokenizer: Of the language model.
@@ -591,7 +595,7 @@ class Acoustic:
         Args:
             tokenizer: The language model's.
             vocab: Rows of its output.
-            candidates: How many of its likeliest tokens are scored as text.
+            candidates: How many of its most likely tokens are scored as text.
             route: ``text`` scores candidates, ``ids`` carries ids over to the recogniser, ``auto``
                 does that where the two write text in the same tokens.
 

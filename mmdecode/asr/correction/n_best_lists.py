@@ -162,7 +162,7 @@ def lists_of(transcript: Transcript) -> list[NBestList]:
 
 
 def split(lists: Sequence[NBestList], share: float) -> tuple[list[NBestList], list[NBestList]]:
-    """A development part and the rest, the same for a list whatever others are beside it.
+    """A development part and the rest, the same for a list whatever others are next to it.
 
     Args:
         lists: In order, which both parts keep.

@@ -126,12 +126,12 @@ def joined_scores(one: NBestList, language: Sequence[float], weight: float) -> l
 
 
 def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How far the laws of a text's tokens are from knowing nothing: mean of KL(uniform || law).
+    """Self-certainty of a text: mean of KL(uniform || distribution) over its tokens.
 
-    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the law of the recogniser at
-    each token of each hypothesis, from a forced pass or from the decoding itself, as raw logits:
-    where a token is forbidden (``-inf``), the divergence is infinite. Lists in files do not hold
-    laws, so nothing of `mmdecode.evaluation` offers it.
+    ``-1/T sum_t (1/V sum_v log p_t(v) + log V)``, in nats. It needs the distribution of the
+    recogniser at each token of each hypothesis, from a forced pass or from the decoding itself, as
+    raw logits: where a token is forbidden (``-inf``), the divergence is infinite. Lists in files do
+    not hold distributions, so nothing of `mmdecode.evaluation` offers it.
 
     Source: Kang, Zhao and Song, 2025, arXiv:2502.18581.
 
@@ -140,30 +140,30 @@ def self_certainty(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: ``(..., T)``, True at tokens that count; ``None``: all do.
 
     Returns:
-        ``(...)``, float32, 0 where every law is uniform.
+        ``(...)``, float32, 0 where every distribution is uniform.
 
     Raises:
         OptionError: A logit that counts is not finite.
     """
     keep = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     keep = keep if mask is None else mask.bool()
-    laws = logits.float().log_softmax(-1)
-    divergence = -laws.mean(-1) - math.log(logits.shape[-1])
+    distributions = logits.float().log_softmax(-1)
+    divergence = -distributions.mean(-1) - math.log(logits.shape[-1])
     if not divergence[keep].isfinite().all():
         raise OptionError(
-            "self-certainty of laws with forbidden tokens is infinite; give raw logits, before "
-            "suppressed tokens are set to -inf"
+            "self-certainty of distributions with forbidden tokens is infinite; give raw "
+            "logits, before suppressed tokens are set to -inf"
         )
     return torch.where(keep, divergence, 0.0).sum(-1) / keep.sum(-1).clamp_min(1)
 
 
-def most_certain(laws: Sequence[Tensor]) -> Choice:
+def most_certain(distributions: Sequence[Tensor]) -> Choice:
     """The hypothesis with the highest `self_certainty`; its gain is in nats per token.
 
     Args:
-        laws: Raw logits of each hypothesis' tokens, ``(T, V)``.
+        distributions: Raw logits of each hypothesis' tokens, ``(T, V)``.
     """
-    return highest([float(self_certainty(one)) for one in laws])
+    return highest([float(self_certainty(one)) for one in distributions])
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Correction beside a recogniser: by a language model alone, or together with what was heard.
+"""Correction next to a recogniser: by a language model alone, or together with what was heard.
 
 These are the methods of the registry's kind ``correct``: ``llm``, and ``uadf``, ``static`` and
 ``shallow``, whose tokens the recogniser weighs too (`mmdecode.guide.uadf`, `mmdecode.guide.fusion`,
 `mmdecode.asr.correction.fusion`). Each is a `mmdecode.asr.correction.corrector.Corrector` that also
-says of each word who decided it. `WindowCorrector` puts one behind a transcriber.
+says of each word who decided it. `WindowCorrector` puts one after a transcriber.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DecidedWord:
         text: It.
         by: ``both``: each alone would have written it, given the words before; ``language model``:
             the audio alone would not; ``audio``: the language model alone would not. The audio is
-            asked about the language model's likeliest tokens alone, so that a word of both may be
+            asked about the language model's most likely tokens alone, so that a word of both may be
             in no hypothesis. An answer that was refused is the first hypothesis, of the audio.
     """
 
@@ -255,7 +255,7 @@ def _all(
 
 
 def _words_of_text(one: Correction) -> list[DecidedWord]:
-    """Words of a text that was made without hearing, beside the first hypothesis."""
+    """Words of a text that was made without hearing, next to the first hypothesis."""
     words, heard = one.text.split(), one.best.split()
     by: list[By] = ["language model"] * len(words)
     for block in SequenceMatcher(None, heard, words, autojunk=False).get_matching_blocks():
@@ -403,7 +403,7 @@ def temperatures_of(
     )
 
 
-# Behind a transcriber
+# After a transcriber
 
 
 @dataclass(frozen=True)
@@ -411,9 +411,9 @@ class Stretch:
     """A stretch of a recording that is heard again.
 
     Attributes:
-        segments: Which of the transcript's it holds, first and behind the last.
+        segments: Which of the transcript's it holds, first and after the last.
         start: Its first sample.
-        end: Behind its last.
+        end: After its last.
     """
 
     segments: tuple[int, int]
@@ -426,7 +426,7 @@ class WindowCorrector:
 
     A window of the first transcription, as far as it was kept, is heard again by itself: its
     N-best list is the text it has, then what a beam search finds, and it gets a correction of its
-    own. Corrected words go to the segment in which the words beside them were.
+    own. Corrected words go to the segment in which the words next to them were.
 
     Args:
         method: What corrects.

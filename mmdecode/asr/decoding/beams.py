@@ -34,7 +34,7 @@ def beam_search(
         model: An encoder-decoder.
         prompt: ``(B, P)``, without padding.
         inputs: What ``generate`` takes besides: the windows, or the encoder's states of them.
-        rules: Processors beside those that the checkpoint asks for.
+        rules: Processors next to those that the checkpoint asks for.
         config: Lengths and special tokens.
         beams: Sequences followed.
         keep: Sequences returned, at most as many.

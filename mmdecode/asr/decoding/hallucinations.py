@@ -1,9 +1,9 @@
 """Segments that a model made up in silence: found by their words, and skipped.
 
 A segment is doubtful where its words are unlikely, or too short or too long to have been said. A
-doubtful segment between silences, or beside other doubtful ones, is dropped with all that follows
+doubtful segment between silences, or next to other doubtful ones, is dropped with all that follows
 in its window, and the next window begins there, so that what follows is heard with less silence
-before it. A window whose first words are doubtful and come after a silence is decoded anew from
+before it. A window whose first words are doubtful and come after a silence is decoded again from
 where they begin. Windows without a doubtful segment are never changed.
 
 Source: ``hallucination_silence_threshold`` of openai/whisper (``transcribe.py``), with its

@@ -121,7 +121,7 @@ class Job:
 
     @property
     def done_s(self) -> float:
-        """Seconds of the recording behind which nothing is transcribed yet."""
+        """Seconds of the recording after which nothing is transcribed yet."""
         if self.speech is None or self.seek >= self.frames:
             return self.timeline.duration_s
         return self.timeline.at(self.seek * self.frame_s)

@@ -2,8 +2,8 @@
 
 ``beam``: transformers' beam search with as many beams, under the prompt and the processors of the
 window; scores are its ``sequences_scores``, at the default length penalty the mean log-probability
-per token. ``sample``: draws from the law of model and guide at temperature 1 through the engine,
-by a decoder of its own without a draft; scores are mean log-probabilities too.
+per token. ``sample``: draws from the distribution of model and guide at temperature 1 through the
+engine, by a decoder of its own without a draft; scores are mean log-probabilities too.
 
 What differs in its times alone is one text, with the score and the tokens of the best: there may be
 fewer texts than were asked for. A text is of a whole window: where windows follow one another, an
@@ -56,13 +56,13 @@ def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> 
 
 
 class Alternatives:
-    """Finds the N-best lists of windows, beside the transcript.
+    """Finds the N-best lists of windows, next to the transcript.
 
     Args:
         attempts: How the windows themselves are decoded.
 
     Raises:
-        OptionError: Beams are asked for beside a guide.
+        OptionError: Beams are asked for next to a guide.
     """
 
     def __init__(self, attempts: Attempts) -> None:
@@ -81,7 +81,7 @@ class Alternatives:
             self.sampler = Attempts(attempts.recognizer, decoder, scored)
         elif guide is not None:
             raise OptionError(
-                "n_best_method='beam' searches under the model's own law and knows no guide; use "
+                "n_best_method='beam' is transformers' beam search, which knows no guide; use "
                 "n_best_method='sample', or leave the guide out"
             )
 

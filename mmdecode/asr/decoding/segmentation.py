@@ -1,4 +1,4 @@
-"""Cuts of a window: its segments, what is left behind the last one, and what a loop leaves."""
+"""Cuts of a window: its segments, what is left after the last one, and what a loop leaves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut]
 
     Returns:
         The segments, and where the next window starts, in timestamp steps; ``None`` where it starts
-        behind this one.
+        after this one.
     """
     stamped = [token >= begin for token in tokens]
     cuts = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
     if not cuts:
         times = [token - begin for token in tokens if token >= begin]
         return [(0, times[-1] if times and times[-1] else whole, tokens)], None
-    closed = stamped[-2:] == [False, True]  # nothing is said behind a single timestamp
+    closed = stamped[-2:] == [False, True]  # nothing is said after a single timestamp
     if closed:
         cuts.append(len(tokens))
     else:
@@ -42,7 +42,7 @@ def split_segments(tokens: list[int], begin: int, whole: int) -> tuple[list[Cut]
 
 
 def unfinished(tokens: list[int], cuts: list[Cut]) -> list[int]:
-    """What a window says behind its last complete segment, from its opening timestamp on.
+    """What a window says after its last complete segment, from its opening timestamp on.
 
     Args:
         tokens: Of the window.

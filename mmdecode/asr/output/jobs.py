@@ -181,7 +181,7 @@ def merge(folder: Path, entries: Sequence[Entry], without: Collection[str] = ())
                 elif source in transcribed:
                     continue
                 lines[source] = line
-        # recordings of an earlier, larger input stay, behind the others
+        # recordings of an earlier, larger input stay, after the others
         ordered = sorted(lines, key=lambda source: place.get(source, len(place)))
         write_file(folder / RESULTS, b"".join(lines[source] for source in ordered))
         if (folder / PARTS).exists():
@@ -200,7 +200,7 @@ class ResultFolder:
         suspects: Those that `prepare` returned.
         alone: Those that `prepare` returned.
         overwrite: Replace files that are not ours.
-        anew: Settings to note as the first result comes; then older results go.
+        again: Settings to note as the first result comes; then older results go.
 
     Attributes:
         done: Ids of the recordings that have a transcript.
@@ -221,7 +221,7 @@ class ResultFolder:
         suspects: Iterable[str] = (),
         alone: Mapping[str, int] | None = None,
         overwrite: bool = False,
-        anew: Mapping[str, Any] | None = None,
+        again: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.formats, self.layout = folder, formats, layout
         self._overwrite, self._inputs = overwrite, Inputs(folder)
@@ -229,7 +229,7 @@ class ResultFolder:
         self._names: dict[str, str] = {}
         self._failed: dict[str, bytes] = {}
         with explained(folder):
-            for line, found in _lines(folder / RESULTS) if anew is None else ():
+            for line, found in _lines(folder / RESULTS) if again is None else ():
                 self._names[found["source"]] = found["name"]
                 if "error" in found:
                     self._failed[found["source"]] = line
@@ -238,8 +238,8 @@ class ResultFolder:
             self._part = folder / RESULTS
             if rank is not None:
                 self._part = folder / PARTS / f"rank-{rank}.jsonl"
-            self._anew = anew
-            self._file = self._opened() if anew is None else None
+            self._anew = again
+            self._file = self._opened() if again is None else None
             self.journal = InFlight(folder / JOURNAL.format(rank or 0), suspects)
             self.batches = Batches(folder / BATCHES.format(rank or 0), alone or {})
         self._names = _named(entries, self._names)

@@ -105,9 +105,9 @@ def read_manifest(
         limit: Only the first so many recordings; ``None``: all.
         audio: Whether every line must name a recording; whether it exists is not looked at.
         text: Whether every line must have a text; it may be empty.
-        failing: Whether a line that lacks what it must have is an entry with a problem, beside
+        failing: Whether a line that lacks what it must have is an entry with a problem, next to
             others; of several with one id the first keeps it, and the others have ``#`` and their
-            lines behind it.
+            lines after it.
         left_out: Gets what is wrong with such lines, which are no entries then.
 
     Raises:

@@ -160,7 +160,7 @@ class Heard:
     """A window as a waveform that can be changed; see `mmdecode.adapters.audio.transforms`.
 
     Attributes:
-        samples: ``(T,)``, with half a frame of what stands before and behind the window.
+        samples: ``(T,)``, with half a frame of what stands before and after the window.
         mel: The model's features.
         peak: The loudest value of the recording.
         certain: Whether who hands it over knows that the model reads this window.

@@ -177,11 +177,11 @@ def _show(report: Ways, summary: Mapping[str, Any]) -> None:
 
     found = numbers(report)
     about = [name for name in found[report.ways[0].name] if name != "law"]
-    table = Table(Column("", no_wrap=True, min_width=len("(heuristic law)")), *about)
+    table = Table(Column("", no_wrap=True, min_width=len("(heuristic distribution)")), *about)
     for way in report.ways:
         cells = [found[way.name][name] for name in about]
         style = None if way.law == "exact" else "yellow"
-        table.add_row(f"{way.name}\n({way.law} law)", *cells, style=style)
+        table.add_row(f"{way.name}\n({way.law} distribution)", *cells, style=style)
     console.print(table)
     for text in report.conditions.values():
         console.print(text, style="dim", markup=False, highlight=False)

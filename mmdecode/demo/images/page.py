@@ -1,6 +1,6 @@
 """One HTML file that shows pictures drawn in several ways from the same seeds: nothing to fetch.
 
-Each picture stands beside a map of its codes that shows in which pass each was decided. Codes of
+Each picture stands next to a map of its codes that shows in which pass each was decided. Codes of
 one pass have one shade and no seam between them.
 """
 
@@ -24,7 +24,7 @@ class Drawn:
         passes: Scoring passes after the prompt.
         tokens: Of the picture.
         seconds: What it took, pixels left out.
-        bits: Mean negative log2-likelihood of a code under the guided law.
+        bits: Mean negative log2-likelihood of a code under the guided distribution.
         same: Whether its tokens are those of the first way.
     """
 
@@ -50,7 +50,7 @@ class Way:
     Attributes:
         name: Of the mode.
         about: Its draft and rule.
-        law: ``exact`` or ``heuristic``.
+        distribution: ``exact`` or ``heuristic``.
         pictures: One for each of the report's.
     """
 
@@ -148,7 +148,7 @@ def page(report: Ways) -> str:
 <p class="eyebrow">mmdecode demo</p>
 <h1>{title}</h1>
 <p class="lead">{escape(report.model)} drew from the same seeds token by token, and with a window of
-guesses that are scored together. An exact rule leaves the law as it is; a heuristic one does not,
+guesses that are scored together. An exact rule keeps the distribution; a heuristic one does not,
 and bits per token show where it went, not whether pictures are good.</p>
 <p class="conditions">{conditions}</p>
 </header>
@@ -200,7 +200,7 @@ def _cards(report: Ways) -> str:
 
 def _tag(law: str) -> str:
     mood = "" if law == "exact" else " bad"
-    return f'<span class="tag{mood}">{escape(law)} law</span>'
+    return f'<span class="tag{mood}">{escape(law)} distribution</span>'
 
 
 def _picture(report: Ways, place: int, last: int) -> str:

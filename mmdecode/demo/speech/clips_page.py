@@ -1,7 +1,7 @@
 """One HTML file that shows what drafting did to every clip: nothing to install, nothing to fetch.
 
 The page holds its styles, scripts, figures and audio. Each committed token is a chip; the chips of
-one decoder pass stand together, and what the draft proposed in vain is struck through behind them.
+one decoder pass stand together, and what the draft proposed in vain is struck through after them.
 """
 
 from __future__ import annotations

@@ -278,14 +278,14 @@ def _drafted(plain: Answerer, decoder: Decoder, png: bytes, answer: Answer) -> D
 
 
 def _margins(answer: Answer, guided: bool) -> dict[str, float]:
-    """By branch, the guided law last; without a guide the model's own."""
+    """By branch, the guided distribution last; without a guide the model's own."""
     known = answer.margins or {}
     names = [name for name in known if name != "guided"] + ["guided"] * guided
     return {name: known[name] for name in names if name in known}
 
 
 def _tokens(plain: Answerer, answer: Answer, instead: Sequence[int] | None) -> list[Token]:
-    """The tokens of an answer beside what the plain model would have said in their place."""
+    """The tokens of an answer next to what the plain model would have said in their place."""
     from mmdecode.demo.vision.page import Token
 
     tokenizer = plain.processor.tokenizer
@@ -396,7 +396,7 @@ def _scores(pictures: Sequence[Pictured], methods: Sequence[str]) -> dict[str, d
 
 
 def _passes(given: Sequence[Given]) -> str:
-    """Of drafted answers, beside those without the draft."""
+    """Of drafted answers, next to those without the draft."""
     drafted = [one.drafted for one in given if one.drafted is not None]
     return f"{sum(one.passes for one in drafted)} for {sum(one.undrafted for one in drafted)}"
 

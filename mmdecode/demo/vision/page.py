@@ -1,6 +1,6 @@
 """One HTML file that shows what guides did to answers about images: nothing to fetch.
 
-Beside each image stand its questions with the answers of every method, the yes-no margins of the
+Next to each image stand its questions with the answers of every method, the yes-no margins of the
 branches as bars, the tokens that a guide changed, where attention guides look, and which tokens of
 a caption were drafted.
 """
@@ -36,7 +36,7 @@ class Token:
     Attributes:
         text: As it is written, with the space before it.
         instead: What the plain model would have said after the same words; ``None``: the same.
-        survivors: Tokens that the guided law left; ``None``: no guide was at work.
+        survivors: Tokens that the guided distribution left; ``None``: no guide was at work.
         distances: By branch, its largest difference of a log-probability from the main branch.
         total: S, the sum of the branch weights; ``None``: the guide has none.
     """

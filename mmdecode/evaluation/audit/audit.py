@@ -1,16 +1,16 @@
-"""START HERE for `audit`: does drafted output follow the plain law, on *your* model and device?
+"""START HERE for `audit`: does drafted output follow your model's own distribution, on your device?
 
 Rounding makes equality a claim about hardware: a block of tokens is scored with other matrix shapes
 than one token, and in half precision near-ties flip. So the audit does not only compare tokens. It
 feeds the drafted sequence, token by token, to transformers' own ``generate``, and measures by how
-much each token falls short of what the plain law would choose there (its gap). A gap within the
-noise of block scoring, measured on the same model without our engine, is rounding; a larger one
-is a fault. A token also passes if it follows from the block's own logits, under the processors of
-the call with the right prefix, and these differ from the plain ones by no more than the noise.
-Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven: rounding may
-have raised the token and lowered the plain choice. Where what is forgiven exceeds the 10 % quantile
-of the plain gaps between the best two tokens, a wrong token could hide in it: the audit is
-inconclusive.
+much each token falls short of what the plain distribution would choose there (its gap). A gap
+within the noise of block scoring, measured on the same model without our engine, is rounding; a
+larger one is a fault. A token also passes if it follows from the block's own logits, under the
+processors of the call with the right prefix, and these differ from the plain ones by no more than
+the noise. Without a block's logits, as for tokens from elsewhere, twice the noise is forgiven:
+rounding may have raised the token and lowered the plain choice. Where what is forgiven exceeds the
+10 % quantile of the plain gaps between the best two tokens, a wrong token could hide in it: the
+audit is inconclusive.
 
 What is compared with what:
 
@@ -18,8 +18,8 @@ What is compared with what:
 * Sampling by the coupled rule: our own loop without a draft and with the same seed; gaps include
   the keyed noise.
 * Sampling by another rule, and sequences drawn elsewhere: no single sequence can be certified. The
-  ranks of all tokens in their plain laws must be uniform, and their surprise that of the laws; such
-  a test can reject, but never prove (`mmdecode.evaluation.stats.draws`).
+  ranks of all tokens in their plain distributions must be uniform, and their surprise that of the
+  distributions; such a test can reject, but never prove (`mmdecode.evaluation.stats.draws`).
 * A guide has no plain ``generate``: its reference is our own loop, token by token.
 
 The plain side of all this is `mmdecode.evaluation.audit.plain`. One row at a time is judged: what
@@ -74,8 +74,9 @@ class Finding:
         case: Name of the input.
         position: Of the first differing token, from 0.
         token: What was generated; ``None``: it had already ended.
-        plain: What the plain law chooses there; ``None``: it had already ended.
-        gap: By how much the plain law prefers its choice; infinite where it forbids the token.
+        plain: What the plain distribution chooses there; ``None``: it had already ended.
+        gap: By how much the plain distribution prefers its choice; infinite where it forbids the
+            token.
         explained: Whether rounding explains it.
     """
 
@@ -99,7 +100,7 @@ class Judged:
         flips: Tokens other than the plain choice, each explained by rounding.
         worst_gap: The largest gap of a token.
         block_difference: Largest difference of the drafted pass's logits from the plain ones.
-        first: The first token that the plain law would not choose.
+        first: The first token that the plain distribution would not choose.
         fault: The first one that rounding does not explain.
         cut: Whether tokens from elsewhere end where the model would go on, as a limit cuts them.
     """
@@ -165,7 +166,7 @@ def audit(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> AuditReport:
-    """Judges what a decoder generates, or tokens from elsewhere, by the model's plain law.
+    """Judges what a decoder generates, or tokens from elsewhere, by the model's plain distribution.
 
     Args:
         model: A model of transformers, on its device and in its dtype.
@@ -183,7 +184,7 @@ def audit(
         **options: Of ``generate``, where ``plain`` is left out.
 
     Raises:
-        OptionError: Neither or both of ``decoder`` and ``tokens``, or options beside ``plain``.
+        OptionError: Neither or both of ``decoder`` and ``tokens``, or options next to ``plain``.
         InputError: No case, names that occur twice, tokens of unknown cases or vocabularies, a case
             of several rows, or a ``generate`` that does not say its logits.
     """
@@ -224,15 +225,15 @@ def audit(
 
 @dataclass
 class _Sheet:
-    """One sequence with the plain law along it, and what the drafted pass thought of it.
+    """One sequence with the plain distribution along it, and what the drafted pass thought of it.
 
     Attributes:
         case: Its input.
-        replay: The plain law.
+        replay: The plain distribution.
         same: Whether it equals plain and undrafted output.
         gumbel: Keyed noise of the positions, ``(T, V)``.
-        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its law; ``None``:
-            not at hand.
+        block: Logits of the passes that scored blocks, ``(T, V)``; of a guide, its distribution;
+            ``None``: not at hand.
         tap: Of the drafted call.
     """
 
@@ -245,7 +246,7 @@ class _Sheet:
 
 
 class _Subject(ABC):
-    """What is audited: where sequences come from and which law judges them."""
+    """What is audited: where sequences come from and which distribution judges them."""
 
     rule, draft, guide, reference = "", "-", "-", "plain generate"
     statistical, foreign, guided = False, False, False
@@ -255,13 +256,13 @@ class _Subject(ABC):
 
     @abstractmethod
     def sheets(self, case: Case) -> list[_Sheet]:
-        """The sequences of one input, with the plain law along each."""
+        """The sequences of one input, with the plain distribution along each."""
 
     def noise(self, case: Case, sheet: _Sheet) -> float:
         return self.plain.noise(case)
 
-    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
-        """The plain law along ``tokens``."""
+    def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
+        """The plain distribution along ``tokens``."""
         if not self.sample and self.plain.own(case).tokens == tokens:
             return self.plain.own(case)
         replay = self.plain.replay(case, tokens, **options)
@@ -269,8 +270,8 @@ class _Subject(ABC):
             return replay
         tap = Tap(None)  # to be handed the processors of a sampling call
         self.plain.run(case, tap, sample=True, **options)
-        rows = [tap.law(tokens[:place], raw) for place, raw in enumerate(replay.logits)]
-        return Replay(tokens, replay.logits, torch.stack(rows), tap.law)
+        rows = [tap.target_logits(tokens[:place], raw) for place, raw in enumerate(replay.logits)]
+        return Replay(tokens, replay.logits, torch.stack(rows), tap.target_logits)
 
 
 class _Foreign(_Subject):
@@ -293,14 +294,14 @@ class _Foreign(_Subject):
                 "ids of this model, without padding"
             )
         same = None if self.sample else own.tokens == row
-        return [_Sheet(case, self.law(case, row), (same, None))]
+        return [_Sheet(case, self.target_logits(case, row), (same, None))]
 
-    def law(self, case: Case, tokens: list[int], **options: Any) -> Replay:
-        """The plain law along ``tokens``, beyond the limit of the call: theirs was another."""
-        replay = super().law(case, tokens, **options)
+    def target_logits(self, case: Case, tokens: list[int], **options: Any) -> Replay:
+        """Plain target logits along ``tokens``, beyond the call's own limit of length."""
+        replay = super().target_logits(case, tokens, **options)
         if len(replay.logits) >= len(tokens):
             return replay
-        return super().law(case, tokens, **options | {"max_new_tokens": len(tokens) + 1})
+        return super().target_logits(case, tokens, **options | {"max_new_tokens": len(tokens) + 1})
 
 
 class _Drafted(_Subject):
@@ -346,9 +347,12 @@ class _Drafted(_Subject):
         return min(furthest(blocks.scores, sheet.replay.scores), GUIDED * own)
 
     def _sheet(self, case: Case, seed: int, tokens: list[int], tap: Tap | None = None) -> _Sheet:
-        sheet = _Sheet(case, self._played(case, tokens) if self.guided else self.law(case, tokens))
+        sheet = _Sheet(
+            case, self._played(case, tokens) if self.guided else self.target_logits(case, tokens)
+        )
         if tap is not None:
-            # of a guided law the scores can be compared; the logits belong to one branch alone
+            # of a guided distribution the scores can be compared; the logits belong to one branch
+            # alone
             sheet.tap, sheet.block = tap, tap.scores if self.guided else tap.logits
         if self.statistical:
             return sheet
@@ -364,7 +368,7 @@ class _Drafted(_Subject):
         return sheet
 
     def _played(self, case: Case, tokens: list[int], draft: Any = None) -> Replay:
-        """The guided law along ``tokens`` in our own loop: one by one, or in drafted blocks."""
+        """Guided target logits along ``tokens`` in our own loop, undrafted or drafted."""
         rule: Any = Play(tokens)
         decoder = Decoder(draft, self.undrafted.guide, rule, self.seed)
         tap = self._tapped(case, decoder, criteria=[Enough(len(tokens) + 1)])
@@ -385,14 +389,15 @@ class _Row:
     Attributes:
         case: Name of its input.
         tokens: The sequence.
-        best: What the plain law chooses; longer or shorter than ``tokens`` as in `Replay`.
+        best: What the plain distribution chooses; longer or shorter than ``tokens`` as in `Replay`.
         gaps: By how much it prefers that to the token.
         lead: Its own gap between the best two.
-        end: Gap of the best end-of-sequence token behind the last token.
+        end: Gap of the best end-of-sequence token after the last token.
         away: Largest difference of the drafted pass's logits from the plain ones.
         chosen: Whether the token follows from those logits: is their choice, or can be drawn where
             statistics judge; asked only where it does not follow from the plain ones.
-        excuses: Of sampled tokens that the law forbids: whether so much rounding explains it.
+        excuses: Of sampled tokens that the distribution forbids: whether so much rounding explains
+            it.
         same: Whether the sequence equals plain and undrafted output.
         ranks, excess, variance: See `p_of_draws`.
     """
@@ -414,19 +419,19 @@ class _Row:
 
 def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
     replay = sheet.replay
-    law = replay.scores if sheet.gumbel is None else replay.scores + sheet.gumbel
-    size = min(len(law), len(replay.tokens))
-    tokens = torch.tensor(replay.tokens[:size], device=law.device)
-    lead = law.topk(2, -1).values
-    gaps = (lead[:size, 0] - law[:size].gather(1, tokens[:, None])[:, 0]).cpu()
+    distribution = replay.scores if sheet.gumbel is None else replay.scores + sheet.gumbel
+    size = min(len(distribution), len(replay.tokens))
+    tokens = torch.tensor(replay.tokens[:size], device=distribution.device)
+    lead = distribution.topk(2, -1).values
+    gaps = (lead[:size, 0] - distribution[:size].gather(1, tokens[:, None])[:, 0]).cpu()
     off, chosen = None, torch.zeros(size, dtype=torch.bool)
     if sheet.block is not None and sheet.tap is not None:
         off = away(sheet.block[:size], replay.logits[:size]).cpu()
-        doubted = gaps.isinf() if subject.statistical else law[:size].argmax(-1) != tokens
+        doubted = gaps.isinf() if subject.statistical else distribution[:size].argmax(-1) != tokens
         for place in doubted.nonzero()[:, 0].tolist():
             seen = sheet.block[place]
             if not subject.guided:  # not the scores that the rule saw: they may be what is wrong
-                seen = sheet.tap.law(replay.tokens[:place], seen)
+                seen = sheet.tap.target_logits(replay.tokens[:place], seen)
             seen = seen if sheet.gumbel is None else seen + sheet.gumbel[place]
             drawn = seen.isfinite() if subject.statistical else seen == seen.max()
             chosen[place] = drawn[replay.tokens[place]]
@@ -441,10 +446,10 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
     return _Row(
         case=sheet.case.name,
         tokens=replay.tokens,
-        best=law.argmax(-1).tolist(),
+        best=distribution.argmax(-1).tolist(),
         gaps=gaps,
         lead=(lead[:, 0] - lead[:, 1]).cpu(),
-        end=min((float(lead[-1, 0] - law[-1, end]) for end in ends), default=torch.inf),
+        end=min((float(lead[-1, 0] - distribution[-1, end]) for end in ends), default=torch.inf),
         away=off,
         chosen=chosen,
         excuses=excuses,
@@ -458,7 +463,9 @@ def _weigh(sheet: _Sheet, subject: _Subject) -> _Row:
 def _forgiven(row: _Row, noise: float, subject: _Subject) -> float:
     """The largest gap that rounding explains without knowledge of the block's logits."""
     if subject.statistical:
-        return torch.finfo(torch.float32).max  # only what the law forbids was not drawn from it
+        return torch.finfo(
+            torch.float32
+        ).max  # only what the distribution forbids was not drawn from it
     return 2 * noise if row.away is None else noise  # up to once in the token and in the choice
 
 
@@ -573,16 +580,16 @@ def _words(report: AuditReport) -> str:
                 f"{first.gap:.2g}"
             )
         return (
-            f"fails: {len(faults)} of {len(report.judged)} sequences leave the model's law; "
+            f"fails: {len(faults)} of {len(report.judged)} sequences leave the distribution; "
             f"{first.case} at position {first.position} {what} ({where}; {noise})"
         )
     if report.p_value is not None:
         chance = f"p = {report.p_value:.2g}, {where}"
         if report.verdict == "fails":
-            return f"fails: the tokens were not drawn from the model's law ({chance})"
+            return f"fails: the tokens were not drawn from the model's distribution ({chance})"
         if report.verdict == "inconclusive":
-            return f"inconclusive: {FEWEST} tokens are needed to judge a sampled law ({chance})"
-        return f"passes: no other law than the model's was found, which is no proof ({chance})"
+            return f"inconclusive: {FEWEST} tokens are needed to judge a distribution ({chance})"
+        return f"passes: no difference from the model's distribution was found, no proof ({chance})"
     ended = [item for item in report.judged if item.cut]
     if ended:
         return (
@@ -606,9 +613,11 @@ def _words(report: AuditReport) -> str:
         return f"passes: token for token the same as {report.reference} ({where}; {noise}){remark}"
     flips = sum(item.flips for item in report.judged)
     if not flips:
-        return f"passes: every token is the plain law's own choice ({where}; {noise}){remark}"
+        return (
+            f"passes: every token is the plain distribution's own choice ({where}; {noise}){remark}"
+        )
     worst = max(item.worst_gap for item in report.judged)
     return (
-        f"passes: {flips} tokens are not the plain law's own choice, each within rounding, the "
+        f"passes: {flips} tokens are not the model's own choice, each within rounding, the "
         f"largest gap being {worst:.2g} ({where}; {noise}){remark}"
     )

@@ -25,7 +25,7 @@ from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
 
 BLOCK = 5
-"""Tokens per block where the noise of a guided law is measured."""
+"""Tokens per block where the noise of a guided distribution is measured."""
 UNCUT: Mapping[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
@@ -53,14 +53,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Replay:
-    """The plain law along one sequence.
+    """The plain distribution along one sequence.
 
     Attributes:
         tokens: The sequence.
         logits: Before processors, ``(T, V)`` float32; one row more than tokens where the plain
-            loop would not have stopped behind them, fewer where it would have stopped before.
-        scores: Behind the processors, of the same shape.
-        process: Of a sampling call: the processors, from tokens and logits ``(V,)`` behind them.
+            loop would not have stopped after them, fewer where it would have stopped before.
+        scores: After the processors, of the same shape.
+        process: Of a sampling call: the processors, from tokens and logits ``(V,)`` after them.
     """
 
     tokens: list[int]
@@ -206,14 +206,14 @@ class Tap:
             self.scores: Tensor = torch.stack(output.scores)[:, 0]
         return sequences
 
-    def law(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
-        """``raw (V,)`` under the processors of the call, behind ``tokens``."""
+    def target_logits(self, tokens: Sequence[int], raw: Tensor) -> Tensor:
+        """``raw (V,)`` under the processors of the call, after ``tokens``."""
         prefix = torch.cat([self.prompt, self.prompt.new_tensor([list(tokens)])], 1)
         return self.processors(prefix, raw[None].clone())[0]
 
 
 class _Script(LogitsProcessor):
-    """The last processor of plain ``generate``: notes its law, and makes it choose given tokens."""
+    """Last processor of plain ``generate``: records its logits and forces given tokens."""
 
     def __init__(self, tokens: Sequence[int] | None) -> None:
         self.tokens = tokens
@@ -230,7 +230,7 @@ class _Script(LogitsProcessor):
 
 
 class Enough(StoppingCriteria):
-    """Ends a loop behind so many new tokens, without being an option that processors read."""
+    """Ends a loop after so many new tokens, without being an option that processors read."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

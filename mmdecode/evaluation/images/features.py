@@ -36,7 +36,7 @@ class Distance:
 def frechet(first: np.ndarray, second: np.ndarray, resamples: int = 200, seed: int = 0) -> Distance:
     """Classifier distance: Frechet distance of Gaussians fitted to features ``(n, d)``.
 
-    Too large by about a constant over the number of images; hold it beside its `floor` and the
+    Too large by about a constant over the number of images; hold it next to its `floor` and the
     distance of two plain runs of the same size.
 
     Args:
@@ -64,7 +64,7 @@ def kernel_distance(
 ) -> Distance:
     """Unbiased squared maximum mean discrepancy with the kernel ``(x . y / d + 1) ** 3``.
 
-    0 on average for equal laws, below 0 half of the time, whatever the number of images.
+    0 on average for equal distributions, below 0 half of the time, whatever the number of images.
 
     Args:
         first: Features of one sample, ``(n, d)``.
@@ -93,7 +93,7 @@ def kernel_distance(
 
 
 def floor(features: np.ndarray, size: int, splits: int = 20, seed: int = 0) -> Distance:
-    """The classifier distance that equal laws have at a size: of disjoint parts of one sample.
+    """Classifier distance of two disjoint parts of one sample: the floor at that size.
 
     Args:
         features: ``(n, d)``.
@@ -137,8 +137,8 @@ class Classes:
 
     Attributes:
         accuracy: Share that shows the class asked for.
-        diversity: Entropy of the mean of its laws, in bits.
-        doubt: Mean entropy of its laws, in bits.
+        diversity: Entropy of the mean of its distributions, in bits.
+        doubt: Mean entropy of its distributions, in bits.
     """
 
     accuracy: Mean
@@ -168,7 +168,7 @@ def _entropy(laws: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How near samples come to the training images, beside held-out images.
+    """How near samples come to the training images, next to held-out images.
 
     Attributes:
         samples, held_out: Median distance to the nearest training image.

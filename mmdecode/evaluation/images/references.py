@@ -32,7 +32,7 @@ def truth_of(
     training: Path | None = None,
     count: int = 1000,
 ) -> Truth:
-    """Pictures beside the samples of a model.
+    """Pictures next to the samples of a model.
 
     Args:
         model: Its tokenizer reads the pictures.

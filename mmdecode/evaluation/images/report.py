@@ -1,4 +1,4 @@
-"""`ImageReport`: modes of drawing images, their law, their cost and their pictures."""
+"""`ImageReport`: modes of drawing images, their distribution, their cost and their pictures."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from mmdecode.runs.files import marked_json, write_files
 
 BITS = 1 / np.log(2)
 ALARM = 1e-3
-"""A law that claims to be exact is rejected below this corrected p-value."""
+"""A distribution that claims to be exact is rejected below this corrected p-value."""
 TINY = 16  # side at which distances between pictures are taken: noise of pixels is not memory
 SHOWN = 40  # images of a mode on the page
 TESTS = {
     "likelihood": "mean likelihood differs from plain",
-    "tokens": "tokens are no draws from their laws",
+    "tokens": "tokens are no draws from their distributions",
     "first of pass": "the first tokens of passes are none",
     "pairs of these": "with the code before or above",
     "codes": "histogram at each place",
@@ -93,7 +93,7 @@ class Measured:
     Attributes:
         rows: Of its images that were drawn, in order.
         codes: ``(n, rows, columns)``.
-        likelihood: Under the law that all modes are held to.
+        likelihood: Under the distribution that all modes are held to.
         judged: By a classifier; ``None``: there is none.
         points: As `small`; ``None``: there are no pixels.
         shown: Some images, ``(k, H, W, 3)`` uint8; ``None``: there are no pixels.
@@ -185,7 +185,7 @@ class ImageReport:
 
     Args:
         found: By mode, see `measured`; plain decoding first.
-        laws: What each mode claims to be.
+        distributions: What each mode claims to be.
         groups: Of every code, ``(C,)``, for tables of pairs.
         failed: Images of each mode that failed.
         classes: For each condition the class by which the classifier knows it; ``None``: it knows
@@ -377,7 +377,7 @@ class ImageReport:
         return found
 
     def tables(self) -> list[Rows]:
-        """Cost and likelihood, tests of the law, and pictures where they were judged."""
+        """Cost and likelihood, tests of the distribution, and pictures where they were judged."""
         modes = self.summary["modes"]
         tables: list[Rows] = [
             without_empty([_law_row(name, mode) for name, mode in modes.items()]),
@@ -399,9 +399,9 @@ class ImageReport:
         """What the numbers mean."""
         real = self.summary["real_pictures"]
         parts = [
-            "bits per token are of the guided law with its temperature, before top-k and top-p; "
+            "bits per token are of the guided distribution, before top-k and top-p; "
             f"modes are held to {PLAIN!r}, and {AGAIN!r} shows what chance does: it is the same "
-            "law under another seed",
+            "distribution under another seed",
             "p-values are corrected for all tests of this report (Holm)",
         ]
         if real is not None:
@@ -444,7 +444,7 @@ class ImageReport:
 
 
 def verdict(mode: Mapping[str, Any]) -> str:
-    """What the tests say of a mode's law, in words.
+    """What the tests say of a mode's distribution, in words.
 
     Args:
         mode: Of `ImageReport.summary`.
@@ -452,7 +452,7 @@ def verdict(mode: Mapping[str, Any]) -> str:
     worst = min(mode["tests"], key=lambda test: mode["tests"][test]["p_holm"])
     p, ratio = mode["tests"][worst]["p_holm"], mode.get("equivalence")
     if p < ALARM:
-        wrong = "NOT EXACT" if mode["claims"] == "exact" else "another law"
+        wrong = "NOT EXACT" if mode["claims"] == "exact" else "another distribution"
         return f"{wrong}: {worst}, p = {p:.1g}"
     if ratio is None:
         return "the reference"

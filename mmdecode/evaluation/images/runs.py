@@ -2,7 +2,7 @@
 
 Modes take turns batch by batch, A B B A, so that a machine that slows down slows all of them. The
 images of all modes are drawn of the same conditions under the same seed, but for a second plain run
-under another: what that differs by is what two samples of one law differ by.
+under another: what that differs by is what two samples of one distribution differ by.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def groups_of(model: RasterModel) -> Tensor:
 def forced_logits(
     model: RasterModel, conditions: Sequence[Any], codes: Tensor, guidance: float
 ) -> Tensor:
-    """Guided logits of given images, over codes, each behind the codes before it.
+    """Guided logits of given images, over codes, each after the codes before it.
 
     Args:
         model: With all that it takes to draw.

@@ -1,22 +1,22 @@
-"""Are these images drawn from the law they should be? Metrics that hold for tiny image models.
+"""Tests whether images follow the distribution they should; they hold for tiny image models.
 
-A faster way to draw must leave the law of images as it is, and images drawn in two ways are
-different images, so laws are compared and never pictures. Four kinds of evidence, none of which is
-enough alone:
+A faster way to draw must leave the distribution of images as it is, and images drawn in two ways
+are different images, so distributions are compared and never pictures. Four kinds of evidence, none
+of which is enough alone:
 
 * likelihood of samples under the guided target (`likelihood`,
 `mmdecode.evaluation.stats.image_means`):
   sees a sampler that is too bold or too timid, and nothing that keeps the typical set;
 * histograms of tokens and of neighbours against plain samples
-(`mmdecode.evaluation.stats.image_tables`); * each token against the very law it should have been
-drawn from (`TokenTest`), all of them and
+(`mmdecode.evaluation.stats.image_tables`); * each token against the very distribution it should
+have been drawn from (`TokenTest`), all of them and
   those that were committed first in a pass: there what was looked at before decides which token is
   tested, and never the token itself, so the test stays valid where pairs picked by their border
   would be no fair sample of anything;
 * what a classifier trained apart makes of the images (`mmdecode.evaluation.images.features`).
 
-A p-value below a level can reject a law and none can prove it; an equivalence test is what shows
-that a difference is small. Inputs are arrays; nothing here draws images.
+A p-value below a level can reject a distribution and none can prove it; an equivalence test is what
+shows that a difference is small. Inputs are arrays; nothing here draws images.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from mmdecode.image_ar.sampling import Sampling
 
 LEAST = 5
 """Variance of the count of a pair below which its cell is left out."""
-_AT_ONCE = 1 << 24  # entries of laws held in double precision together
+_AT_ONCE = 1 << 24  # entries of distributions held in double precision together
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTest:
-    """Whether tokens are draws from given laws; see `mmdecode.evaluation.stats.draws.p_of_draws`.
+    """Whether tokens are samples of given distributions, see `draws.p_of_draws`.
 
     Attributes:
         tokens: How many were tested.
-        surprise: Nats per token beyond the entropy of the laws, 0 on average for draws.
+        surprise: Nats per token beyond the entropy of the distributions, 0 on average for draws.
         p: Of ranks and surprise together.
         pairs_p: Of the token with the one before it, and with the one above it: the smallest
             p-value of their cells, corrected for their number; ``None``: not asked for.
@@ -61,11 +61,11 @@ class Likelihood:
     """What a model thinks of images.
 
     Attributes:
-        per_image: Negative log-likelihood in nats under the guided law with its temperature, before
-            top-k and top-p, ``(n,)``.
+        per_image: Negative log-likelihood in nats under the guided distribution with its
+            temperature, before top-k and top-p, ``(n,)``.
         tokens: Tokens of an image that were free.
         outside: Share of tokens that top-k or top-p forbid, ``(n,)``.
-        all: All tokens against the law they are decoded by.
+        all: All tokens against the distribution they are decoded by.
         first: Those that were committed first in a pass, where a trace says which; the image's
             first token is left out. ``None``: there is no such token.
     """
@@ -82,7 +82,7 @@ Laws = Callable[[slice], Tensor]
 
 
 def likelihood(
-    laws: Laws,
+    distributions: Laws,
     codes: Tensor,
     sampling: Sampling,
     *,
@@ -90,11 +90,11 @@ def likelihood(
     groups: Tensor | None = None,
     batch: int = 16,
 ) -> Likelihood:
-    """Scores images under their model, and tests their tokens against its laws.
+    """Scores images under their model, and tests their tokens against its distributions.
 
     Args:
-        laws: Teacher-forced logits, see `mmdecode.evaluation.images.runs.forced_logits`.
-        codes: As the laws count them, ``(n, rows, columns)`` in raster order.
+        distributions: Teacher-forced logits, see `mmdecode.evaluation.images.runs.forced_logits`.
+        codes: As the distributions count them, ``(n, rows, columns)`` in raster order.
         sampling: How they were meant to be drawn.
         commits: The pass in which each token was committed, of the same shape.
         groups: Of every code, ``(V,)``, where the logits are, see
@@ -116,19 +116,19 @@ def likelihood(
     first = _TokenTally(groups, columns)
     for start in range(0, count, batch):
         part = slice(start, start + batch)
-        logits = laws(part).float()
+        logits = distributions(part).float()
         tokens = flat[part].to(logits.device)
         if logits.shape[:2] != tokens.shape:
             raise ShapeError(
                 f"logits of {tuple(logits.shape[:2])} tokens for codes of {tuple(tokens.shape)}"
             )
         chosen = uncut.warp(logits).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-        law = sampling.warp(logits)
-        cut = law.gather(2, tokens[..., None])[..., 0].isneginf()
+        distribution = sampling.warp(logits)
+        cut = distribution.gather(2, tokens[..., None])[..., 0].isneginf()
         found.append(-chosen.double().sum(1))
         outside.append(cut.double().mean(1))
-        every.add(law, tokens, torch.ones_like(cut))
-        first.add(law, tokens, begun[part].to(law.device))
+        every.add(distribution, tokens, torch.ones_like(cut))
+        first.add(distribution, tokens, begun[part].to(distribution.device))
     return Likelihood(
         per_image=torch.cat(found).cpu().numpy(),
         tokens=rows * columns,
@@ -142,7 +142,7 @@ class _TokenTally:
     """Adds up what `TokenTest` needs, batch by batch.
 
     Pairs are tested by the counts of (group before, group) and (group above, group) less what the
-    laws expect of them, which are sums of martingale differences and so about normal.
+    distributions expect of them, which are sums of martingale differences and so about normal.
     """
 
     def __init__(self, groups: Tensor | None, columns: int) -> None:
@@ -154,13 +154,15 @@ class _TokenTally:
             # by neighbour (left, above): counted, expected, variance
             self.pairs = torch.zeros((2, 3, self.kinds, self.kinds), dtype=torch.float64)
 
-    def add(self, law: Tensor, tokens: Tensor, which: Tensor) -> None:
-        """Laws ``(B, T, V)``, tokens ``(B, T)`` and which of them count, bool ``(B, T)``."""
+    def add(self, distribution: Tensor, tokens: Tensor, which: Tensor) -> None:
+        """Distributions ``(B, T, V)``, tokens ``(B, T)``, mask of those that count ``(B, T)``."""
         if not bool(which.any()):
             return
-        step = max(1, _AT_ONCE // law.shape[-1])
-        for laws, chosen in zip(law[which].split(step), tokens[which].split(step), strict=True):
-            ranks, excess, variance = surprise(laws, chosen)
+        step = max(1, _AT_ONCE // distribution.shape[-1])
+        for distributions, chosen in zip(
+            distribution[which].split(step), tokens[which].split(step), strict=True
+        ):
+            ranks, excess, variance = surprise(distributions, chosen)
             self.ranks.append(ranks.cpu())
             self.excess += excess
             self.variance += variance
@@ -174,9 +176,9 @@ class _TokenTally:
                 near &= place % self.columns > 0
             if not bool(near.any()):
                 continue
-            one_hot = torch.eye(self.kinds, dtype=torch.float64, device=law.device)
+            one_hot = torch.eye(self.kinds, dtype=torch.float64, device=distribution.device)
             member = one_hot[self.groups]  # (V, kinds)
-            share = law[near].double().softmax(-1) @ member
+            share = distribution[near].double().softmax(-1) @ member
             before = one_hot[kinds.roll(back, 1)[near]]
             for number, row in enumerate((one_hot[kinds[near]], share, share * (1 - share))):
                 self.pairs[direction, number] += (before.T @ row).cpu()

@@ -2,9 +2,9 @@
 
 A method says what it would hand on, and how sure it is. What it may change is fixed on a
 development part of the lists: the *copy threshold*, below which the first hypothesis is handed on
-as it is; the weight of a language model beside the recogniser's scores; the table of spellings. The
-parts are cut by the lists' ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that they
-are the same in every run. `METHODS` holds the methods by name.
+as it is; the weight of a language model next to the recogniser's scores; the table of spellings.
+The parts are cut by the lists' ids alone (`mmdecode.asr.correction.n_best_lists.split`), so that
+they are the same in every run. `METHODS` holds the methods by name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def parts_of(lists: Sequence[NBestList], train_share: float, dev_share: float) -
     Args:
         lists: In order.
         train_share: Of the lists, from 0 to 1.
-        dev_share: Of the lists; those behind both are the test.
+        dev_share: Of the lists; those after both are the test.
 
     Raises:
         OptionError: The shares leave no test.
@@ -272,7 +272,7 @@ class Output:
         held: The same, with the first hypothesis where the method is less sure than the copy
             threshold; ``None``: there is no development part to fix one on, or nothing to hold.
         threshold: Least gain of what is handed on; infinity: all is copied.
-        weight: Of the language model beside the recogniser's scores.
+        weight: Of the language model next to the recogniser's scores.
         minimum: Errors that a rule of the table must have saved; ``None``: no rule was learned.
         rules: Of the table; ``None``: the method has none.
         refused: Answers of a corrector that were not handed on.

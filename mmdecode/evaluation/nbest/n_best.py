@@ -30,7 +30,7 @@ from mmdecode.evaluation.speech.wer import Step, align, count_steps, default_sco
 SHIPPED: Mapping[str, Path] = {
     path.name.partition(".")[0]: path for path in sorted((DATA / "nbest").glob("*.jsonl.gz"))
 }
-"""Real lists of a Whisper that come with the package, by name; see the README beside them."""
+"""Real lists of a Whisper that come with the package, by name; see the README next to them."""
 
 
 class Aligner:

@@ -1,4 +1,4 @@
-"""`NBestReport`: what methods make of N-best lists, beside the oracles and the first hypotheses."""
+"""`NBestReport`: results of methods on N-best lists, with oracles and first hypotheses."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def learned(
 
     Candidates are what stands for what in the alignments, alone and with a word of context on
     either side. They are taken in, the most frequent and the shortest first, where they are right
-    more often than not and, beside the rules before them, remove enough errors.
+    more often than not and, next to the rules before them, remove enough errors.
 
     Args:
         lists: With references.

@@ -19,7 +19,7 @@ def head(title: str, *styles: str) -> str:
 
     Args:
         title: As HTML.
-        *styles: Names of style sheets beside that of all pages.
+        *styles: Names of style sheets next to that of all pages.
     """
     sheets = "".join(map(asset, ("report.css", *styles)))
     return f"""<!doctype html>
@@ -54,7 +54,7 @@ def card(title: str, value: str, *notes: str) -> str:
 
 
 def keyed(sign: str, text: str) -> str:
-    """An item of a legend: a sign, and what it means beside it.
+    """An item of a legend: a sign, and what it means next to it.
 
     Args:
         sign: As HTML.

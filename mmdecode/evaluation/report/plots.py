@@ -131,7 +131,7 @@ def accuracy_against_yes(
     Args:
         modes: Scores (`mmdecode.evaluation.vision.yes_no.YesNoScore`, as a mapping) by mode and
             set.
-        controls: Modes that are drawn hollow beside another, by the other's name.
+        controls: Modes that are drawn hollow next to another, by the other's name.
     """
     sets = list(next(iter(modes.values())))
     figure, panels = _panels("Accuracy against the share of yes", sets)

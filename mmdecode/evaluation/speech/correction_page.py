@@ -1,8 +1,8 @@
 """Corrected texts with each word coloured by who decided it: a page, or inline in a notebook.
 
-Beside each stands what the recogniser alone says. Where it is known what was said, both are aligned
-to it. Colours are those that people with any kind of colour vision tell apart, and each has a line
-of its own below the word and the same in words as a title.
+Next to each stands what the recogniser alone says. Where it is known what was said, both are
+aligned to it. Colours are those that people with any kind of colour vision tell apart, and each has
+a line of its own below the word and the same in words as a title.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _aligned(one: CorrectedText, normaliser: str) -> tuple[list[Step], list[int]
     """The steps from what was said to the corrected text, and the step of each of its words.
 
     Words that a normaliser joins, parts or leaves out are in no step as they are written; they
-    stand where what they became stands, else behind the word before.
+    stand where what they became stands, else after the word before.
     """
     steps = align_as_written(one.said or "", one.text, normaliser)
     heard = [place for place, step in enumerate(steps) if step.heard]

@@ -1,6 +1,6 @@
 """What a recogniser made up: words where nothing was said, runs of insertions, and loops.
 
-Told from texts alone, so that it holds of transcripts made elsewhere too. Beside it, a transcriber
+Told from texts alone, so that it holds of transcripts made elsewhere too. Next to it, a transcriber
 counts the windows that ended in a loop.
 """
 

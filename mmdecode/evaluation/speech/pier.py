@@ -2,7 +2,7 @@
 
 ``PIER = (S + D + I) / (H + S + D)`` over the reference's points of interest in the alignment that
 counts word errors. An insertion belongs to the reference word that follows it, at the end of a
-sentence to the last one; in a sentence without a reference word to the rest. Beside it stands the
+sentence to the last one; in a sentence without a reference word to the rest. Next to it stands the
 same rate of the rest, and the errors of both add up to those of the word error rate.
 
 Points of interest are spans tagged in the reference, ``das <tag meeting> ist heute``, or all words

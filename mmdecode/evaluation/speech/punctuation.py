@@ -1,7 +1,7 @@
 """Punctuation and casing of a transcript, where its words are aligned to those of the reference.
 
 Words are aligned without marks and case, minimal edit distance. A place is what follows a word that
-both sides have, equal or substituted: there each of `MARKS` is right, missed or false. Marks behind
+both sides have, equal or substituted: there each of `MARKS` is right, missed or false. Marks after
 words that were deleted or inserted stand at no such place; they are counted apart. Case is compared
 where both sides have the same word. Full-width and ideographic marks count as the plain ones; what
 a normaliser would do is not done.
@@ -66,8 +66,8 @@ class Punctuation:
         same_words: Words that both sides have.
         same_case: Of these, the ones that are written alike.
         places: Words aligned to words.
-        unplaced: Marks of the reference behind words that were deleted.
-        unplaced_heard: Marks of the hypothesis behind words that were inserted.
+        unplaced: Marks of the reference after words that were deleted.
+        unplaced_heard: Marks of the hypothesis after words that were inserted.
     """
 
     marks: dict[str, Agreement]
@@ -140,7 +140,7 @@ def punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> Punctua
 
 
 def marked_words(text: str) -> Iterable[tuple[str, str]]:
-    """Words with the marks behind each, in order; marks before the first word are left out."""
+    """Words with the marks after each, in order; marks before the first word are left out."""
     text = text.translate(_PLAIN)
     spans = [*_WORD.finditer(text)]
     for number, span in enumerate(spans):

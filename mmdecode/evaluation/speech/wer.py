@@ -15,7 +15,7 @@ Rates are those of jiwer: WER = (S + D + I) / N, MER = (S + D + I) / (H + S + D 
 sums over the corpus. Where no reference has a word, WER is the number of insertions.
 
 A reference that holds characters of a script without spaces (Chinese, Japanese, Thai and others) is
-aligned by them: each is a word of its own, words of other scripts beside them stay words, and the
+aligned by them: each is a word of its own, words of other scripts next to them stay words, and the
 rate is the character error rate, of mixed texts the mixed one. Its character errors leave spaces
 out.
 """

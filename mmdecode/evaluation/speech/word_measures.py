@@ -1,4 +1,4 @@
-"""What `WERReport` scores beside error rates, where it is asked to: PIER, inventions, marks."""
+"""What `WERReport` scores next to error rates, where it is asked to: PIER, inventions, marks."""
 
 from __future__ import annotations
 

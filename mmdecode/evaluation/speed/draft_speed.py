@@ -55,7 +55,8 @@ class Setting:
 
     Attributes:
         max_new_tokens: Most tokens of an answer.
-        temperature: Of the law that answers are drawn from, with noise of their own; 0: greedy.
+        temperature: Of the distribution that answers are drawn from, with noise of their own; 0:
+            greedy.
         seed: Of that noise.
         repeats: How often everything is timed; medians count.
 
@@ -101,7 +102,7 @@ class Speed:
         by_depth: Share of the passes that accepted at least 1, 2, ... drafted tokens.
         draft_share: Share of decoding time spent in the draft.
         first_token_ms: From the prompt to its first token, a batch.
-        ms_per_token: Of decoding behind it, over all tokens of the batch.
+        ms_per_token: Of decoding after it, over all tokens of the batch.
         decode: How many times as fast as the undrafted loop, per token, with its interval.
         end_to_end: The same from prompts to answers.
         tokens: Mean length of an answer.
@@ -144,8 +145,8 @@ def measure(
         batches: Prompts.
         drafts: By name.
         setting: What is decoded.
-        guide: The law's; ``None``: the model's own.
-        peers: By name, what ``model.generate`` is given beside the inputs: its own assisted
+        guide: The distribution's; ``None``: the model's own.
+        peers: By name, what ``model.generate`` is given next to the inputs: its own assisted
             generation, for example. They know no guide.
         compile: As of `Decoder`, for all but the peers; a captured draft's share is not clocked.
         done: Called after each timed call, of which there are `calls` in all.
@@ -154,7 +155,7 @@ def measure(
         The undrafted loop, itself once more, the drafts and the peers.
 
     Raises:
-        OptionError: Peers beside a guide, or nothing to decode.
+        OptionError: Peers next to a guide, or nothing to decode.
     """
     if not batches:
         raise OptionError("no batch of prompts; give more requests, or a smaller batch size")
@@ -241,7 +242,7 @@ class _Seen:
     first: np.ndarray
 
     def cost(self, decoding: bool) -> Cost:
-        """Of whole answers, or of what is behind their first tokens."""
+        """Of whole answers, or of what is after their first tokens."""
         skipped = 1 if decoding else 0
         counts = [sum(len(row) - skipped for row in rows) for rows in self.answers]
         spent = np.median(self.whole, 0) - (self.first if decoding else 0)
@@ -294,7 +295,7 @@ def _draft_share(
     setting: Setting,
     device: torch.device,
 ) -> float:
-    """Share of the time behind the first token that the draft takes, on the first batches.
+    """Share of the time after the first token that the draft takes, on the first batches.
 
     Timed apart from everything else, since a device has to be waited for to be asked.
     """
@@ -368,12 +369,13 @@ def _theirs(
 
 @dataclass(frozen=True, kw_only=True)
 class Sureness:
-    """How sure the decoded law is of its own answers.
+    """How sure the decoded distribution is of its own answers.
 
     Attributes:
         entropy_bits: Its mean entropy, in bits a token.
-        close: Share of tokens at which the two likeliest are less than 0.05 apart: a draft of the
-            likeliest token is right there by chance, however well it has learnt the law.
+        close: Share of tokens at which the two most likely are less than 0.05 apart: a draft of the
+            most likely token is right there by chance, however well it has learned the
+            distribution.
     """
 
     entropy_bits: float
@@ -384,8 +386,8 @@ class Sureness:
 def sureness(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
 ) -> Sureness:
-    """Of the law along the undrafted loop's own answers, greedy ones or drawn."""
-    laws, ends = [], token_ids(model.generation_config.eos_token_id)
+    """Of the distribution along the undrafted loop's own answers, greedy ones or drawn."""
+    distributions, ends = [], token_ids(model.generation_config.eos_token_id)
     decoder = Decoder(guide=guide, seed=setting.seed)
     for item, batch in enumerate(batches):
         rows = range(len(batch["input_ids"]))
@@ -399,11 +401,11 @@ def sureness(
             **batch,
             **setting.generation(),
         )
-        law = torch.stack(output.scores, 1).float().softmax(-1)
+        distribution = torch.stack(output.scores, 1).float().softmax(-1)
         prompt = batch["input_ids"].shape[1]
-        for row, own in zip(output.sequences.tolist(), law, strict=True):
-            laws.append(own[: len(up_to_end(row[prompt:], ends))])
-    whole = torch.cat(laws)
+        for row, own in zip(output.sequences.tolist(), distribution, strict=True):
+            distributions.append(own[: len(up_to_end(row[prompt:], ends))])
+    whole = torch.cat(distributions)
     first, second = whole.topk(2).values.unbind(-1)
     return Sureness(
         entropy_bits=round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),

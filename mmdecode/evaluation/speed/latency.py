@@ -1,4 +1,4 @@
-"""How far a stream's words lag behind what is said, and how often provisional words change.
+"""How far a stream's words lag after what is said, and how often provisional words change.
 
 All of it is computed per recording, from when each word was committed: in seconds of audio heard by
 then, which does not depend on the machine, or as the seconds at which it was ready, which does.
@@ -111,7 +111,7 @@ class StreamReport:
             has times.
         provisional_change_rate: Share of shown words that were provisional and changed; the others
             were committed as they were shown.
-        delay_s: Most seconds that a step was ready behind its audio.
+        delay_s: Most seconds that a step was ready after its audio.
     """
 
     committed_words: int

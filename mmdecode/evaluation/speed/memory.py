@@ -24,9 +24,9 @@ class RowBytes:
     Attributes:
         cache: Keys and values of prompt and output, in all branches.
         source: An encoder's states, and keys and values of them in all branches.
-        ids: Prompt, output and the room behind it.
+        ids: Prompt, output and the room after it.
         scores: Of one round at root and nodes: logits, and noise where tokens are sampled.
-        growth: What a layer held before, beside what it holds, while the cache grows.
+        growth: What a layer held before, next to what it holds, while the cache grows.
     """
 
     cache: int

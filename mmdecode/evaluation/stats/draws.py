@@ -1,4 +1,4 @@
-"""Were these tokens drawn from those laws? A test that can reject, but never prove.
+"""Were these tokens drawn from those distributions? A test that can reject, but never prove.
 
 Source: uniform ranks as in Rosenblatt 1952 (probability integral transform); the test of the total
 surprise is this project's.
@@ -15,24 +15,26 @@ from mmdecode.engine.noise import Noise, Role, request_key
 from mmdecode.evaluation.audit.plain import Replay
 
 LEVEL = 1e-4
-"""A sampled law is rejected below this p-value."""
+"""A sampled distribution is rejected below this p-value."""
 FEWEST = 200
 """Tokens that a statistical verdict needs."""
 _BINS = 20
 
 
-def surprise(law: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
-    """What `p_of_draws` asks about tokens ``(T,)`` and the laws they came from, ``(T, V)``.
+def surprise(distribution: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
+    """Statistics of `p_of_draws` for tokens ``(T,)`` and their distributions ``(T, V)``.
 
     Returns:
         Ranks ``(T,)``, surprise beyond the entropy, and the variance of that.
     """
-    log_p = law.double().log_softmax(-1)
-    p, order = log_p.exp(), torch.arange(law.shape[1], device=law.device)
+    log_p = distribution.double().log_softmax(-1)
+    p, order = log_p.exp(), torch.arange(distribution.shape[1], device=distribution.device)
     chosen = p.gather(1, tokens[:, None])
     above = (p > chosen) | ((p == chosen) & (order < tokens[:, None]))
-    key = Noise.of(0, [request_key(*tokens.tolist())], law.device)
-    spread = key.uniform(torch.arange(len(tokens), device=law.device)[None], Role.ACCEPT)[0]
+    key = Noise.of(0, [request_key(*tokens.tolist())], distribution.device)
+    spread = key.uniform(torch.arange(len(tokens), device=distribution.device)[None], Role.ACCEPT)[
+        0
+    ]
     ranks = (p * above).sum(-1) + spread * chosen[:, 0]
     nats = torch.where(p > 0, -log_p, 0.0)
     entropy = (p * nats).sum(-1)
@@ -42,15 +44,15 @@ def surprise(law: Tensor, tokens: Tensor) -> tuple[Tensor, float, float]:
 
 
 def p_of_draws(ranks: Tensor, excess: float, variance: float) -> float:
-    """How likely tokens this unusual are under the laws they should have been drawn from.
+    """How likely tokens this unusual are under the distributions they should have been drawn from.
 
     Two statistics, with Bonferroni's correction: the ranks in 20 bins (chi-square), and the total
     surprise beyond the entropy (normal, by the central limit theorem for martingales).
 
     Args:
-        ranks: Each token's place in its law ordered by falling probability, as the mass before it
-            and a uniform share of its own, 0..1, ``(T,)``.
-        excess: Sum over tokens of ``-log p`` minus the entropy of the law.
+        ranks: Each token's place in its distribution ordered by falling probability, as the mass
+            before it and a uniform share of its own, 0..1, ``(T,)``.
+        excess: Sum over tokens of ``-log p`` minus the entropy of the distribution.
         variance: Of that sum.
     """
     cells = (ranks * _BINS).long().clamp(0, _BINS - 1)

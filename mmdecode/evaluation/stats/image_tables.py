@@ -53,11 +53,11 @@ def two_sample(
     permutations: int = PERMUTATIONS,
     seed: int = 0,
 ) -> TwoSample:
-    """Compares histograms by a G-test whose law under equality is found by permuting images.
+    """Compares histograms by a G-test with a null distribution from permuted images.
 
-    Counts of one image depend on one another, so tables of a chi-square law would raise alarms over
-    equal samples; whole images can be exchanged. Cells that expect fewer than `LEAST` in either
-    sample are pooled, table by table.
+    Counts of one image depend on one another, so tables of a chi-square distribution would raise
+    alarms over equal samples; whole images can be exchanged. Cells that expect fewer than `LEAST`
+    in either sample are pooled, table by table.
 
     Args:
         first: What each image shows in each table, ``(n, tables, entries)`` of small ints; see
@@ -183,7 +183,7 @@ def _share(observed: float, null: np.ndarray) -> float:
 
 
 def _gamma_tail(observed: float, null: np.ndarray) -> float:
-    """Tail of a gamma law with the permutations' mean and spread, where few of them are beyond.
+    """Tail of a gamma distribution fitted to the permutations, for rare values.
 
     Sums of G-statistics are about such, and many comparisons are corrected together, which needs
     p-values below one over the number of permutations.

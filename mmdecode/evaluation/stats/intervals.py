@@ -243,7 +243,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def mcnemar(gained: int, lost: int) -> float:
     """Exact two-sided p-value of paired flips (McNemar, 1947): is either kind more likely?
 
-    It takes items as independent; beside it belongs an interval that draws what was sampled.
+    It takes items as independent; next to it belongs an interval that draws what was sampled.
 
     Args:
         gained: Items that only the second has right.

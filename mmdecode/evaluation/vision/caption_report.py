@@ -1,7 +1,7 @@
 """`CaptionReport`: CHAIR of several modes, with the baseline cut to the length of each.
 
 Shorter captions hallucinate less. So where a mode says less than the baseline, the baseline's
-captions are cut to the mode's mean length and stand beside it; where it says more, its own are.
+captions are cut to the mode's mean length and stand next to it; where it says more, its own are.
 """
 
 from __future__ import annotations

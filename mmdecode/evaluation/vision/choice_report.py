@@ -108,7 +108,7 @@ class ChoiceReport(ItemReport[ChoiceItem]):
         )
 
     def told(self, mode: str, within: str) -> str:
-        """Right answers beside chance."""
+        """Right answers next to chance."""
         score = self.summary["modes"][mode]["sets"][within]
         chance = percent(score["chance"], ".1f")
         return f"{percent(score['individual'], '.1f')} % right, by chance {chance} %"

@@ -48,11 +48,11 @@ class Item:
         tokens: Number of tokens of the answer; ``None``: not known.
         passes: Rows sent through the model for the whole answer; a branch counts like the main
             one, also where both share a forward pass; ``None``: not known.
-        forwards: Forward passes for the tokens behind the first, which reading the prompt decides;
+        forwards: Forward passes for the tokens after the first, which reading the prompt decides;
             ``None``: not known.
-        changed: Tokens at which the guide's likeliest is another than the plain model's, given the
-            same text before; ``None``: there is no guide, no trace was kept, or the guide edits or
-            replaces the main branch, so that the plain model's is not known.
+        changed: Tokens at which the guide's most likely is another than the plain model's, given
+            the same text before; ``None``: there is no guide, no trace was kept, or the guide edits
+            or replaces the main branch, so that the plain model's is not known.
         seconds: Time it took; ``None``: not known.
         error: Why there is no answer; ``None``: there is one.
     """
@@ -74,7 +74,7 @@ class Item:
     lists: ClassVar[tuple[str, ...]] = ()
     """Fields that JSON holds as lists."""
     derived: ClassVar[tuple[str, ...]] = ()
-    """What `as_dict` adds for readers of the file and scoring finds anew."""
+    """What `as_dict` adds for readers of the file and scoring finds again."""
 
     def answered(self, *, mode: str, output: str = "", **known: Any) -> Self:
         """The same question with an answer.

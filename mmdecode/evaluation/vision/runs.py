@@ -1,17 +1,17 @@
 """Runs modes of decoding over the same questions about images.
 
-A mode is a guide with a way to choose tokens: the likeliest, or drawn with several seeds. Modes
+A mode is a guide with a way to choose tokens: the most likely, or drawn with several seeds. Modes
 take turns chunk by chunk, A B B A, so that a machine that slows down slows all of them; a chunk
 that was interrupted is decoded again as a whole, in the same batches, so that a resumed run gives
 what an uninterrupted one gives.
 
-Answers to a yes/no question that are drawn with several seeds come of one law where they can: the
-law of the first token, with guide, cut and processors, is the same for all seeds unless the guide
-itself is random, which is tried out on the first questions. A seed's token is drawn from it with
-the very noise that the engine uses for that seed and question, so it is the first token that
-decoding with that seed would give. Where it is a yes or a no, the row's answer is that word alone,
-without what decoding might put behind it; where it is another token, that seed is decoded in full,
-as captions, choices and random guides always are.
+Answers to a yes/no question that are drawn with several seeds come of one distribution where they
+can: the distribution of the first token, with guide, cut and processors, is the same for all seeds
+unless the guide itself is random, which is tried out on the first questions. A seed's token is
+drawn from it with the very noise that the engine uses for that seed and question, so it is the
+first token that decoding with that seed would give. Where it is a yes or a no, the row's answer is
+that word alone, without what decoding might put after it; where it is another token, that seed is
+decoded in full, as captions, choices and random guides always are.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ GREEDY, SAMPLED = "greedy", "sampled"
 CONTROLS = ("plausible", "temperature_matched", "prompt_bias", "near_ties", "margin_shift")
 """Guides that are controls themselves."""
 INERT = ("plausible", "temperature_matched", "dfd")
-"""Guides that leave the likeliest token the likeliest, and so are for sampling only."""
+"""Guides that leave the most likely token the most likely, and so are for sampling only."""
 CHUNK = 8
 """Batches that are decoded before it is another mode's turn."""
-_TRIED = 64  # questions on which the laws of two seeds show whether a guide is random
+_TRIED = 64  # questions on which the distributions of two seeds show whether a guide is random
 _FEWEST = 16  # with fewer it is taken for random
 _SAME = 1e-3  # difference of logits that rounding makes
 
@@ -65,7 +65,7 @@ class Mode:
     Attributes:
         name: In tables and rows.
         guide: As the registry reads it; `NONE`: the plain model.
-        seeds: Of the repeats where tokens are drawn; none: the likeliest are taken.
+        seeds: Of the repeats where tokens are drawn; none: the most likely are taken.
         control: Whether it is there for others to be compared with.
         against: Names of the modes that it is compared with.
     """
@@ -87,8 +87,8 @@ def modes_of(
 ) -> list[Mode]:
     """The modes of a run: the plain model first, each guide, and the controls a gain has to beat.
 
-    Beside them stand, for yes/no questions, an instruction to say yes and the flip of near ties,
-    sampled where nothing is greedy; beside each sampled guide the same plausibility cut alone, and
+    Next to them stand, for yes/no questions, an instruction to say yes and the flip of near ties,
+    sampled where nothing is greedy; next to each sampled guide the same plausibility cut alone, and
     the temperature that weights with another sum than 1 amount to. The baseline with a shifted
     margin is computed from its rows (`mmdecode.evaluation.vision.yes_no_report`).
 
@@ -131,7 +131,7 @@ def modes_of(
         control = kind in CONTROLS
         if kind in INERT and not seeds:
             raise OptionError(
-                f"guide {spec!r} changes nothing where the likeliest token is taken; sample too, "
+                f"guide {spec!r} changes nothing where the most likely token is taken; sample too, "
                 "or leave it out"
             )
         if greedy and kind not in INERT:
@@ -145,7 +145,7 @@ def modes_of(
 
 
 def controls_beside(guide: Guide) -> list[str]:
-    """Guides to sample with beside another: its cut alone, and its hidden temperature."""
+    """Guides to sample with next to another: its cut alone, and its hidden temperature."""
     beta = getattr(guide, "beta", 0.0) or getattr(guide, "relative_top", 0.0)
     total = guide.total
     found = [f"plausible:beta={beta:g}"] if beta else []
@@ -195,11 +195,11 @@ class Recorder(Generic[Some]):
         items: Questions, each once.
         modes: See `modes_of`.
         image: From the name of an item's image to where it is read.
-        suffix: Put behind each question.
+        suffix: Put after each question.
         max_new_tokens: Most tokens of an answer.
         batch_size: Questions decoded at once.
         seed: Of what guides draw in greedy decoding.
-        redraw: Whether seeds share the law of the first token, see above.
+        redraw: Whether seeds share the distribution of the first token, see above.
         warmup: Untimed runs of each guide's first batch.
 
     Attributes:
@@ -363,7 +363,7 @@ class Recorder(Generic[Some]):
                 yield self._row(known[answer.id], name, seed, answer)
 
     def _is_random(self, guide: str) -> bool:
-        """Whether the guide's law of the first token differs between seeds."""
+        """Whether the guide's distribution of the first token differs between seeds."""
         if guide not in self._random:
             first = self.items[:_TRIED]
             self._random[guide] = guide != NONE and (
@@ -457,7 +457,7 @@ class Recorder(Generic[Some]):
         return 1 + len(guide.branches) + (tokens - 1) * later
 
     def _forwards(self, mode: str, tokens: int) -> int:
-        """Forward passes behind the prompt: branches of one model and stage share one."""
+        """Forward passes after the prompt: branches of one model and stage share one."""
         guide = self._guide(mode)
         main = (1, id(None))
         shared = {main}
@@ -472,7 +472,7 @@ class Recorder(Generic[Some]):
 
 
 def draw(law: Tensor, seed: int, name: str) -> int:
-    """The first token that decoding with a seed draws from a law.
+    """The first token that decoding with a seed draws from a distribution.
 
     Args:
         law: Logits, ``(V,)``.
@@ -485,7 +485,7 @@ def draw(law: Tensor, seed: int, name: str) -> int:
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two laws are the same but for rounding; a missing one is none to tell by."""
+    """Whether two distributions are the same but for rounding; a missing one is none to tell by."""
     return other is None or torch.allclose(
         one.softmax(-1), other.softmax(-1), rtol=_SAME, atol=1e-6
     )

@@ -1,4 +1,4 @@
-"""Scores of yes/no answers: accuracy with the share of yes beside it, and what could not be parsed.
+"""Scores of yes/no answers: accuracy, share of yes, and answers that could not be parsed.
 
 Yes is the positive class. The images are the sample, so intervals draw images. An answer that
 cannot be parsed, or that never came, is wrong; it stays in every denominator, unless the chosen

@@ -1,6 +1,6 @@
 """`YesNoReport`: yes/no answers of several modes, with the controls that a gain has to beat.
 
-Beside each mode stands the baseline with its margins shifted by a constant until it says yes as
+Next to each mode stands the baseline with its margins shifted by a constant until it says yes as
 often as the mode does; the constant is fitted on other images
 (`mmdecode.evaluation.stats.margins`). What the shifted baseline gains as well is no better looking
 at images. POPE, MME, AMBER's questions, VSR and HallusionBench are all rows of this kind.

@@ -1,4 +1,4 @@
-"""Controls without a second branch: the plausibility cut alone, and temperature beside it.
+"""Controls without a second branch: the plausibility cut alone, and temperature with it.
 
 Much of what contrastive decoding gains over sampling comes from its cut, and much of what additive
 methods gain from hidden sharpening: weights that add up to S sample at temperature 1 / S where the
@@ -19,7 +19,7 @@ from mmdecode.guide.linear import Linear, warn_inert
 
 
 class TemperatureMatched(Linear):
-    """The main law at temperature ``1 / total``, cut to what is plausible.
+    """The main distribution at temperature ``1 / total``, cut to what is plausible.
 
     Args:
         total: S, the sum of the weights of the method that this is the control of: 4 for RITUAL, 3
@@ -34,7 +34,9 @@ class TemperatureMatched(Linear):
 
     def __init__(self, total: float = 4.0, beta: float = 0.1) -> None:
         if isinstance(total, str) or not 0 < total < float("inf"):
-            raise OptionError(f"total must be more than 0, got {total}; 1 is the model's own law")
+            raise OptionError(
+                f"total must be more than 0, got {total}; 1 is the model's own distribution"
+            )
         super().__init__([], [total], beta)
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> None:
@@ -43,7 +45,7 @@ class TemperatureMatched(Linear):
 
 
 class Plausible(TemperatureMatched):
-    """The main law, cut to what is plausible.
+    """The main distribution, cut to what is plausible.
 
     Args:
         beta: Plausibility cut; 0 is neutral.

@@ -1,6 +1,6 @@
 """A control: the model is asked to answer yes.
 
-An instruction is put behind the question and the model answers that question instead; nothing looks
+An instruction is put after the question and the model answers that question instead; nothing looks
 at the image differently.
 
 Source: PBA of Yin et al. 2025, arXiv:2504.10020.
@@ -30,7 +30,7 @@ class PromptBias(Guide):
     """Prompt bias; needs the question itself, as an Answerer hands it over.
 
     Args:
-        instruction: What is put behind the question; empty: neutral.
+        instruction: Text put after the question; empty: neutral.
     """
 
     summary = "control: the model is asked to answer yes (PBA)"

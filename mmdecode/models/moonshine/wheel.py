@@ -175,7 +175,7 @@ def _cached(source: Path) -> Path:
         if missing:
             raise InputError(
                 f"{place} lacks {', '.join(missing)}, which somebody removed; delete that folder, "
-                "and it is made anew"
+                "and it is made again"
             )
     return place
 

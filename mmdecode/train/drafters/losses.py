@@ -7,9 +7,10 @@ from torch.nn import functional as F
 
 
 def ranking_loss(logits: Tensor, wanted: Tensor, top: int = 10) -> Tensor:
-    """ListMLE of the target's likeliest tokens, ``(..., V)`` to ``(...)``, Xia et al. 2008.
+    """ListMLE of the target's most likely tokens, ``(..., V)`` to ``(...)``, Xia et al. 2008.
 
-    How unlikely their order is where the drafter's law over them draws one after the other.
+    How unlikely their order is where the drafter's distribution over them draws one after the
+    other.
     """
     order = wanted.topk(min(top, wanted.shape[-1]), dim=-1).indices
     scores = logits.gather(-1, order)
@@ -18,7 +19,7 @@ def ranking_loss(logits: Tensor, wanted: Tensor, top: int = 10) -> Tensor:
 
 
 def vispec_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """``10 |p - q|_1 + 0.1 ListMLE`` of laws, Kang et al. 2025 (its second stage)."""
+    """``10 |p - q|_1 + 0.1 ListMLE`` of distributions, Kang et al. 2025 (its second stage)."""
     distance = (logits.softmax(-1) - wanted.softmax(-1)).abs().sum(-1)
     return 10 * distance + 0.1 * ranking_loss(logits, wanted)
 
@@ -30,5 +31,5 @@ def smooth_distance(states: Tensor, wanted: Tensor) -> Tensor:
 
 def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
     """``KL(target, drafter)`` in nats, ``(..., V)`` to ``(...)``."""
-    law = wanted.log_softmax(-1)
-    return (law.exp() * (law - logits.log_softmax(-1))).sum(-1)
+    distribution = wanted.log_softmax(-1)
+    return (distribution.exp() * (distribution - logits.log_softmax(-1))).sum(-1)

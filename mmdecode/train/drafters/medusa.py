@@ -216,7 +216,7 @@ def train_heads(
         if state["key"] != key:
             raise OptionError(
                 f"{state_file} belongs to a training with other settings or data; delete it to "
-                "begin anew, or repeat the settings to go on"
+                "begin again, or repeat the settings to go on"
             )
         modules.load_state_dict(state["modules"])
         optimizer.load_state_dict(state["optimizer"])
@@ -306,7 +306,7 @@ def ranks(
 
 @dataclass
 class _Batch:
-    ids: Tensor  # (B, L), 0 behind the end
+    ids: Tensor  # (B, L), 0 after the end
     length: Tensor  # (B,)
     prompt: Tensor  # (B,)
     hidden: Tensor  # (B, L, H)

@@ -69,9 +69,11 @@ class Options:
         passes: Passes over a batch, each but the first over the drafter's own states; ``None``: as
             the kind does.
         decay: Weight of each pass over that of the one before.
-        feature_weight, law_weight: Of smooth L1 between states and of cross-entropy between laws,
-            for eagle and flash; the published ones. Of laws ``None`` is the published 0.1, and 1
-            for a target that draws images: what is flat is foreseen by its law, not by a state.
+        feature_weight, law_weight: Of smooth L1 between states and of cross-entropy between
+        distributions,
+            for eagle and flash; the published ones. Of distributions ``None`` is the published 0.1,
+            and 1 for a target that draws images: what is flat is foreseen by its distribution, not
+            by a state.
         noise: Width of uniform noise on the target's states in the first pass, times 512 over the
             length; published 0.2.
         draft_vocabulary: Tokens of the head of a kind that has its own, the most frequent in the
@@ -88,8 +90,8 @@ class Options:
         max_new_tokens: Of an answer in words.
         temperature: At which answers in words are drawn; 0: greedy. Images are drawn as their
             model's checkpoint says.
-        held_out: Requests that are not learnt, which choose what is kept.
-        tested: Further requests that are not learnt, of which the card tells; 0: it tells of those
+        held_out: Requests that are not learned, which choose what is kept.
+        tested: Further requests that are not learned, of which the card tells; 0: it tells of those
             held out.
         memory: Megabytes of states that may be kept, so that they are computed once; 0: none.
         fit: How long and how fast.
@@ -166,7 +168,8 @@ class Batch:
         adapter: Of the target.
         inner: States that an inner block is asked to make, ``(B, S, H)``; ``None``: none.
         guided: What guidance makes of the logits of all rows, ``(B, ..., V)``, where the rows of a
-            sequence under several conditions stand branch by branch: each has the law of all.
+            sequence under several conditions stand branch by branch: each has the distribution of
+            all.
     """
 
     rows: Rows | None
@@ -192,7 +195,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What one pass is asked: row t should make the state of a later token and its law.
+    """What one pass is asked: row t should make the state of a later token and its distribution.
 
     Attributes:
         features: ``(B, L, H)``.
@@ -287,7 +290,7 @@ class FeatureRecipe(Recipe):
 
 
 class EagleRecipe(FeatureRecipe):
-    """EAGLE: states by smooth L1, laws by cross-entropy through the target's head."""
+    """EAGLE: states by smooth L1, distributions by cross-entropy through the target's head."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """One layer of the target's sizes."""
@@ -302,7 +305,7 @@ class EagleRecipe(FeatureRecipe):
 
 
 class Eagle3Recipe(FeatureRecipe):
-    """EAGLE-3: laws alone, over the drafter's own vocabulary, in several passes."""
+    """EAGLE-3: distributions alone, over the drafter's own vocabulary, in several passes."""
 
     passes = 4
 
@@ -328,12 +331,12 @@ class Eagle3Recipe(FeatureRecipe):
         self, module: Any, states: Tensor, logits: Tensor, targets: Targets, options: Options
     ) -> Tensor:
         """See `law_losses`."""
-        losses, asked = law_losses(logits, targets, module.target_ids())
+        losses, asked = distribution_losses(logits, targets, module.target_ids())
         return losses.sum() / asked.sum().clamp_min(1)
 
 
 class ViSpecRecipe(FeatureRecipe):
-    """ViSpec: laws by L1 and by the order of the likeliest tokens, in two passes.
+    """ViSpec: distributions by L1 and by the order of the most likely tokens, in two passes.
 
     From scratch, where the reference begins with a drafter that was trained on text. Its second
     pass sees states of the second pass alone; here as drafting does.
@@ -355,7 +358,7 @@ class ViSpecRecipe(FeatureRecipe):
 
 
 class DreamRecipe(FeatureRecipe):
-    """DREAM: states, laws, and behind the crossing block the target's surest early states.
+    """DREAM: states, distributions, and after the crossing block the target's surest early states.
 
     The weights are the paper's, 0.2, 1 and 0.2; the first row is given zeros. A target with fewer
     than 8 layers has no early ones.
@@ -420,8 +423,8 @@ class FlashRecipe(FeatureRecipe):
 class TextRecipe(Recipe):
     """A small language model that reads the words alone, for the draft ``assistant``.
 
-    Learns the target's law at each token of an answer, as Gagrani et al. 2024, arXiv:2404.08856,
-    train theirs on text; here on the target's own answers.
+    Learns the target's distribution at each token of an answer, as Gagrani et al. 2024,
+    arXiv:2404.08856, train theirs on text; here on the target's own answers.
     """
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
@@ -447,18 +450,20 @@ class TextRecipe(Recipe):
         return LlamaForCausalLM(config)
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy against the target's law; words close ranks as in drafting."""
+        """Cross-entropy against the target's distribution; words close ranks as in drafting."""
         order = batch.words.long().argsort(dim=1, stable=True)[:, -int(batch.words.sum(1).max()) :]
         words, asked = batch.words.gather(1, order), batch.asked.gather(1, order)
-        law = batch.logits().softmax(-1)
-        law = law.gather(1, order[..., None].expand(-1, -1, law.shape[-1]))
+        distribution = batch.logits().softmax(-1)
+        distribution = distribution.gather(
+            1, order[..., None].expand(-1, -1, distribution.shape[-1])
+        )
         logits = module(
             input_ids=batch.ids.gather(1, order).masked_fill(~words, 0),
             attention_mask=words.long(),
             position_ids=(words.long().cumsum(1) - 1).clamp_min(0),
         ).logits
-        losses = -(law * logits.float().log_softmax(-1)).sum(-1)[:, :-1]
-        wanted = asked[:, 1:]  # the row before a token of an answer says its law
+        losses = -(distribution * logits.float().log_softmax(-1)).sum(-1)[:, :-1]
+        wanted = asked[:, 1:]  # the row before a token of an answer says its distribution
         return (losses * wanted).sum() / wanted.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
@@ -503,7 +508,7 @@ class MedusaRecipe(Recipe):
 
 
 class HydraRecipe(Recipe):
-    """Hydra heads: the target's law at each head's place, as Hydra++ learns it, not the token."""
+    """Hydra heads: they learn the target's distribution, as in Hydra++, not its token."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """Heads that say at first what the model's own head says."""
@@ -530,7 +535,7 @@ class HydraRecipe(Recipe):
         for head in range(len(module)):
             read = torch.cat([read, ahead(embeds, 1 + head, length).to(read.dtype)], -1)
             drafted = batch.guided(module.logits(head, read, batch.adapter).float())
-            losses, asked = law_losses(drafted, targets_of(batch, logits, head))
+            losses, asked = distribution_losses(drafted, targets_of(batch, logits, head))
             weight = options.decay**head
             total = total + weight * losses.sum() / asked.sum().clamp_min(1)
             weights += weight
@@ -546,7 +551,7 @@ class HydraRecipe(Recipe):
 
 
 class KangarooRecipe(FeatureRecipe):
-    """Kangaroo: the target's law after each token, from its state behind the first layers."""
+    """Kangaroo: learns the target's distribution from the state after its first layers."""
 
     def build(self, adapter: Any, samples: Sequence[Sample], options: Options) -> nn.Module:
         """An adapter of the target's sizes, which turns positions as the target does."""
@@ -566,11 +571,11 @@ class KangarooRecipe(FeatureRecipe):
         return KangarooModel({**sizes_of(adapter), **rope_of(config), **own})
 
     def loss(self, module: Any, batch: Batch, options: Options, dice: torch.Generator) -> Tensor:
-        """Cross-entropy between the laws after the same token."""
+        """Cross-entropy between the distributions after the same token."""
         assert batch.rows is not None, "read by `collect`"
         (states,) = unrolled(module, batch.rows, 1)
         drafted = batch.guided(module.logits(states, batch.adapter).float())
-        losses, asked = law_losses(drafted, targets_of(batch, batch.logits(), -1))
+        losses, asked = distribution_losses(drafted, targets_of(batch, batch.logits(), -1))
         return losses.sum() / asked.sum().clamp_min(1)
 
     def draft(self, module: Any, length: int) -> Drafter:
@@ -646,7 +651,7 @@ def unrolled(drafter: FeatureDrafter, rows: Rows, passes: int) -> list[Tensor]:
 
     Row t of pass k has what pass k - 1 made of row t as its feature, and the token k places on. It
     sees the first pass up to row t and, of the later ones, its own row alone: as the k-th token
-    drafted behind row t sees the committed rows and the drafted ones between.
+    drafted after row t sees the committed rows and the drafted ones between.
     """
     length = rows.embeds.shape[1]
     device = rows.embeds.device
@@ -683,9 +688,9 @@ def _moved(carried: Tensor | None) -> Tensor | None:
 
 
 def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
-    """What pass ``index`` is asked: of row t the state and the law after token t + 1 + index.
+    """Targets of pass ``index``: for row t, state and distribution after token t + 1 + index.
 
-    Asked where token t + 1 and the one behind the law belong to an answer.
+    Asked where token t + 1 and the one after the distribution belong to an answer.
     """
     length = batch.ids.shape[1] - 1
     return Targets(
@@ -696,7 +701,7 @@ def targets_of(batch: Batch, logits: Tensor, index: int) -> Targets:
 
 
 def ahead(values: Tensor, places: int, length: int) -> Tensor:
-    """Of each of ``length`` rows the value so many places on, ``(B, length, ...)``; behind them 0.
+    """Of each of ``length`` rows the value so many places on, ``(B, length, ...)``; after them 0.
 
     Args:
         values: ``(B, S, ...)``.
@@ -708,12 +713,12 @@ def ahead(values: Tensor, places: int, length: int) -> Tensor:
 
 
 def eagle_losses(states: Tensor, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """EAGLE's two: smooth L1 of states and cross-entropy of laws, means over what is asked."""
+    """EAGLE's losses: mean smooth L1 of states and mean cross-entropy of distributions."""
     asked = targets.asked.float()
     count = asked.sum() + 1e-5
     distance = F.smooth_l1_loss(states, targets.features, reduction="none").mean(-1)
-    law = targets.logits.softmax(-1)
-    surprise = -(law * logits.log_softmax(-1)).sum(-1)
+    distribution = targets.logits.softmax(-1)
+    surprise = -(distribution * logits.log_softmax(-1)).sum(-1)
     return (distance * asked).sum() / count, (surprise * asked).sum() / count
 
 
@@ -723,15 +728,15 @@ def law_weight(module: FeatureDrafter, options: Options) -> float:
     return usual if options.law_weight is None else options.law_weight
 
 
-def law_losses(
+def distribution_losses(
     logits: Tensor, targets: Targets, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy at each row, 0 where nothing is asked, and where something is, ``(B, L)``.
 
     Args:
         logits: The drafter's, ``(B, L, D)``.
-        targets: Of the pass. Its law is renormalised over the drafter's vocabulary, and nothing is
-            asked where its likeliest token is outside.
+        targets: Of the pass. Its distribution is renormalised over the drafter's vocabulary, and
+            nothing is asked where its most likely token is outside.
         own: The target's id of each of the drafter's, ``(D,)``; ``None``: the same.
     """
     wanted, asked = targets.logits, targets.asked

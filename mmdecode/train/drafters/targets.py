@@ -3,8 +3,8 @@
 A `Target` answers requests, reads them with their answers in one pass of the engine, and is decoded
 with a draft; `mmdecode.train.drafters.trainer` knows no more of it. Answers are the target's own,
 as it is meant to be sampled, and images are drawn with its guidance: rows of the branches then
-stand one below the other, and a drafter learns states of both and the law that guidance makes of
-them.
+stand one below the other, and a drafter learns states of both and the distribution that guidance
+makes of them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Images:
         return self._draw(Decoder(seed=options.fit.seed), requests).tokens.tolist()
 
     def read(self, decoder: Decoder, samples: Sequence[Sample]) -> None:
-        """Codes behind what they are drawn of, as one prompt."""
+        """Codes after what they are drawn of, as one prompt."""
         told = torch.tensor([sample.answer for sample in samples], device=self.model.device)
         inputs = self.adapter.condition(
             **self.raster.given([sample.request.condition for sample in samples])
@@ -208,8 +208,8 @@ class Images:
         if self.raster.preset.guidance == 1:
             return logits
         conditional, nothing = logits.chunk(2)
-        law = guided(conditional, nothing, self.raster.preset.guidance)
-        return torch.cat([law, law])
+        distribution = guided(conditional, nothing, self.raster.preset.guidance)
+        return torch.cat([distribution, distribution])
 
     def drafted(self, draft: Drafter, requests: Sequence[Drawing], options: Options) -> Decoder:
         """Sampled, by the exact rule for drawn tokens."""

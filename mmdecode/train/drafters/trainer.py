@@ -2,7 +2,7 @@
 
 The target answers its training prompts itself, once (on-policy: a drafter learns what verification
 will ask for), and the answers are kept as ids. The states of a batch are computed when the batch is
-learnt from, by the engine's own pass over prompt and answer, and kept in memory while there is
+learned from, by the engine's own pass over prompt and answer, and kept in memory while there is
 room; nothing but ids is written. Training stops at the best
 measured drafting of a chain on held-out prompts, and not by a loss, since losses saturate at the
 first position long before acceptance does at the last.
@@ -133,7 +133,7 @@ class Batches:
     Args:
         target: The target.
         drafter: Whose rows are wanted.
-        samples: What is learnt.
+        samples: What is learned.
         options: Settings; a batch depends on them and the step alone.
     """
 
@@ -213,26 +213,26 @@ def measured(target: Target, requests: Sequence[Any], draft: Drafter, options: O
 
 
 def entropy(target: Target, samples: Sequence[Sample]) -> float:
-    """Mean entropy of the target's law along answers, in bits a token."""
+    """Mean entropy of the target's distribution along answers, in bits a token."""
     total, tokens = 0.0, 0
     for start in range(0, len(samples), 32):
         batch = collect(target, None, samples[start : start + 32])
-        law = batch.logits()[:, :-1][batch.asked[:, 1:]].softmax(-1)
-        total += float(entr(law).sum())
-        tokens += len(law)
+        distribution = batch.logits()[:, :-1][batch.asked[:, 1:]].softmax(-1)
+        total += float(entr(distribution).sum())
+        tokens += len(distribution)
     return total / max(tokens, 1) * BITS
 
 
 @contextmanager
 def frozen(model: Any) -> Iterator[None]:
     """No gradients for a model's weights; afterwards, or where it fails, as they were."""
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    for parameter in learnt:
+    learned = [p for p in model.parameters() if p.requires_grad]
+    for parameter in learned:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in learnt:
+        for parameter in learned:
             parameter.requires_grad_(True)
 
 
@@ -251,7 +251,7 @@ def train(
     Args:
         target: Its model in float32 or the precision of ``worker``; it is left as it is.
         requests: The last ``options.tested`` of them are looked at once, for the card; the
-            ``options.held_out`` before them choose what is kept; the rest is learnt.
+            ``options.held_out`` before them choose what is kept; the rest is learned.
         options: Settings.
         work: Folder of answers, state and log; the log's ``held_out`` is passes a token.
         out: Folder of the result, which the draft of the kind loads.
@@ -301,15 +301,15 @@ def train(
 
     worker.first(prepare)
     samples = answered(target, requests, options, answers)
-    learnt, held_out, tested = samples[: ends[0]], samples[ends[0] : ends[1]], samples[ends[1] :]
+    learned, held_out, tested = samples[: ends[0]], samples[ends[0] : ends[1]], samples[ends[1] :]
     model, adapter = target.model, target.adapter
     with frozen(model):
         torch.manual_seed(options.fit.seed)
-        module = recipe.build(adapter, learnt, options)
+        module = recipe.build(adapter, learned, options)
         if start is not None:
             module = begun(module, start, type(model).__name__)
         module = module.to(model.device, torch.float32)
-        batches = Batches(target, recipe.reads(module), learnt, options)
+        batches = Batches(target, recipe.reads(module), learned, options)
         best = work / "best.pt"
 
         def loss_at(step: int) -> Tensor:
@@ -342,7 +342,7 @@ def train(
                 "what": f"{options.kind} drafter for {type(model).__name__}",
                 "options": asdict(options),
                 "requests": {
-                    "learnt": len(learnt),
+                    "learnt": len(learned),
                     "held_out": len(held_out),
                     "tested": len(tested),
                 },

@@ -1,8 +1,8 @@
-"""Trains small transformers over image codes, and measures what their laws are like.
+"""Trains small transformers over image codes, and measures what their distributions are like.
 
 Used by the recipes of the zoo's LlamaGen models. Training stops at the best held-out likelihood;
 the measurements are those that say beforehand which parallel decoding can gain what: entropy of the
-law that is decoded, and how far it reacts to a code some places before.
+distribution that is decoded, and how far it reacts to a code some places before.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Drawn:
 
     Attributes:
         codes: ``(B, tokens)``.
-        entropy: Of the law that each code was drawn from, in bits, ``(B, tokens)``.
+        entropy: Of the distribution that each code was drawn from, in bits, ``(B, tokens)``.
     """
 
     codes: Tensor
@@ -98,7 +98,7 @@ class Setting:
     scale: float = 1.0
     sampling: Sampling = field(default_factory=Sampling)
 
-    def law(self, logits: Tensor) -> Tensor:
+    def target_logits(self, logits: Tensor) -> Tensor:
         """Log-probabilities from rows with a condition, then those without, ``(2 B, ..., V)``."""
         given, nothing = logits.float().chunk(2)
         return self.sampling.warp(guided(given, nothing, self.scale)).log_softmax(-1)
@@ -117,9 +117,9 @@ def write_setting(setting: Setting, folder: Path) -> None:
     write_file(folder / "generation_config.json", json.dumps(told, indent=2) + "\n")
 
 
-def entropy_of(law: Tensor) -> Tensor:
+def entropy_of(distribution: Tensor) -> Tensor:
     """In bits, of log-probabilities ``(..., V)``."""
-    return -(law.exp() * law.clamp_min(-1e4)).sum(-1) * BITS
+    return -(distribution.exp() * distribution.clamp_min(-1e4)).sum(-1) * BITS
 
 
 @torch.no_grad()
@@ -143,9 +143,9 @@ def draw(
         hidden = model.model(
             inputs_embeds=inputs, attention_mask=block, past_key_values=cache
         ).last_hidden_state
-        law = setting.law(model.lm_head(hidden[:, -1]))
-        codes.append(law.exp().multinomial(1, generator=dice))
-        entropies.append(entropy_of(law))
+        distribution = setting.target_logits(model.lm_head(hidden[:, -1]))
+        codes.append(distribution.exp().multinomial(1, generator=dice))
+        entropies.append(entropy_of(distribution))
         inputs = model.model.embed_tokens(codes[-1].repeat(2, 1))
         start = end
     return Drawn(codes=torch.cat(codes, 1), entropy=torch.stack(entropies, 1))
@@ -160,11 +160,11 @@ def reach(
     dice: torch.Generator,
     slot_mask: Tensor | None = None,
 ) -> dict[str, float]:
-    """How far the law moves if the code some places before is drawn again.
+    """How far the distribution moves if the code some places before is drawn again.
 
-    In each image one code is drawn again from its own law; the distance is the mean total variation
-    between the laws of a later code before and after. At distance 1 it says what a left neighbour
-    matters, at the grid's width what the one above does.
+    In each image one code is drawn again from its own distribution; the distance is the mean total
+    variation between the distributions of a later code before and after. At distance 1 it says what
+    a left neighbour matters, at the grid's width what the one above does.
 
     Args:
         model: Which.
@@ -180,24 +180,24 @@ def reach(
     distances = (1, 2, 3, width - 1, width, width + 1, 2 * width)
     rows = torch.arange(len(codes))
     place = torch.randint(codes.shape[1] - max(distances), rows.shape, generator=dice)
-    before = setting.law(model.code_logits(both, codes.repeat(2, 1), mask))
+    before = setting.target_logits(model.code_logits(both, codes.repeat(2, 1), mask))
     changed = codes.clone()
     changed[rows, place] = before[rows, place].exp().multinomial(1, generator=dice)[:, 0]
-    after = setting.law(model.code_logits(both, changed.repeat(2, 1), mask))
+    after = setting.target_logits(model.code_logits(both, changed.repeat(2, 1), mask))
     found = {}
     for k in distances:
-        laws = (law[rows, place + k].exp() for law in (before, after))
-        found[str(k)] = round(float(torch.sub(*laws).abs().sum(-1).mean()) / 2, 4)
+        distributions = (distribution[rows, place + k].exp() for distribution in (before, after))
+        found[str(k)] = round(float(torch.sub(*distributions).abs().sum(-1).mean()) / 2, 4)
     return found
 
 
-def laws_of(
+def distributions_of(
     model: LlamaGenForImageGeneration,
     conditions: Tensor,
     setting: Setting,
     slot_mask: Tensor | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Mean entropy of the law along drawn images and its `reach`, without guidance and as meant."""
+    """Mean entropy along drawn images and its `reach`, without guidance and as meant."""
     found = {}
     for name, how in (("plain", Setting()), ("guided", setting)):
         dice = torch.Generator().manual_seed(0)

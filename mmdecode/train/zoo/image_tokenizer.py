@@ -146,8 +146,8 @@ def train(
     """Trains a tokenizer into ``out``; ``work`` holds state and log, from which it goes on."""
     model = options.build().train()
     codebook = Codebook(model, options.decay)
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(learnt, lr=options.peak_rate, betas=(0.9, 0.95))
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(learned, lr=options.peak_rate, betas=(0.9, 0.95))
     state_file, begun = work / "state.pt", 0
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
@@ -184,7 +184,7 @@ def train(
             loss = loss + options.commitment * (rows - latents).square().sum(1).mean()
             codebook.follow(flat, chosen, dice)
         loss.backward()
-        nn.utils.clip_grad_norm_(learnt, 1.0)
+        nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         now = float(loss.detach())
@@ -219,7 +219,7 @@ def measure(model: VQModel, pixels: Tensor) -> dict[str, Any]:
     Returns:
         Share of the codebook that occurs, perplexity of its use, PSNR in dB, and the
         neighbour-interchangeability curve: mean squared error between an image decoded from its
-        codes and from their r-th nearest, beside that from codes drawn at random.
+        codes and from their r-th nearest, next to that from codes drawn at random.
     """
     model.eval()
     codes = model.encode(pixels)

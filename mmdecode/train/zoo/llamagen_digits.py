@@ -158,7 +158,9 @@ def run(options: LlamaGenDigitsOptions, work: Path, out: Path) -> dict[str, Any]
         "parameters": model.num_parameters(),
         "bits_per_code": bits,
         "position_entropy_bits": round(image_codes.position_entropy(training.codes), 3),
-        **image_codes.laws_of(model, torch.arange(options.drawn) % DIGITS, options.setting),
+        **image_codes.distributions_of(
+            model, torch.arange(options.drawn) % DIGITS, options.setting
+        ),
         "decoding": options.setting.described(),
     }
     return {"folder": str(out)} | describe(numbers, options, out)
@@ -175,11 +177,11 @@ def describe(
         what=f"LlamaGen of {numbers['parameters'] / 1e6:.2f} M parameters over grey levels: 8 x 8 "
         f"scans of ten digits in {LEVELS} levels, no tokenizer",
         measured=f"{bits['test']} bits per pixel of held-out scans, {bits['training']} of those it "
-        f"learnt (positions alone: {numbers['position_entropy_bits']}); the law it decodes by has "
+        f"learned (positions alone: {numbers['position_entropy_bits']}); what it decodes by has "
         f"{numbers['guided']['law_entropy_bits']} bits at guidance {scale:g}",
         facts=[
             "Data: the 1,797 scans of `mmdecode/zoo/data/digits.npz` (see `digits.md` there); a "
-            "tenth decided when to stop, another gave the numbers, the others were learnt, half of "
+            "tenth decided when to stop, another gave the numbers, the rest was learned, half of "
             "the time shifted by up to a pixel.",
             "Codes are grey levels: 0 is paper, shown black, 16 is ink, shown white.",
             f"Meant to be decoded with guidance {scale:g}, where s = 1 is none, temperature "

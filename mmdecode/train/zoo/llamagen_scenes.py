@@ -3,7 +3,7 @@
 What it makes, in this order: a tokenizer of 64 x 64 images into 16 x 16 codes, which learns from
 harder pictures than the others; codes of some ten thousand pictures, once for all that follows; a
 transformer conditioned on the noun of a picture's large thing; a small one of the same kind, which
-drafts for it; and one conditioned on captions, with the text encoder it learns beside it, which is
+drafts for it; and one conditioned on captions, with the text encoder it learns next to it, which is
 frozen from then on.
 
 Each part can be interrupted and goes on where it was.
@@ -74,11 +74,11 @@ class Plan:
 
 
 def _plans() -> dict[Part, Plan]:
-    learnt = FitOptions(steps=6000, batch=8, matrix_rate=0.02, every=200)
+    learned = FitOptions(steps=6000, batch=8, matrix_rate=0.02, every=200)
     return {
-        "class": Plan(fit=learnt),
-        "small": Plan(width=96, layers=2, heads=4, inner=256, fit=learnt),
-        "caption": Plan(fit=replace(learnt, steps=4000)),
+        "class": Plan(fit=learned),
+        "small": Plan(width=96, layers=2, heads=4, inner=256, fit=learned),
+        "caption": Plan(fit=replace(learned, steps=4000)),
     }
 
 
@@ -361,7 +361,7 @@ def held_out(model: VQModel, options: LlamaGenScenesOptions) -> tuple[Corpus, Co
 def measured(
     learner: Learner, train: Corpus, test: Corpus, options: LlamaGenScenesOptions
 ) -> dict[str, Any]:
-    """The card's numbers of a transformer: likelihood, and what its laws are like."""
+    """The card's numbers of a transformer: likelihood, and what its distributions are like."""
     model = learner.transformer.eval()
     with torch.no_grad():
         told = learner.told(test, torch.arange(len(test.codes))[: options.drawn], 0)
@@ -370,7 +370,7 @@ def measured(
         "parameters": model.num_parameters(),
         "bits_per_code": round(learner.bits(test), 3),
         "position_entropy_bits": round(image_codes.position_entropy(train.codes), 3),
-        **image_codes.laws_of(model, condition, options.setting, mask),
+        **image_codes.distributions_of(model, condition, options.setting, mask),
     }
 
 
@@ -448,7 +448,7 @@ def describe(
             f"`vq` holds the tokenizer of {seen['parameters'] / 1e6:.2f} M parameters: "
             f"{100 * seen['codes_used']:.1f} % of its {options.tokenizer.codebook_size} codes "
             f"occur, {seen['code_entropy_bits']} bits each; pictures come back with "
-            f"{seen['psnr_db']} dB, noise included. It learnt from the harder pictures of the "
+            f"{seen['psnr_db']} dB, noise included. It learned from the harder pictures of the "
             "layout `SCATTERED`."
         )
     return image_codes.write_card(
@@ -457,7 +457,7 @@ def describe(
         what=f"LlamaGen of {numbers['parameters'] / 1e6:.2f} M parameters, {plan.layers} layers of "
         f"width {plan.width}: 16 x 16 codes, 64 x 64 pixels, for {_CONDITIONS[part]}",
         measured=f"{numbers['bits_per_code']} bits per held-out code (positions alone: "
-        f"{numbers['position_entropy_bits']}); the law it decodes by has "
+        f"{numbers['position_entropy_bits']}); the distribution it decodes by has "
         f"{guided['law_entropy_bits']} bits at guidance {scale:g}",
         facts=facts,
         numbers=numbers,

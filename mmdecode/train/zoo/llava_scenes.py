@@ -7,7 +7,7 @@ stored, and a step's batch depends on the seed and the step's number alone.
 
 First the tower learns what is where: nouns and colours per patch, nouns of the whole picture from
 the class token. Then all parts learn to answer, the tower's own task going on at a small weight.
-Several exchanges about one scene share its image tokens: they stand one after another behind the
+Several exchanges about one scene share its image tokens: they stand one after another after the
 prompt's beginning and see it and themselves only, at the positions they would have alone.
 """
 
@@ -53,7 +53,7 @@ from mmdecode.zoo.scenes import (
 )
 
 BLIND_SHARE = 0.07
-TOWER_SLOWER = 0.2  # its rate once it has learnt what is where: at the full one it forgets
+TOWER_SLOWER = 0.2  # its rate once it has learned what is where: at the full one it forgets
 NOUN_OF = {scene_text.existence_question(noun): index for index, noun in enumerate(NOUNS)}
 PATCH = 8
 PATCHES = (SIDE // PATCH) ** 2
@@ -77,7 +77,7 @@ class LlavaScenesOptions:
         tower_steps: Steps on the tower's own task.
         steps: All steps; the learning rate falls over the last quarter.
         tower_batch, batch: Scenes per step in the two parts.
-        questions: Fewest and most questions packed behind a scene.
+        questions: Fewest and most questions packed after a scene.
         vocabulary: Size of the tokenizer.
         vision_width, vision_layers: Of the tower.
         width, layers: Of the text model.
@@ -275,7 +275,7 @@ def drawn_exchanges(
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Exchanges behind one image.
+    """Exchanges after one image.
 
     Attributes:
         ids: The prompt's beginning, then requests and answers.
@@ -293,7 +293,7 @@ class Packed:
 
 
 class Packer:
-    """Lays exchanges out behind their image, token for token as the processor would one by one."""
+    """Lays exchanges out after their image, token for token as the processor would one by one."""
 
     def __init__(self, processor: LlavaProcessor) -> None:
         tokenizer = processor.tokenizer
@@ -572,7 +572,7 @@ def export(
     options: LlavaScenesOptions,
     out: Path,
 ) -> None:
-    """Half-precision weights, float32 in the config, and the processor beside them."""
+    """Half-precision weights, float32 in the config, and the processor next to them."""
     clone = LlavaForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config

@@ -77,7 +77,7 @@ class LMSynthOptions:
 
 
 def build_tokenizer(options: LMSynthOptions) -> Any:
-    """BPE of the grammar's training sentences; a line begins as if behind a space."""
+    """BPE of the grammar's training sentences; a line begins as if after a space."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -205,7 +205,7 @@ class Confusions:
         return [" ".join(" ".join(rng.choice(way) for way in ways).split()) for _ in range(count)]
 
     def _instead(self, word: str, rng: random.Random) -> str:
-        """What is heard instead of a word: one like it, any, or none, or another beside it."""
+        """What is heard instead of a word: one like it, any, or none, or another next to it."""
         core = word.rstrip(".,?!")
         near = self.near.get(core.lower(), self.words)
         dice = rng.random()
@@ -286,10 +286,10 @@ def loss_of(model: Any, examples: Sequence[Example]) -> Tensor:
 def run(options: LMSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     """The whole recipe: lists, tokenizer, training; run again to go on."""
     lists = make_lists(work / "lists", options)
-    held_out, learnt = split(lists, HELD_OUT)
+    held_out, learned = split(lists, HELD_OUT)
     tokenizer = build_tokenizer(options)
     model = build_model(tokenizer, options)
-    examples = Examples(tokenizer, learnt, options)
+    examples = Examples(tokenizer, learned, options)
     answers = [
         Example(e.ids, [w if w == 1.0 else 0.0 for w in e.weights])
         for e in (examples.corrected(one.hypotheses, one.reference or "") for one in held_out)
@@ -317,7 +317,7 @@ def run(options: LMSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     return {
         "folder": str(out),
         "parameters": model.num_parameters(),
-        "lists": len(learnt),
+        "lists": len(learned),
         "held_out_lists": len(held_out),
         "step": kept["step"],
         "bits_per_answer_token": round(kept["held_out"], 4),

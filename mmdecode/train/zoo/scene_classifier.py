@@ -105,8 +105,8 @@ def loss_at(network: nn.Module, options: FitOptions, step: int) -> Tensor:
 @torch.no_grad()
 def bits(network: nn.Module, pictures: Pictures) -> float:
     """Cross-entropy in bits."""
-    laws = torch.cat([network(batch) for batch in pictures.batches()])
-    return float(F.cross_entropy(laws, pictures.classes)) * BITS
+    distributions = torch.cat([network(batch) for batch in pictures.batches()])
+    return float(F.cross_entropy(distributions, pictures.classes)) * BITS
 
 
 def measured(classifier: Classifier, pictures: Pictures) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 What it makes: a `MultiScaleVQ` (64 x 64 pixels, seven grids up to 8 x 8, 155 codes an image) and
 two `VarForImageGeneration`, a large one and a small one for CoDe, conditional on the large thing of
 a scene. Pictures are rendered while it trains (`mmdecode.zoo.scene_images`) and depend on the
-step alone; none occurs twice, so that nothing can be learnt by heart.
+step alone; none occurs twice, so that nothing can be learned by heart.
 
 The tokenizer begins as an autoencoder without codes; then the codebook is laid over what is left of
 the latents at each scale, and a code that is hardly used moves to where codes are wanted.

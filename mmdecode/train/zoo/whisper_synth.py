@@ -321,7 +321,7 @@ def export(
     options: WhisperSynthOptions,
     out: Path,
 ) -> None:
-    """Half-precision weights, float32 in the config, processor and CTC head beside them."""
+    """Half-precision weights, float32 in the config, processor and CTC head next to them."""
     from safetensors.torch import save_file
 
     clone = WhisperForConditionalGeneration(model.config)
@@ -340,7 +340,7 @@ def export(
 
 
 def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
-    """The whole recipe: the corpus is spoken by a process beside the training; resumable."""
+    """The whole recipe: the corpus is spoken by a process next to the training; resumable."""
     import multiprocessing
 
     corpus = work / "corpus"

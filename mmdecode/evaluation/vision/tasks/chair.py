@@ -2,8 +2,8 @@
 
 CHAIR_i = hallucinated mentions / mentions, and CHAIR_s = captions with a hallucinated mention /
 captions; mentions count as often as they occur. Both fall when captions get shorter, so recall and
-length stand beside them, and `shortened` cuts a baseline to the length of what it is compared with.
-The reference tags and lemmatises words with nltk; here a word is looked up as it is and in
+length stand next to them, and `shortened` cuts a baseline to the length of what it is compared
+with. The reference tags and lemmatises words with nltk; here a word is looked up as it is and in
 its possible singular forms, which moves the scores by a few tenths of a point.
 """
 

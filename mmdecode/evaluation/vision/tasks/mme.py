@@ -73,7 +73,7 @@ def read_mme(path: Path, left_out: LeftOut = None) -> list[YesNoItem]:
 
     Args:
         path: MME's folder, with a folder for each category that holds a text file for each image,
-            with a question and its answer on a line, separated by a tab, and the images beside
+            with a question and its answer on a line, separated by a tab, and the images next to
             them or in ``images``; or JSON lines, packed or not, with ``category``, ``image``, one
             of `QUESTION` and one of `ANSWER`.
         left_out: See `mmdecode.evaluation.vision.items.leaving_out`; it gets the other question of

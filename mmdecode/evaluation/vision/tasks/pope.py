@@ -36,7 +36,7 @@ SUFFIXES = {
     "one-word": " Please answer this question with one word.",
     "short": "\nAnswer the question using a single word or phrase.",
 }
-"""What is put behind a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
+"""What is put after a question by POPE and RITUAL, by VCD, and by LLaVA and lmms-eval."""
 
 
 def read_pope(files: Mapping[str, Path], left_out: LeftOut = None) -> list[YesNoItem]:
