@@ -1,7 +1,7 @@
 """mmdecode: faster and truer decoding for speech and vision-language models.
 
-One decoding loop with three exchangeable parts: who drafts (``mmdecode.draft``), which distribution
-the tokens follow (``mmdecode.guide``) and which rule accepts (``mmdecode.accept``).
+One decoding loop with three exchangeable parts: a drafter (``mmdecode.draft``), a
+guide (``mmdecode.guide``) and an acceptance rule (``mmdecode.accept``).
 
 Importing this package imports neither torch nor transformers: names are loaded on first use.
 """
