@@ -46,7 +46,7 @@ def test_an_example_prints_what_the_page_shows(code, shown):
 TABLES = {"transcribe": "calls.jsonl", "ask": "questions.jsonl"}
 """Files that a page's block of JSON shows."""
 
-LONG = {"generate_image", "lossless"}
+LONG = {"generate_image", "lossless", "train_drafter"}
 """Pages whose commands take a minute and more together."""
 
 
