@@ -4,11 +4,12 @@ START HERE: `Transcriber`; the window loop after it is `mmdecode.asr.decoding.lo
 hears a recording that is still going on.
 """
 
-from mmdecode.asr.correction.corrector import Correction, Corrector, EditGuard
-from mmdecode.asr.decoding.n_best import Hypothesis
+from mmdecode.asr.correction.corrector import Correction, Corrector
+from mmdecode.asr.correction.guard import EditGuard
 from mmdecode.asr.options import FALLBACK, TranscribeOptions
+from mmdecode.asr.results import Failure, Hypothesis, Segment, Transcript
 from mmdecode.asr.streaming import Stream, Update
-from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
+from mmdecode.asr.transcriber import Transcriber
 
 __all__ = [
     "FALLBACK",

@@ -31,10 +31,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmdecode import registry
-from mmdecode.asr.alignment.words import SPACELESS, Word, is_marks
+from mmdecode.asr.alignment.words import SPACELESS, is_marks
 from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.asr.options import LEAST_WINDOW_S
-from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
+from mmdecode.asr.results import Segment, Transcript, Word
+from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 
 Policy = Callable[[Sequence[Sequence[str]], int], int]

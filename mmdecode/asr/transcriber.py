@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from mmdecode import registry
-from mmdecode.asr.alignment.words import Word, around_words, in_order, timed_words
+from mmdecode.asr.alignment.words import around_words, in_order, timed_words
 from mmdecode.asr.audio.reading import Source, source_of
-from mmdecode.asr.decoding.long_form import ADVICE, Job, LongForm, Piece
-from mmdecode.asr.decoding.n_best import Hypothesis, hypotheses
+from mmdecode.asr.decoding.job import Job
+from mmdecode.asr.decoding.long_form import ADVICE, LongForm
+from mmdecode.asr.decoding.n_best import hypotheses
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type, refuse_beyond
+from mmdecode.asr.results import Failure, Piece, Segment, Transcript, Word
 from mmdecode.checkpoints import (
     code_trusted,
     dtype_of,
@@ -34,100 +36,10 @@ from mmdecode.runs.failures import OnError, collected
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
-    from mmdecode.asr.correction.transcripts import DecidedWord, ListCorrection, WindowCorrector
+    from mmdecode.asr.correction.transcripts import ListCorrection
+    from mmdecode.asr.correction.windows import WindowCorrector
     from mmdecode.engine.contracts import AcceptanceRule, Drafter, Guide
     from mmdecode.engine.stats import Stats
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A stretch of speech.
-
-    Attributes:
-        start_s, end_s: When, in seconds from the beginning of the recording; where words are timed,
-            the start of its first word and the end of its last one.
-        text: What was said.
-        tokens: As ids, timestamps included.
-        temperature: At which it was decoded.
-        avg_logprob: Mean log-probability of its window; ``None``: no threshold asked for it.
-        no_speech_prob: Of its window; ``None``: no threshold asked for it, or the model gives none.
-        looped: Whether its window ended in a loop, see `mmdecode.asr.decoding.repetition`.
-        window_s: When the window began in which it was decoded.
-        words: Its words; ``None``: nothing asked for them.
-        decided: The words of a corrected text, and who decided each; ``None``: not corrected. The
-            tokens stay those of the recogniser.
-    """
-
-    start_s: float
-    end_s: float
-    text: str
-    tokens: list[int]
-    temperature: float = 0.0
-    avg_logprob: float | None = None
-    no_speech_prob: float | None = None
-    looped: bool = False
-    window_s: float = 0.0
-    words: list[Word] | None = None
-    decided: list[DecidedWord] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transcript:
-    """What one recording says.
-
-    Attributes:
-        source: Its name: the path, or ``array 2``.
-        index: Its place in the input.
-        text: All of it.
-        segments: In order.
-        language: Code of the language; ``None`` for models of one language.
-        duration_s: Length of the recording.
-        tokens: Ids of all segments, timestamps included.
-        timed_by: ``model``: its tokens say when segments begin and end; ``windows``: segments are
-            the windows that were decoded, with the times at which they were cut.
-        stats: ``windows``, ``attempts`` (repeats at other temperatures included), ``looped``
-            windows and ``tokens``; of a corrected one also windows ``edited``, and ``refused``
-            where the correction was no transcript.
-        n_best: Alternatives of each window, best first; ``None``: not asked for.
-        uncorrected: What the recogniser alone says; ``None``: nothing was corrected.
-        truncated: What is missing of the file, where `TranscribeOptions` allow that; ``None``:
-            nothing is.
-        error, kind: ``None``; a `Failure` has them.
-    """
-
-    source: str
-    index: int
-    text: str
-    segments: list[Segment]
-    language: str | None
-    duration_s: float
-    tokens: list[int] = field(repr=False)
-    stats: dict[str, int]
-    timed_by: Literal["model", "windows"] = "model"
-    n_best: list[list[Hypothesis]] | None = field(default=None, repr=False)
-    uncorrected: str | None = None
-    truncated: str | None = None
-    error: ClassVar[None] = None
-    kind: ClassVar[None] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A recording that could not be transcribed.
-
-    Attributes:
-        source: Its name.
-        index: Its place in the input.
-        error: What was wrong, what was expected and what to do.
-        kind: Name of the error class.
-        text: Empty, as that of an `mmdecode.vlm.Answer` with an error.
-    """
-
-    source: str
-    index: int
-    error: str
-    kind: str
-    text: ClassVar[str] = ""
 
 
 class Transcriber:
@@ -418,7 +330,7 @@ class Transcriber:
     def _correcting(self, correct: ListCorrection | str) -> WindowCorrector:
         """What corrects the transcripts of this recogniser."""
         from mmdecode.asr.correction.fusion import Acoustic
-        from mmdecode.asr.correction.transcripts import WindowCorrector
+        from mmdecode.asr.correction.windows import WindowCorrector
 
         if self.options.word_timestamps:
             raise OptionError(

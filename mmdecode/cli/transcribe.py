@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from mmdecode.asr.output.jobs import ResultFolder
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.output.subtitles import Layout
-    from mmdecode.asr.transcriber import Failure, Transcriber, Transcript
+    from mmdecode.asr.results import Failure, Transcript
+    from mmdecode.asr.transcriber import Transcriber
     from mmdecode.runs.distributed import Team
 
 PANELS = {
@@ -487,7 +488,7 @@ def _work(
     """Transcribes; texts are kept only where no folder takes them."""
     from mmdecode.asr.audio import crashes
     from mmdecode.asr.output.manifest import opened
-    from mmdecode.asr.transcriber import Failure
+    from mmdecode.asr.results import Failure
     from mmdecode.runs.crashes import in_groups
     from mmdecode.runs.items import Watch
 

@@ -17,7 +17,8 @@ from transformers import GenerationMixin
 from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.decoding.long_form import LongForm
 from mmdecode.asr.options import TranscribeOptions
-from mmdecode.asr.recognizers.base import Encoded, Recognizer
+from mmdecode.asr.recognizers.base import Recognizer
+from mmdecode.asr.recognizers.contract import Encoded
 from mmdecode.decoder import Decoder
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import MMDecodeError, OptionError

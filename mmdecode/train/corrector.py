@@ -27,15 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmdecode.asr.correction.corrector import (
-    NO_LABEL,
-    Corrector,
-    ListPrompts,
-    PromptOptions,
-    imported_peft,
-    load,
-)
+from mmdecode.asr.correction.corrector import Corrector, imported_peft, load
 from mmdecode.asr.correction.n_best_lists import NBestList, place
+from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.evaluation.speech.wer import count_errors
 from mmdecode.runs.files import (

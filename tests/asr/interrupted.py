@@ -27,7 +27,8 @@ import accelerate  # noqa: F401, every child would load it
 from mmdecode.asr import transcriber
 from mmdecode.asr.audio import crashes
 from mmdecode.asr.audio import reading as audio
-from mmdecode.asr.transcriber import Failure, Segment, Transcriber, Transcript
+from mmdecode.asr.results import Failure, Segment, Transcript
+from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
 from mmdecode.runs import crashes as notes
 from mmdecode.zoo.speech import speech_test

@@ -8,7 +8,8 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr import Transcriber
-from mmdecode.asr.recognizers.base import Span, of_type
+from mmdecode.asr.recognizers.base import of_type
+from mmdecode.asr.recognizers.contract import Span
 from mmdecode.asr.recognizers.generic import GenericRecognizer
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer

@@ -8,7 +8,8 @@ from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.asr.audio.vad import Timeline
 from mmdecode.asr.decoding.chunks import join
 from mmdecode.asr.decoding.fallback import Result
-from mmdecode.asr.decoding.long_form import Job, Piece
+from mmdecode.asr.decoding.job import Job
+from mmdecode.asr.results import Piece
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 

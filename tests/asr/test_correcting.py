@@ -11,19 +11,20 @@ from typer.testing import CliRunner
 
 from mmdecode import registry
 from mmdecode.asr import Transcriber
-from mmdecode.asr.correction.corrector import Corrector, EditGuard
+from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.fusion import Acoustic
+from mmdecode.asr.correction.guard import EditGuard
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.asr.correction.transcripts import (
-    DecidedWord,
     FusedCorrection,
     LanguageModelCorrection,
     ListCorrection,
     UADFCorrection,
-    shared_out,
     temperatures_of,
 )
-from mmdecode.asr.transcriber import Segment, load
+from mmdecode.asr.correction.windows import shared_out
+from mmdecode.asr.results import DecidedWord, Segment
+from mmdecode.asr.transcriber import load
 from mmdecode.cli.app import app
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.guide.fusion import Given, Static

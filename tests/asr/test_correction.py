@@ -8,18 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmdecode.asr.correction.corrector import (
-    GUARD,
-    TEMPLATES,
-    Corrector,
-    EditGuard,
-    ListPrompts,
-    PromptOptions,
-    Template,
-    edits_of,
-    words_of,
-)
+from mmdecode.asr.correction.corrector import Corrector
+from mmdecode.asr.correction.guard import GUARD, EditGuard, edits_of, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.prompts import TEMPLATES, ListPrompts, PromptOptions, Template
 from mmdecode.draft.source import Source
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnknownNameError
 from tests.support.correctors import LISTS, TEMPLATE, Writes, model, tokenizer

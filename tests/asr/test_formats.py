@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmdecode.asr.output.formats import FORMATS, Names, file_stem, parse_formats
-from mmdecode.asr.transcriber import Segment, Transcript
+from mmdecode.asr.results import Segment, Transcript
 from mmdecode.errors import OptionError
 from mmdecode.runs.files import LISTING, write_file
 

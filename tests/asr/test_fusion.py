@@ -21,18 +21,10 @@ from mmdecode.asr.correction.calibration import (
     fit_temperature,
 )
 from mmdecode.asr.correction.corrector import Corrector
-from mmdecode.asr.correction.fusion import (
-    Acoustic,
-    AcousticScorer,
-    Listener,
-    Spelling,
-    casings,
-    pieces_of,
-    shared_ids,
-    spellings,
-    split,
-)
+from mmdecode.asr.correction.fusion import Acoustic, AcousticScorer, pieces_of, shared_ids
+from mmdecode.asr.correction.listener import Listener
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.spelling import Spelling, casings, spellings, split
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer as Recognizer
 from mmdecode.asr.transcriber import load
 from mmdecode.checkpoints import local_path

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.transcriber import Failure, Transcriber
+from mmdecode.asr.results import Failure
+from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError
 
 pytest.importorskip("av")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mmdecode.asr import TranscribeOptions, Transcriber
-from mmdecode.asr.alignment.words import Word
 from mmdecode.asr.decoding.hallucinations import Place, Verdict, is_doubtful, judge
+from mmdecode.asr.results import Word
 from mmdecode.errors import OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -16,7 +16,7 @@ from mmdecode.asr.audio.reading import Source, blocks, recording
 from mmdecode.asr.output import jobs
 from mmdecode.asr.output.jobs import ResultFolder, finish, merge, prepare
 from mmdecode.asr.output.manifest import Entry, read_manifest
-from mmdecode.asr.transcriber import Failure, Segment, Transcript
+from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs.crashes import InFlight, suspects_in
 from mmdecode.runs.distributed import Team, share_out

@@ -17,10 +17,9 @@ from mmdecode.asr.correction.n_best_lists import (
     split,
     write_lists,
 )
-from mmdecode.asr.decoding.n_best import Hypothesis
 from mmdecode.asr.output import jobs
 from mmdecode.asr.output.manifest import Entry
-from mmdecode.asr.transcriber import Failure, Transcript
+from mmdecode.asr.results import Failure, Hypothesis, Transcript
 from mmdecode.errors import InputError, UnknownNameError
 
 WORDS = st.text("abc ,'", min_size=1, max_size=8).map(lambda text: f"x{text}".strip())

@@ -16,9 +16,9 @@ from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
 from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.decoding.chunks import join_windows
 from mmdecode.asr.decoding.fallback import Result
-from mmdecode.asr.decoding.long_form import Piece
 from mmdecode.asr.recognizers.generic import FAINTEST, LEAST_S
 from mmdecode.asr.recognizers.pauses import pause_in
+from mmdecode.asr.results import Piece
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.errors import IncompatibleError, OptionError, UnsupportedModelError
 from tests.support.tiny_recognizers import MODELS, tokenizer

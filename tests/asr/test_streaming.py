@@ -15,9 +15,9 @@ import pytest
 import soundfile
 from typer.testing import CliRunner
 
-from mmdecode.asr.alignment.words import Word
+from mmdecode.asr.results import Segment, Transcript, Word
 from mmdecode.asr.streaming import Commits, Stream, agreement, covered, hold, policy_of, words_of
-from mmdecode.asr.transcriber import Segment, Transcriber, Transcript
+from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli import app as cli
 from mmdecode.cli.stream import follow
 from mmdecode.errors import InputError, OptionError, UnknownNameError

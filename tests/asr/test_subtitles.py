@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmdecode.asr.output import subtitles
 from mmdecode.asr.output.subtitles import Cue, Layout, cues, width
-from mmdecode.asr.transcriber import Segment
+from mmdecode.asr.results import Segment
 from mmdecode.errors import OptionError
 
 

@@ -37,10 +37,11 @@ from mmdecode.asr.alignment.cross_attention import (
     warp,
 )
 from mmdecode.asr.alignment.ctc import SYMBOLS, LetterHead
-from mmdecode.asr.alignment.words import Word, around_words
+from mmdecode.asr.alignment.words import around_words
 from mmdecode.asr.output.formats import FORMATS
 from mmdecode.asr.output.subtitles import Layout, clean
 from mmdecode.asr.recognizers import whisper_prompts as prompts
+from mmdecode.asr.results import Word
 from mmdecode.errors import InputError, OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmdecode.asr.alignment.words import Word
+from mmdecode.asr.results import Word
 from mmdecode.demo.speech import clips_page as page
 from mmdecode.engine.trace import Round
 from mmdecode.evaluation.speech.wer import align_as_written, wer

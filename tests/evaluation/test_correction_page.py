@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from mmdecode.asr.correction.corrector import Correction
 from mmdecode.asr.correction.n_best_lists import NBestList
-from mmdecode.asr.correction.transcripts import Corrected, DecidedWord
-from mmdecode.asr.transcriber import Segment, Transcript
+from mmdecode.asr.correction.transcripts import Corrected
+from mmdecode.asr.results import DecidedWord, Segment, Transcript
 from mmdecode.cli import transcribe
 from mmdecode.cli.app import app
 from mmdecode.evaluation.speech import correction_page

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmdecode.asr.alignment.words import Word
+from mmdecode.asr.results import Word
 from mmdecode.asr.streaming import Update
 from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed.latency import (

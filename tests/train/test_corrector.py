@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from mmdecode.asr.correction.corrector import NO_LABEL, Corrector, ListPrompts, PromptOptions
+from mmdecode.asr.correction.corrector import Corrector
 from mmdecode.asr.correction.n_best_lists import NBestList, place, split, write_lists
+from mmdecode.asr.correction.prompts import NO_LABEL, ListPrompts, PromptOptions
 from mmdecode.cli.app import app
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
 from mmdecode.runs.files import MAKER

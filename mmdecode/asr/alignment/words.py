@@ -13,11 +13,13 @@ import codecs
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mmdecode.asr.results import Word
 
 SPACELESS = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 """Languages that write no spaces between words."""
@@ -26,22 +28,6 @@ SPACES = ("\u0120", "\u2581")
 _OPENING = frozenset("\"'¿¡")  # next to brackets, opening quotes and dashes
 _SPOKEN = frozenset("%&@#§")  # punctuation to Unicode
 _SHORTEST_S = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """A word and when it was said.
-
-    Attributes:
-        text: With the space before it: the words of a segment, joined and stripped, are its text.
-        start_s, end_s: In seconds from the beginning of the recording.
-        confidence: Mean probability of its tokens, 0 to 1.
-    """
-
-    text: str
-    start_s: float
-    end_s: float
-    confidence: float
 
 
 class Token(int):

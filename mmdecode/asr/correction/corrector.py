@@ -18,370 +18,45 @@ import inspect
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 from mmdecode import registry
 from mmdecode.api import generate
+from mmdecode.asr.correction.guard import GUARD, EditGuard, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList
+from mmdecode.asr.correction.prompts import (
+    NO_LABEL,
+    ListPrompts,
+    PromptOptions,
+)
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.decoder import Decoder
 from mmdecode.draft.source import Source
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import (
     IncompatibleError,
-    InputError,
     MissingExtraError,
     OptionError,
-    UnknownNameError,
     refuse_unknown,
 )
-from mmdecode.runs.files import write_file
 from mmdecode.runs.items import Failed, Watch, each, tried
 
 if TYPE_CHECKING:
     from mmdecode.engine.contracts import Drafter, Guide
     from mmdecode.engine.stats import Stats
 
-SETTINGS = "corrector.json"
-"""What a trained corrector's folder says of its prompts."""
 
 ADVICE = "use a smaller batch_size, or show the model fewer hypotheses"
 """What to do where a list needs more memory than there is."""
-
-NO_LABEL = -100
-"""A label that no loss looks at."""
-
-TEMPLATES = {
-    "n_best": "Below is the best hypothesis of a speech recogniser, and then its other hypotheses. "
-    "Correct the best one with words of the others, and write the true transcription.\n\n"
-    "### Best-hypothesis:\n{best}\n\n### Other-hypothesis:\n{others}\n\n### Response:\n",
-    "1_best": "Below is the best hypothesis of a speech recogniser. Correct its errors, and write "
-    "the true transcription.\n\n### Best-hypothesis:\n{best}\n\n### Response:\n",
-    "flanec": "Write the true transcription of an utterance that a speech recogniser took for one "
-    "of these, the likeliest first:\n\n{numbered}",
-}
-PLACEHOLDERS = ("best", "others", "numbered")
-
-
-@dataclass(frozen=True)
-class Template:
-    """A prompt with places for the hypotheses.
-
-    Attributes:
-        text: It, with ``{best}``, the first hypothesis, and ``{others}``, a line for each further
-            one; or with ``{numbered}``, a numbered line for each. Other braces are doubled.
-
-    Raises:
-        OptionError: The text has other places than these, or none.
-    """
-
-    text: str
-
-    def __post_init__(self) -> None:
-        try:
-            names = [name for _, name, _, _ in Formatter().parse(self.text) if name is not None]
-        except ValueError as error:
-            raise OptionError(f"template {self.text!r}: {error}; double braces that stay") from None
-        wrong = [name for name in names if name not in PLACEHOLDERS]
-        if wrong or not {"best", "numbered"} & {*names} or len(names) > len({*names}):
-            raise OptionError(
-                f"template {self.text!r} has the places {', '.join(names) or '(none)'}; expected "
-                "{best}, alone or with {others}, or {numbered}, each once"
-            )
-
-    @classmethod
-    def of(cls, given: Template | str) -> Template:
-        """One of `TEMPLATES` by its name, or a text of one's own.
-
-        Raises:
-            UnknownNameError: There is none of that name.
-        """
-        if isinstance(given, Template):
-            return given
-        if given not in TEMPLATES and "{" not in given:
-            raise UnknownNameError.of("template", given, TEMPLATES)
-        return cls(TEMPLATES.get(given, given))
-
-    def prompt(self, hypotheses: Sequence[str]) -> str:
-        """The prompt of a list; white space in a hypothesis becomes single spaces."""
-        lines = [" ".join(text.split()) for text in hypotheses]
-        return self.text.format(
-            best=lines[0],
-            others="\n".join(lines[1:]),
-            numbered="\n".join(f"{place}. {line}" for place, line in enumerate(lines, 1)),
-        )
-
-    def hypotheses(self, prompt: str) -> tuple[str, ...]:
-        """The hypotheses that a prompt was made of, as far as it shows them.
-
-        Raises:
-            InputError: It was not made of this template.
-        """
-        found = self._pattern.fullmatch(prompt)
-        if found is None:
-            raise InputError(f"{prompt[:60]!r} is no prompt of the template {self.text[:60]!r}")
-        shown = found.groupdict()
-        if "numbered" in shown:
-            lines = shown["numbered"].split("\n")
-            return tuple(line.partition(". ")[2] for line in lines)
-        others = shown.get("others", "")
-        return (shown["best"], *(others.split("\n") if others else ()))
-
-    @cached_property
-    def own_lines(self) -> list[str]:
-        """What the template itself says: its lines of several words, and its headings."""
-        literal = "\n".join(part for part, _, _, _ in Formatter().parse(self.text))
-        lines = (line.strip() for line in literal.split("\n"))
-        return [line for line in lines if line.startswith("#") or len(line.split()) > 2]
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        parts = []
-        for literal, name, _, _ in Formatter().parse(self.text):
-            parts.append(re.escape(literal))
-            if name is not None:
-                parts.append(f"(?P<{name}>.*)" if name == "best" else f"(?P<{name}>[\\s\\S]*)")
-        return re.compile("".join(parts))
-
-
-_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
-"""Thai, Lao, Burmese, Khmer, Kana and Han, which put no spaces between words."""
-_WORD = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+(?:['\u2019][^\W_{_SPACELESS}]+)*")
-_ITEM = re.compile(r"\(?\d+[.):]\s|[-*\u2022]\s")
-_TALK = re.compile(
-    r"sure\b|certainly\b|of course\b|here(?: is| are|'s)\b|as an? (?:ai|language)\b"
-    r"|i(?: am|'m) sorry\b|i (?:cannot|can't|can not)\b"
-    r"|the (?:(?:best|corrected|correct|true|final|likeliest|most likely) )+"
-    r"(?:transcri|hypothes|sentence|text|answer)"
-    r"|(?:(?:corrected|correct|true|final) )?(?:transcri\w+|response|answer|output|text) ?:",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EditGuard:
-    """Says of an answer whether it may stand for what the recogniser heard.
-
-    Words are compared without case and punctuation; of a script without spaces, characters.
-
-    Attributes:
-        distance: Word edits from the nearest hypothesis, at most, as a share of its words; one edit
-            is always allowed. Infinity is neutral.
-        shorter, longer: Least and greatest length in characters, as shares of that hypothesis'.
-            0 and infinity are neutral.
-        novel: Words that are in no hypothesis, at most; 0 lets a model choose and put together, and
-            nothing else. Infinity is neutral.
-    """
-
-    distance: float = 0.3
-    shorter: float = 0.5
-    longer: float = 2.0
-    novel: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not (min(self.distance, self.novel) >= 0 and 0 <= self.shorter <= 1 <= self.longer):
-            raise OptionError(
-                f"distance={self.distance}, shorter={self.shorter}, longer={self.longer}, "
-                f"novel={self.novel}; expected 0 or more, and shorter <= 1 <= longer"
-            )
-
-    def __call__(
-        self, answer: str, hypotheses: Sequence[str], template: Template | None = None
-    ) -> str | None:
-        """Why an answer is refused; ``None``: it is not.
-
-        Args:
-            answer: What the model wrote.
-            hypotheses: What it was asked about.
-            template: How it was asked: an answer that repeats that is none.
-        """
-        said, heard = answer.strip(), [text.strip() for text in hypotheses]
-        if not said:
-            return None if "" in heard else "it is empty"
-        if "\n" in said:
-            return "it has several lines"
-        for line in template.own_lines if template else ():
-            if _within(line, said) and not any(_within(line, text) for text in heard):
-                return f"it repeats the prompt: {line[:40]!r}"
-        for what, pattern in (("a list", _ITEM), ("talk about the task", _TALK)):
-            found = pattern.match(said)
-            if found and not any(map(pattern.match, heard)):
-                return f"it begins like {what}: {found[0].strip()!r}"
-        words = words_of(said)
-        edits, _, nearest = min(
-            (edits_of(words_of(text), words), place, text) for place, text in enumerate(heard)
-        )
-        if edits > max(1, self.distance * len(words_of(nearest))):
-            return (
-                f"it is {edits} word edits from the nearest hypothesis, which has "
-                f"{len(words_of(nearest))} words"
-            )
-        known = {word for text in heard for word in words_of(text)}
-        novel = [word for word in words if word not in known]
-        if len(novel) > self.novel:
-            return f"it has words that are in no hypothesis: {', '.join(novel)}"
-        ratio = len(said) / max(len(nearest), 1)
-        if not self.shorter <= ratio <= self.longer:
-            return f"it is {ratio:.2f} times as long as the nearest hypothesis"
-        return None
-
-
-GUARD = EditGuard()
-
-
-def words_of(text: str) -> list[str]:
-    """Words without case and punctuation; of a script without spaces, characters."""
-    return _WORD.findall(text.casefold())
-
-
-def edits_of(left: Sequence[str], right: Sequence[str]) -> int:
-    """Least number of words to replace, leave out or put in, to make one text the other."""
-    costs = list(range(len(right) + 1))
-    for row, word in enumerate(left, 1):
-        diagonal, costs[0] = row - 1, row
-        for column, other in enumerate(right, 1):
-            kept = diagonal + (word != other)
-            diagonal = costs[column]
-            costs[column] = min(kept, costs[column] + 1, costs[column - 1] + 1)
-    return costs[-1]
-
-
-def _within(part: str, text: str) -> bool:
-    return part.casefold() in text.casefold()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """How a list is put to a model; kept next to a trained corrector.
-
-    Attributes:
-        template: A name of `TEMPLATES`, or a text of one's own, see `Template`.
-        count: Hypotheses shown, at most.
-        chat: Whether the prompt goes in as a user's turn of the tokenizer's chat template.
-    """
-
-    template: str = "n_best"
-    count: int = 5
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        Template.of(self.template)
-        if self.count < 1:
-            raise OptionError(f"count={self.count}; expected at least one hypothesis")
-
-    def save(self, folder: Path) -> None:
-        """Writes them into a model's folder."""
-        write_file(folder / SETTINGS, json.dumps(asdict(self), indent=2) + "\n")
-
-    @classmethod
-    def kept(cls, folder: str) -> dict[str, Any]:
-        """What a model's folder says of them; empty where it says nothing."""
-        file = Path(folder) / SETTINGS
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-class ListPrompts:
-    """Lists and texts as ids of one model.
-
-    Args:
-        tokenizer: The model's.
-        seq2seq: Whether prompt and answer are read by an encoder and a decoder; else the answer
-            goes on after the prompt.
-        options: How a list is put.
-
-    Raises:
-        InputError: The tokenizer has no token that ends an answer, or no chat template where one is
-            asked for.
-    """
-
-    def __init__(self, tokenizer: Any, seq2seq: bool, options: PromptOptions) -> None:
-        self.tokenizer, self.seq2seq, self.options = tokenizer, seq2seq, options
-        self.template = Template.of(options.template)
-        if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"{type(tokenizer).__name__} has no end-of-sequence token; set "
-                "tokenizer.eos_token to the one that ends an answer"
-            )
-        if options.chat and not getattr(tokenizer, "chat_template", None):
-            raise InputError("the tokenizer has no chat template; leave chat out")
-        self.eos = int(tokenizer.eos_token_id)
-        pad = tokenizer.pad_token_id
-        self.pad = self.eos if pad is None else int(pad)
-
-    def shown(self, hypotheses: Sequence[str]) -> Sequence[str]:
-        """Those of a list that are put to the model."""
-        return hypotheses[: self.options.count]
-
-    def prompt(self, hypotheses: Sequence[str]) -> list[int]:
-        """What the model reads of a list."""
-        text = self.template.prompt(self.shown(hypotheses))
-        if self.options.chat:
-            turn = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(
-                turn, tokenize=False, add_generation_prompt=True
-            )
-        ids = self.tokenizer(text, add_special_tokens=not self.options.chat)["input_ids"]
-        if not self.seq2seq and ids[-1:] == [self.eos]:
-            return ids[:-1]  # some tokenizers end every text, and this one goes on
-        return ids
-
-    def answer(self, text: str) -> list[int]:
-        """What the model is to write, with one end-of-sequence token, at its end."""
-        if self.seq2seq:
-            ids = self.tokenizer(text_target=text)["input_ids"]
-        else:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*(token for token in ids if token != self.eos), self.eos]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """What some ids of an answer say."""
-        decode = self.tokenizer.decode
-        return decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
-
-    def collated(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
-        """What a model's forward takes of prompts and answers; nothing but answers has labels.
-
-        A seq2seq model gets ``labels (B, A)`` next to prompts ``(B, P)``; a causal one prompt and
-        answer as one row, ``labels`` as wide. Rows are padded on the right.
-        """
-        rows = [prompt if self.seq2seq else prompt + answer for prompt, answer in pairs]
-        wanted = [
-            answer if self.seq2seq else [NO_LABEL] * len(prompt) + answer
-            for prompt, answer in pairs
-        ]
-
-        def padded(parts: Sequence[list[int]], filler: int) -> Tensor:
-            tensors = [torch.tensor(part) for part in parts]
-            return pad_sequence(tensors, batch_first=True, padding_value=filler)
-
-        return {
-            "input_ids": padded(rows, self.pad),
-            "attention_mask": padded([[1] * len(row) for row in rows], 0),
-            "labels": padded(wanted, NO_LABEL),
-        }
-
-    def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Prompts of a batch and their mask, ``(B, P)``; a decoder's are padded on the left."""
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self.pad)
-        mask = torch.zeros_like(ids)
-        for place, row in enumerate(rows):
-            part = slice(0, len(row)) if self.seq2seq else slice(width - len(row), width)
-            ids[place, part], mask[place, part] = torch.tensor(row), 1
-        return ids, mask
 
 
 @dataclass(frozen=True, kw_only=True)

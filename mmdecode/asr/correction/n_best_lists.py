@@ -32,7 +32,7 @@ from mmdecode.runs.files import write_file
 from mmdecode.runs.tables import first_of, read_rows, text_of
 
 if TYPE_CHECKING:
-    from mmdecode.asr.transcriber import Transcript
+    from mmdecode.asr.results import Transcript
 
 FORMS = ("lists", "generator", "lora")
 SCORES = ("scores", "am_score")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmdecode.asr.correction.corrector import edits_of, words_of
+from mmdecode.asr.correction.guard import edits_of, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList
 from mmdecode.checkpoints import code_trusted, dtype_of, loading, local_path, placed
 from mmdecode.errors import InputError, OptionError, ShapeError, UnsupportedModelError

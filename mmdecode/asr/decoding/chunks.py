@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mmdecode.asr.decoding.long_form import Piece
+    from mmdecode.asr.results import Piece
 
 APART = 0.25
 """Tokens are the same if they are no farther apart than this part of what overlaps; when they were

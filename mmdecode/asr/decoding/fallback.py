@@ -21,7 +21,8 @@ from mmdecode.engine.trace import Round
 if TYPE_CHECKING:
     from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.asr.recognizers.base import Encoded, Recognizer
+    from mmdecode.asr.recognizers.base import Recognizer
+    from mmdecode.asr.recognizers.contract import Encoded
     from mmdecode.decoder import Decoder
 
 

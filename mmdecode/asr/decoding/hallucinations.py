@@ -17,7 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmdecode.asr.alignment.words import Word, is_marks
+from mmdecode.asr.alignment.words import is_marks
+from mmdecode.asr.results import Word
 
 WORDS = 8
 """Words of a segment that are looked at."""

@@ -26,11 +26,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,9 +40,12 @@ from mmdecode.asr.decoding import hallucinations
 from mmdecode.asr.decoding.chunks import join, join_windows
 from mmdecode.asr.decoding.fallback import Attempts, Result
 from mmdecode.asr.decoding.hallucinations import Place, Verdict
+from mmdecode.asr.decoding.job import Job, Window
 from mmdecode.asr.decoding.n_best import Alternatives
 from mmdecode.asr.decoding.segmentation import without_loop
-from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span, changes_audio
+from mmdecode.asr.recognizers.base import Recognizer, changes_audio
+from mmdecode.asr.recognizers.contract import Encoded, Span
+from mmdecode.asr.results import Piece
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.encoding import grouped
 from mmdecode.errors import OptionError
@@ -59,95 +61,6 @@ if TYPE_CHECKING:
 
 ADVICE = "lower batch_size or n_best, or load the model in half precision"
 """What to do where one recording needs more memory than there is."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One segment, times in seconds; ``window`` is where the window began that it is of."""
-
-    start: float
-    end: float
-    tokens: list[int]
-    result: Result
-    window: float = 0.0
-
-
-@dataclass
-class Job:
-    """One recording on its way.
-
-    Attributes:
-        index: Its place in the input.
-        name: What it is called.
-        speech: Its audio; ``None``: nobody speaks.
-        frame_s: Seconds in a frame.
-        timeline: Where the stretches that are transcribed stand in the recording.
-        language: Its language token.
-        conditioned: Whether the next window is shown the text so far.
-        shown: The last tokens of the text so far.
-        source: What a draft may copy from in the next window.
-        seek: First frame not yet read.
-        joins: Whether the window that begins there overlaps the one before.
-        windows: Windows begun.
-        attempts: Windows decoded, repeats included.
-        results: What each window that ended came to.
-        pieces: Segments so far.
-        said_s: End of the last word so far, where the options ask for it.
-        missing: What is missing of the recording, where that is allowed.
-    """
-
-    index: int
-    name: str
-    speech: Recording | None
-    frame_s: float
-    timeline: Timeline
-    language: int | None
-    conditioned: bool
-    shown: list[int]
-    source: list[int] = field(default_factory=list)
-    seek: int = 0
-    joins: bool = False
-    windows: int = 0
-    attempts: int = 0
-    results: list[Result] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    said_s: float = 0.0
-    missing: list[str] = field(default_factory=list)
-
-    @property
-    def frames(self) -> int:
-        """Feature frames to transcribe."""
-        return self.speech.frames if self.speech else 0
-
-    @property
-    def done_s(self) -> float:
-        """Seconds of the recording after which nothing is transcribed yet."""
-        if self.speech is None or self.seek >= self.frames:
-            return self.timeline.duration_s
-        return self.timeline.at(self.seek * self.frame_s)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A part of a recording that the model hears at once.
-
-    Attributes:
-        job: The recording.
-        number: Which of its windows, from 0.
-        seek: Its first frame.
-        count: Frames of the recording in it.
-        joined: Whether it overlaps the window before, so that their texts are joined.
-        samples: What it was made of, where words are timed by it.
-        heard: The same as a guide may change it, where one does.
-    """
-
-    job: Job
-    number: int
-    seek: int
-    count: int
-    joined: bool = False
-    samples: np.ndarray | None = None
-    heard: Any = None
 
 
 class LongForm:

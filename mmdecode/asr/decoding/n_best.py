@@ -15,30 +15,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from mmdecode.asr.decoding.beams import Scored
 from mmdecode.asr.decoding.fallback import Attempts
-from mmdecode.asr.recognizers.base import Encoded
+from mmdecode.asr.recognizers.contract import Encoded
+from mmdecode.asr.results import Hypothesis
 from mmdecode.decoder import Decoder
 from mmdecode.errors import OptionError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hypothesis:
-    """One of the texts a window may hold.
-
-    Attributes:
-        text: What may have been said.
-        score: Mean log-probability per token, the end token included.
-        tokens: As ids, times included, without the end token.
-    """
-
-    text: str
-    score: float
-    tokens: list[int]
 
 
 def hypotheses(found: Iterable[Scored], text_of: Callable[[list[int]], str]) -> list[Hypothesis]:

@@ -23,7 +23,7 @@ from mmdecode.errors import OptionError, did_you_mean
 from mmdecode.runs.files import to_json
 
 if TYPE_CHECKING:
-    from mmdecode.asr.transcriber import Segment, Transcript
+    from mmdecode.asr.results import Segment, Transcript
 
 
 def txt(transcript: Transcript, layout: Layout = DEFAULT) -> str:

@@ -32,7 +32,8 @@ from mmdecode.asr.languages import language_code
 from mmdecode.asr.output.formats import FORMATS, Names, ending
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.asr.output.subtitles import DEFAULT, Layout
-from mmdecode.asr.transcriber import Failure, Transcript, failure_of
+from mmdecode.asr.results import Failure, Transcript
+from mmdecode.asr.transcriber import failure_of
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.changes import Inputs
 from mmdecode.runs.crashes import Batches, InFlight, ended_over, suspects_in

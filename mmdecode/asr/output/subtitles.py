@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmdecode.errors import OptionError
 
 if TYPE_CHECKING:
-    from mmdecode.asr.transcriber import Segment
+    from mmdecode.asr.results import Segment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from transformers.modeling_outputs import ModelOutput
 from mmdecode import registry
 from mmdecode.asr.audio.recording import Recording
 from mmdecode.asr.decoding.beams import beam_search
-from mmdecode.asr.recognizers.base import Encoded, Recognizer, Span
+from mmdecode.asr.recognizers.base import Recognizer
+from mmdecode.asr.recognizers.contract import Encoded, Span
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.checkpoints import code_trusted
 from mmdecode.engine.encoding import alike, encode_unpadded, stacked

@@ -19,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from mmdecode.asr.alignment.cross_attention import Timer
 from mmdecode.asr.decoding.beams import beam_search
 from mmdecode.asr.decoding.segmentation import split_segments, unfinished
-from mmdecode.asr.recognizers.base import Capabilities, Encoded, Recognizer, Span, Split
+from mmdecode.asr.recognizers.base import Recognizer
+from mmdecode.asr.recognizers.contract import Capabilities, Encoded, Span, Split
 from mmdecode.asr.recognizers.whisper_features import Mel, Speech
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.checkpoints import code_trusted, local_path

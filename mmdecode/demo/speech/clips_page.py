@@ -24,7 +24,7 @@ from mmdecode.evaluation.report.pages import (
 from mmdecode.evaluation.speech.wer import WER, align_as_written
 
 if TYPE_CHECKING:
-    from mmdecode.asr.alignment.words import Word
+    from mmdecode.asr.results import Word
     from mmdecode.engine.trace import Round
 
 ORIGINS = {

@@ -19,7 +19,8 @@ from mmdecode.runs.console import console, only_our_output, print_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mmdecode.asr.transcriber import Transcriber, Transcript
+    from mmdecode.asr.results import Transcript
+    from mmdecode.asr.transcriber import Transcriber
     from mmdecode.decoder import Decoder
     from mmdecode.demo.speech.clips_page import Item, Opening, Report
     from mmdecode.engine.trace import Round

@@ -12,7 +12,7 @@ from mmdecode.runs.console import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mmdecode.asr.transcriber import Transcript
+    from mmdecode.asr.results import Transcript
     from mmdecode.demo.speech.command import Way
     from mmdecode.demo.speech.recordings_page import Recording, Recordings
     from mmdecode.zoo.real_clips import RealClip

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correction.corrector import ADVICE, edits_of, words_of
+from mmdecode.asr.correction.corrector import ADVICE
+from mmdecode.asr.correction.guard import edits_of, words_of
 from mmdecode.asr.correction.n_best_lists import NBestList, split
 from mmdecode.asr.correction.selection import (
     Choice,

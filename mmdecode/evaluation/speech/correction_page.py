@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.asr.correction.corrector import words_of
-from mmdecode.asr.correction.transcripts import By, DecidedWord, places_in
+from mmdecode.asr.correction.guard import words_of
+from mmdecode.asr.correction.windows import places_in
+from mmdecode.asr.results import By, DecidedWord
 from mmdecode.evaluation.report.layout import html_table, percent
 from mmdecode.evaluation.report.pages import LEGEND, asset, card, head, keyed, marked, player
 from mmdecode.evaluation.speech.wer import WER, Step, align_as_written, wer
@@ -25,7 +26,7 @@ from mmdecode.evaluation.speech.word_page import MARKS, PLAYED
 if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
     from mmdecode.asr.correction.transcripts import Corrected
-    from mmdecode.asr.transcriber import Transcript
+    from mmdecode.asr.results import Transcript
 
 STYLES = "decided.css"
 MOST = 100

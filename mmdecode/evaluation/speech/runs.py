@@ -188,7 +188,7 @@ def _timed(
     group: str | None,
     number: int,
 ) -> Iterator[Sample]:
-    from mmdecode.asr.transcriber import Failure
+    from mmdecode.asr.results import Failure
 
     if not heard:
         return

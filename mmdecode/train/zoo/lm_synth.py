@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from mmdecode.asr.correction.corrector import ListPrompts, PromptOptions
 from mmdecode.asr.correction.n_best_lists import NBestList, lists_of, read_lists, split, write_lists
+from mmdecode.asr.correction.prompts import ListPrompts, PromptOptions
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.drafters.medusa import write_state
 from mmdecode.train.loop import BITS, FitOptions, fit, save_half

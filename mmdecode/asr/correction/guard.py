@@ -1,0 +1,129 @@
+"""Keeps a corrector from rewriting: limits on how far an answer may leave its list."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmdecode.asr.correction.prompts import (
+    Template,
+)
+from mmdecode.errors import (
+    OptionError,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+"""Thai, Lao, Burmese, Khmer, Kana and Han, which put no spaces between words."""
+
+_WORD = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+(?:['\u2019][^\W_{_SPACELESS}]+)*")
+
+_ITEM = re.compile(r"\(?\d+[.):]\s|[-*\u2022]\s")
+
+
+_TALK = re.compile(
+    r"sure\b|certainly\b|of course\b|here(?: is| are|'s)\b|as an? (?:ai|language)\b"
+    r"|i(?: am|'m) sorry\b|i (?:cannot|can't|can not)\b"
+    r"|the (?:(?:best|corrected|correct|true|final|likeliest|most likely) )+"
+    r"(?:transcri|hypothes|sentence|text|answer)"
+    r"|(?:(?:corrected|correct|true|final) )?(?:transcri\w+|response|answer|output|text) ?:",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditGuard:
+    """Says of an answer whether it may stand for what the recogniser heard.
+
+    Words are compared without case and punctuation; of a script without spaces, characters.
+
+    Attributes:
+        distance: Word edits from the nearest hypothesis, at most, as a share of its words; one edit
+            is always allowed. Infinity is neutral.
+        shorter, longer: Least and greatest length in characters, as shares of that hypothesis'.
+            0 and infinity are neutral.
+        novel: Words that are in no hypothesis, at most; 0 lets a model choose and put together, and
+            nothing else. Infinity is neutral.
+    """
+
+    distance: float = 0.3
+    shorter: float = 0.5
+    longer: float = 2.0
+    novel: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (min(self.distance, self.novel) >= 0 and 0 <= self.shorter <= 1 <= self.longer):
+            raise OptionError(
+                f"distance={self.distance}, shorter={self.shorter}, longer={self.longer}, "
+                f"novel={self.novel}; expected 0 or more, and shorter <= 1 <= longer"
+            )
+
+    def __call__(
+        self, answer: str, hypotheses: Sequence[str], template: Template | None = None
+    ) -> str | None:
+        """Why an answer is refused; ``None``: it is not.
+
+        Args:
+            answer: What the model wrote.
+            hypotheses: What it was asked about.
+            template: How it was asked: an answer that repeats that is none.
+        """
+        said, heard = answer.strip(), [text.strip() for text in hypotheses]
+        if not said:
+            return None if "" in heard else "it is empty"
+        if "\n" in said:
+            return "it has several lines"
+        for line in template.own_lines if template else ():
+            if _within(line, said) and not any(_within(line, text) for text in heard):
+                return f"it repeats the prompt: {line[:40]!r}"
+        for what, pattern in (("a list", _ITEM), ("talk about the task", _TALK)):
+            found = pattern.match(said)
+            if found and not any(map(pattern.match, heard)):
+                return f"it begins like {what}: {found[0].strip()!r}"
+        words = words_of(said)
+        edits, _, nearest = min(
+            (edits_of(words_of(text), words), place, text) for place, text in enumerate(heard)
+        )
+        if edits > max(1, self.distance * len(words_of(nearest))):
+            return (
+                f"it is {edits} word edits from the nearest hypothesis, which has "
+                f"{len(words_of(nearest))} words"
+            )
+        known = {word for text in heard for word in words_of(text)}
+        novel = [word for word in words if word not in known]
+        if len(novel) > self.novel:
+            return f"it has words that are in no hypothesis: {', '.join(novel)}"
+        ratio = len(said) / max(len(nearest), 1)
+        if not self.shorter <= ratio <= self.longer:
+            return f"it is {ratio:.2f} times as long as the nearest hypothesis"
+        return None
+
+
+GUARD = EditGuard()
+
+
+def words_of(text: str) -> list[str]:
+    """Words without case and punctuation; of a script without spaces, characters."""
+    return _WORD.findall(text.casefold())
+
+
+def edits_of(left: Sequence[str], right: Sequence[str]) -> int:
+    """Least number of words to replace, leave out or put in, to make one text the other."""
+    costs = list(range(len(right) + 1))
+    for row, word in enumerate(left, 1):
+        diagonal, costs[0] = row - 1, row
+        for column, other in enumerate(right, 1):
+            kept = diagonal + (word != other)
+            diagonal = costs[column]
+            costs[column] = min(kept, costs[column] + 1, costs[column - 1] + 1)
+    return costs[-1]
+
+
+def _within(part: str, text: str) -> bool:
+    return part.casefold() in text.casefold()

@@ -1,0 +1,215 @@
+"""Scores of texts under a recogniser, as a function of audio and text alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmdecode.asr.correction.spelling import (
+    Spelling,
+    Tokens,
+    casings,
+    spellings,
+    split,
+)
+
+
+@dataclass
+class Block:
+    """Tokens of one row to be read together, each after an earlier one or the cached prefix.
+
+    Attributes:
+        tokens: In an order in which parents come first.
+        parents: -1 for those right after the cached prefix.
+        prefixes: What is known once the token was read: all tokens up to it, from the beginning.
+        kept: How many of the first stay in the cache.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    prefixes: list[Tokens] = field(default_factory=list)
+    kept: int = 0
+
+    def add(self, token: int, parent: int, prefix: Tokens) -> int:
+        """A token's place."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.prefixes.append(prefix)
+        return len(self.tokens) - 1
+
+
+class Listener:
+    """One row: scores of texts from distributions of next tokens, and those still to be read.
+
+    Args:
+        spelling: How the recogniser writes.
+        first: Log-distribution at the beginning of the transcript, ``(V,)``.
+
+    Attributes:
+        wanted: Prefixes whose distributions are missing for what was asked.
+    """
+
+    def __init__(self, spelling: Spelling, first: np.ndarray) -> None:
+        self.spelling = spelling
+        self.wanted: set[Tokens] = set()
+        self._distributions: dict[Tokens, np.ndarray] = {(): first}
+        self._masses: dict[tuple[Tokens, str], float] = {}
+        self._paths: dict[tuple[str, ...], tuple[Tokens, float]] = {(): ((), 0.0)}
+        self._trunk: Tokens = ()
+        self._cached = 0
+
+    def fork(self) -> Listener:
+        """A row that goes on by itself."""
+        twin = Listener(self.spelling, self._distributions[self._trunk])
+        twin._distributions, twin._masses, twin._paths = (
+            dict(self._distributions),
+            dict(self._masses),
+            dict(self._paths),
+        )
+        twin._trunk, twin._cached = self._trunk, self._cached
+        return twin
+
+    def score(self, text: str, ended: bool = False) -> float | None:
+        """Log-probability that a transcript begins with a text, or with ``ended`` is the text.
+
+        Returns:
+            ``None`` where distributions are missing, which are then among `wanted`.
+        """
+        words, pending = split(text)
+        if ended:
+            words = (*words, pending) if pending else words
+            if not words:
+                return float(self._distributions[()][self.spelling.end])
+            before, value = self._path(words[:-1])
+            found = self._written(before, words[-1], ended=True)
+            return None if value is None or found is None else value + found[1]
+        before, value = self._path(words)
+        if not pending:
+            own = self._mass(before, self.spelling.space) if self._all_known([before]) else None
+        else:
+            own = self._begun(before, pending)
+        return None if value is None or own is None else value + own
+
+    def commit(self, text: str) -> None:
+        """Says that all texts asked for from now on begin with this one."""
+        words, pending = split(text)
+        stable = words if pending else words[:-1]  # the last one may yet end the transcript
+        trunk, value = self._path(stable)
+        if value is None or len(trunk) <= len(self._trunk):
+            return
+        self._trunk, size = trunk, len(trunk)
+        self._distributions = {
+            p: distribution for p, distribution in self._distributions.items() if p[:size] == trunk
+        }
+        self._masses = {k: mass for k, mass in self._masses.items() if k[0][:size] == trunk}
+
+    def block(self) -> Block:
+        """What is to be read for `wanted`."""
+        block = Block()
+        place = -1
+        for end in range(self._cached + 1, len(self._trunk) + 1):
+            place = block.add(self._trunk[end - 1], place, self._trunk[:end])
+        block.kept = len(block.tokens)
+        places = {self._trunk: place}
+        for prefix in sorted(self.wanted):
+            for end in range(len(self._trunk) + 1, len(prefix) + 1):
+                part = prefix[:end]
+                if part not in places:
+                    places[part] = block.add(part[-1], places[part[:-1]], part)
+        return block
+
+    def hear(self, block: Block, distributions: Mapping[int, np.ndarray]) -> None:
+        """Takes over what was read.
+
+        Args:
+            block: What `block` said.
+            distributions: Log-distributions ``(V,)`` by place in it, at least those of `unread`.
+        """
+        for place, distribution in distributions.items():
+            self._distributions[block.prefixes[place]] = distribution
+        self._cached += block.kept
+        self.wanted.clear()
+
+    def unread(self, block: Block) -> list[int]:
+        """Places of a block whose distributions are not known."""
+        known = self._distributions
+        return [
+            place
+            for place in range(block.kept, len(block.tokens))
+            if block.prefixes[place] not in known
+        ]
+
+    def _path(self, words: tuple[str, ...]) -> tuple[Tokens, float | None]:
+        """Tokens of complete words and their score; as if written so where that is not known."""
+        if words in self._paths:
+            return self._paths[words]
+        before, value = self._path(words[:-1])
+        found = self._written(before, words[-1], ended=False)
+        if value is None or found is None:
+            return before + self.spelling.ids(words[-1]), None
+        tokens, own = found
+        self._paths[words] = before + tokens, value + own
+        return self._paths[words]
+
+    def _written(self, before: Tokens, word: str, ended: bool) -> tuple[Tokens, float] | None:
+        """The most likely way to write a complete word: tokens and score, with the end if asked."""
+        ways = [self.spelling.ids(way) for way in spellings(word)]
+        if not self._all_known([before + ids for ids in ways]):
+            return None
+        best: tuple[float, Tokens, float] | None = None
+        for ids in ways:
+            score = self._along(before, ids)
+            if ended:
+                behind = float(self._distributions[before + ids][self.spelling.end])
+            else:
+                behind = self._mass(before + ids, self.spelling.space)
+            if best is None or score + behind > best[0]:
+                best = score + behind, ids, score + behind if ended else score
+        assert best is not None, "a word can be written as it is"
+        return best[1:]
+
+    def _begun(self, before: Tokens, pending: str) -> float | None:
+        """Log-mass of what begins with a pending word, in its most likely casing."""
+        ways = [self.spelling.ids(way) for way in casings(pending)]
+        if not self._all_known([before + ids[:-1] for ids in ways]):
+            return None
+        return max(self._covered(before, ids) for ids in ways)
+
+    def _covered(self, before: Tokens, ids: Tokens) -> float:
+        """Log-mass of some canonical tokens and then one that begins with the rest, over all."""
+        names = [self.spelling.name[token] for token in ids]
+        masses = [
+            self._along(before, ids[:place])
+            + self._mass(before + ids[:place], "".join(names[place:]))
+            for place in range(len(ids))
+        ]
+        return log_sum(np.array(masses))
+
+    def _along(self, before: Tokens, ids: Tokens) -> float:
+        places = range(len(ids))
+        return sum(float(self._distributions[before + ids[:place]][ids[place]]) for place in places)
+
+    def _mass(self, before: Tokens, piece: str) -> float:
+        """Log-probability that the next token begins with a piece."""
+        key = before, piece
+        if key not in self._masses:
+            values = self._distributions[before][self.spelling.beginning(piece)]
+            self._masses[key] = log_sum(values)
+        return self._masses[key]
+
+    def _all_known(self, prefixes: Iterable[Tokens]) -> bool:
+        """Whether the distributions after some prefixes were read; all that were not are wanted."""
+        missing = [prefix for prefix in prefixes if prefix not in self._distributions]
+        self.wanted.update(missing)
+        return not missing
+
+
+def log_sum(values: np.ndarray) -> float:
+    """Log of the sum of what some logarithms are of; of none, minus infinity."""
+    best = values.max(initial=-np.inf)
+    if best == -np.inf:
+        return -math.inf
+    return float(best + np.log(np.exp((values - best).astype(np.float64)).sum()))
